@@ -18,7 +18,7 @@ from pathlib import Path
 
 from console import progress
 from errors import UserError, explain_refusal
-from models.conversion.convert import DTYPES, convert_to_pipeline, export_hugging_face
+from models.conversion.convert import DTYPES, WriteOptions, convert_to_pipeline, export_hugging_face
 from models.storage.folders import check_output_dir, has_tokenizer
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from models.weights.sources import open_weights
@@ -65,30 +65,25 @@ def convert(args: argparse.Namespace) -> None:
     if not has_tokenizer(source.path):
         print(f"warning: {source.path} holds no tokenizer, so {args.output_dir} will hold none", file=sys.stderr)
     with progress("converting", unit="B") as bar:
+        options = WriteOptions(
+            dtype=DTYPES.get(args.dtype),
+            overwrite=args.overwrite,
+            workers=args.workers,
+            verify=args.verify,
+            progress=bar.reach,
+        )
         if args.to_hf:
             export_hugging_face(
-                source,
-                args.output_dir,
-                dtype=DTYPES.get(args.dtype),
-                max_shard_size=max_shard_size,
-                unpad_vocab=args.unpad_vocab,
-                overwrite=args.overwrite,
-                workers=args.workers,
-                verify=args.verify,
-                progress=bar.reach,
+                source, args.output_dir, options, max_shard_size=max_shard_size, unpad_vocab=args.unpad_vocab
             )
         else:
             convert_to_pipeline(
                 source,
                 args.output_dir,
-                dtype=DTYPES.get(args.dtype),
+                options,
                 special_tokens=tokens,
                 pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
                 trust_remote_code=args.trust_remote_code,
-                overwrite=args.overwrite,
-                workers=args.workers,
-                verify=args.verify,
-                progress=bar.reach,
             )
     print(f"wrote {args.output_dir}" + ("; every tensor read back is the source's" if args.verify else ""))
 

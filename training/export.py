@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from console import progress
 from models.adapters.peft_export import export_adapter, save_adapter_config
-from models.conversion.convert import export_hugging_face
+from models.conversion.convert import WriteOptions, export_hugging_face
 from models.layers.score_head import is_reward_model
 from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import check_disk_space, copy_processor_files
@@ -83,4 +83,5 @@ def export(setup: RunSetup, step_dir: Path, output_dir: Path, shows: bool = True
         export_adapter(step_dir.parent, tensors, setup.layers, output_dir)
         return
     with progress("exporting", unit="B", shown=shows) as bar:
-        export_hugging_face(open_weights(str(step_dir)), output_dir, overwrite=True, progress=bar.reach)
+        options = WriteOptions(overwrite=True, progress=bar.reach)
+        export_hugging_face(open_weights(str(step_dir)), output_dir, options)

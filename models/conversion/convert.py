@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from transformers import PretrainedConfig
 
 from errors import UserError
 from models.conversion.converted import PASSTHROUGH, ConvertedWeights, Progress
@@ -72,40 +74,49 @@ ENGINE_STATE: dict[str, Any] = {
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """How a new folder is written.
+
+    dtype: of the floating parameters; None keeps each tensor's own. config.json follows what was written. overwrite:
+    a folder that is there is replaced. workers: files that are written at once. verify: read every tensor back and
+    compare its bits, before the folder appears. progress: gets the number of bytes written, and of all.
+    """
+
+    dtype: torch.dtype | None = None
+    overwrite: bool = False
+    workers: int = 1
+    verify: bool = False
+    progress: Progress | None = None
+
+
 def convert_to_pipeline(
     source: StoredWeights,
     output_dir: Path,
+    options: WriteOptions = WriteOptions(),
     *,
-    dtype: torch.dtype | None = None,
     special_tokens: SpecialTokens | None = None,
     pad_vocab_to_multiple_of: int = 1,
     trust_remote_code: bool = False,
-    overwrite: bool = False,
-    workers: int = 1,
-    verify: bool = False,
-    progress: Progress | None = None,
 ) -> None:
     """Write a pipeline checkpoint of `source`: `latest`, config, tokenizer, and `global_step0/` with a file per layer.
 
-    dtype: of the floating parameters; None keeps each tensor's own. config.json follows what was written.
     special_tokens: see `SpecialTokens`; embedding and head grow unless they have spare rows.
     pad_vocab_to_multiple_of: adds rows until their number is a multiple; `unpadded_vocab_size` in config.json is the
     number of rows in use.
-    workers: layers that are written at once.
-    verify: read every tensor back and compare its bits, before the folder appears.
     Raises UserError for any fault of the source, the output folder or the disk.
     """
-    check_output_dir(output_dir, overwrite, source.path)
+    check_output_dir(output_dir, options.overwrite, source.path)
     if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:
         file = source.path / "tokenizer_config.json"
         raise UserError(f"{file} points to custom code ({', '.join(custom)}); read it, then pass --trust_remote_code")
     tokens = special_tokens or SpecialTokens()
     tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
     config = grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
-    weights = ConvertedWeights(source, config, dtype=dtype, progress=progress, verify=verify)
+    weights = _open_converted(source, config, options)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
 
-    with staged_folder(output_dir, overwrite) as folder:
+    with staged_folder(output_dir, options.overwrite) as folder:
         step_dir = folder.path / STEP_NAME
         step_dir.mkdir()
         places = {
@@ -120,7 +131,7 @@ def convert_to_pipeline(
             folder.flush(file)
 
         with without_crc32():
-            _for_each(write, places, workers)
+            _for_each(write, places, options.workers)
         passthrough = {}
         if source.wrapper is not None:
             file = write_passthrough(source, folder.path, weights.report)
@@ -128,39 +139,35 @@ def convert_to_pipeline(
         save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
         write_model_files(folder, weights, tokenizer, tokens)
         (folder.path / "latest").write_text(STEP_NAME)
-        if verify:
+        if options.verify:
             folder.flush_all()
             written = places | passthrough
-            _for_each(lambda file: _verify(file, written[file], weights), written, workers)
+            _for_each(lambda file: _verify(file, written[file], weights), written, options.workers)
 
 
 def export_hugging_face(
     source: StoredWeights,
     output_dir: Path,
+    options: WriteOptions = WriteOptions(),
     *,
-    dtype: torch.dtype | None = None,
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
     unpad_vocab: bool = False,
-    overwrite: bool = False,
-    workers: int = 1,
-    verify: bool = False,
-    progress: Progress | None = None,
 ) -> None:
     """Write a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
 
-    unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` has added. workers: shards that are written at once.
-    `dtype`, `verify` and UserError as in `convert_to_pipeline`.
+    unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` has added. Raises UserError as `convert_to_pipeline`
+    does.
     """
-    check_output_dir(output_dir, overwrite, source.path)
+    check_output_dir(output_dir, options.overwrite, source.path)
     config = trim_vocabulary(source) if unpad_vocab else source.config
-    weights = ConvertedWeights(source, config, dtype=dtype, progress=progress, verify=verify)
+    weights = _open_converted(source, config, options)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
     places = dict(weights.plan_pieces())
     # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the
     # layers.
     shards = plan_shards(sorted(places, key=lambda info: -info.dtype.itemsize), max_shard_size)
 
-    with staged_folder(output_dir, overwrite) as folder:
+    with staged_folder(output_dir, options.overwrite) as folder:
         files = {folder.path / name: shard for name, shard in zip(name_shards(len(shards)), shards, strict=True)}
 
         def write(file: Path) -> None:
@@ -177,14 +184,18 @@ def export_hugging_face(
             write_safetensors(file, files[file], read=lambda info: weights.read(*places[info]), written=written)
             folder.flush(file)
 
-        _for_each(write, files, workers)
+        _for_each(write, files, options.workers)
         if len(shards) > 1:
             write_json(build_index(shards), folder.path / INDEX_NAME)
         write_model_files(folder, weights)
-        if verify:
+        if options.verify:
             folder.flush_all()
             named = {file: {info.name: places[info] for info in shard} for file, shard in files.items()}
-            _for_each(lambda file: _verify(file, named[file], weights), named, workers)
+            _for_each(lambda file: _verify(file, named[file], weights), named, options.workers)
+
+
+def _open_converted(source: StoredWeights, config: PretrainedConfig, options: WriteOptions) -> ConvertedWeights:
+    return ConvertedWeights(source, config, dtype=options.dtype, progress=options.progress, verify=options.verify)
 
 
 def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int) -> None:

@@ -3,6 +3,7 @@ folder."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,33 @@ import torch
 from support.tiny import save_llama
 from transformers import AutoModelForCausalLM
 
-from models.conversion.convert import convert_to_pipeline, export_hugging_face
+from models.conversion.convert import WriteOptions, convert_to_pipeline, export_hugging_face
 from models.storage.safetensors_writer import INDEX_NAME
 from models.weights.sources import open_weights
 
 Tensors = dict[str, torch.Tensor]
 
 
+_WRITE_OPTIONS = {field.name for field in fields(WriteOptions)}
+
+
 def convert(source: Path, output: Path, **options: Any) -> Path:
-    convert_to_pipeline(open_weights(str(source)), output, **options)
+    """options: the converter's, and those of `WriteOptions`."""
+    write, others = _split(options)
+    convert_to_pipeline(open_weights(str(source)), output, write, **others)
     return output
 
 
 def export(source: Path, output: Path, **options: Any) -> Path:
-    export_hugging_face(open_weights(str(source)), output, **options)
+    """options: the exporter's, and those of `WriteOptions`."""
+    write, others = _split(options)
+    export_hugging_face(open_weights(str(source)), output, write, **others)
     return output
+
+
+def _split(options: dict[str, Any]) -> tuple[WriteOptions, dict[str, Any]]:
+    write = {key: value for key, value in options.items() if key in _WRITE_OPTIONS}
+    return WriteOptions(**write), {key: value for key, value in options.items() if key not in write}
 
 
 def load_transformers(folder: Path) -> Tensors:
