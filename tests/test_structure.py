@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -424,6 +425,7 @@ DECISIONS = re.findall(
 )
 
 
+@functools.cache
 def list_definitions(source: str) -> set[str]:
     tree = ast.parse((ROOT / source).read_text())
     return {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}

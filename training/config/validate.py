@@ -58,11 +58,12 @@ def _check_files(config: RunConfig) -> None:
     """Raise UserError for a value of `train_file` or `eval_file` that names no files, or is not a mixture."""
     for key in ("train_file", *list_evaluations(config.eval_file).values()):
         files = read_files(config, key)
+        entries = files if isinstance(files, list) else [files]
         is_function = isinstance(files, dict) and "_target_" in files
         may_be_missing = key == "train_file" and config.evaluate_only
         if (not files and not may_be_missing) or (files and not is_function and not isinstance(files, (str, list))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
-        if files:
+        if files and not any(isinstance(entry, dict) and "_target_" in entry for entry in entries):
             parse_files(files, key, config.data.mixture_by)
     if config.eval_file == {}:
         raise UserError("eval_file={}: name at least one file, or give null")
