@@ -1,5 +1,5 @@
-"""A checkpoint of an earlier version of the project, kept in fixtures/, continues with today's code as it continued
-with that version's."""
+"""Checkpoints of earlier versions of the project, kept in fixtures/, continue with today's code as they continued with
+those versions."""
 
 from __future__ import annotations
 
@@ -10,38 +10,42 @@ from pathlib import Path
 
 import pytest
 from support.cases import Case, train_run
+from support.old_checkpoints import FIXTURES, OLD_RUNS, SAVED_STEP, STEPS, TRAIN_FILE
 from support.workers import WorkerGroup
 
-FIXTURES = Path(__file__).parent / "fixtures"
 BOUND = 1e-5  # relative, fp32
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
-# As in fixtures/README.md. All other keys have the defaults of conf/base.yaml, then as now.
-RUN = (
-    "resume=latest",
-    "global_batch_size=4",
-    "max_seq_length=160",
-    "optimizer=adamw",
-    "learning_rate=0.01",
-    "lr_scheduler_type=cosine",
-    "warmup_ratio=0.03",
-    "max_grad_norm=1.0",
-    "activation_checkpoint_interval=1",
-    "max_steps=6",
-    "logging_steps=1",
-    "seed=7",
-)
+ALONE = ("num_stages=1", "partition_method=balanced")
+# Not for adamw_8bit: at another layout its blocks are quantized again (test_resume_layouts.py)
+OTHER_LAYOUTS = {
+    "adamw": (1, ALONE),
+    "zero_bubble": (1, (*ALONE, "schedule=1f1b")),
+    "zero_2": (2, (*ALONE, "zero_stage=3")),
+}
 
 
-@pytest.mark.parametrize("num_stages, bounds", [(2, "[2,3]"), (1, "balanced")], ids=["pp2", "pp1"])
+@pytest.mark.parametrize("name", OLD_RUNS)
 def test_it_resumes_with_the_losses_and_norms_of_that_version(
-    workers: Callable[[int], WorkerGroup], tmp_path: Path, num_stages: int, bounds: str
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, name: str
 ) -> None:
-    shutil.copytree(FIXTURES / "checkpoints", tmp_path / "out" / "checkpoints")
-    overrides = (*RUN, f"partition_method={bounds}")
-    case = Case(Path("not there"), FIXTURES / "train.jsonl", tmp_path, num_stages, num_stages, overrides=overrides)
-    workers(num_stages).run(train_run, case)
-    expected, found = read_metrics(FIXTURES), read_metrics(tmp_path / "out")
-    assert [record["step"] for record in found] == [4, 5, 6]
+    check(workers, tmp_path, name, OLD_RUNS[name].world_size, ())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_it_resumes_at_another_layout(workers: Callable[[int], WorkerGroup], tmp_path: Path, name: str) -> None:
+    check(workers, tmp_path, name, *OTHER_LAYOUTS[name])
+
+
+def check(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, name: str, world_size: int, changes: tuple[str, ...]
+) -> None:
+    shutil.copytree(FIXTURES / name / "checkpoints", tmp_path / "out" / "checkpoints")
+    overrides = ("resume=latest", *OLD_RUNS[name].list_overrides(), *changes)
+    case = Case(Path("not there"), TRAIN_FILE, tmp_path, world_size=world_size, overrides=overrides)
+    workers(world_size).run(train_run, case)
+    expected, found = read_metrics(FIXTURES / name), read_metrics(tmp_path / "out")
+    assert [record["step"] for record in found] == list(range(SAVED_STEP + 1, STEPS + 1))
     for record, before in zip(found, expected, strict=True):
         assert record == pytest.approx(before, rel=BOUND), f"step {before['step']}"
 
