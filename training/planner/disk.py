@@ -8,6 +8,7 @@ from models.adapters.options import AdapterName
 from training.config.schema import Precision, RunConfig
 from training.costs.memory import bytes_of
 from training.optim.optimizer import count_state_bytes
+from training.planner.formatting import render_bytes
 
 
 class CheckpointSize(NamedTuple):
@@ -40,3 +41,9 @@ def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
         return None
     kept = (config.keep_last or 1) + (config.keep_best or 0) + config.load_best_model_at_end + 1 if saves_often else 1
     return kept * size.total + (len(config.export_steps) + 1) * size.weights
+
+
+def render_disk(size: CheckpointSize, config: RunConfig) -> str:
+    whole = count_disk_bytes(config, size)
+    in_all = "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} in all"
+    return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.weights)} an export; {in_all}"

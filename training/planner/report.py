@@ -9,7 +9,8 @@ from typing import Any
 from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.costs.hardware import GIB, Machine
 from training.objectives.registry import get_objective
-from training.planner.disk import CheckpointSize, count_disk_bytes
+from training.planner.disk import render_disk
+from training.planner.formatting import render_count, render_rows, render_seconds
 from training.planner.plan import Plan, StagePlan
 from training.planner.remedies import Remedy, describe_remedies
 
@@ -270,57 +271,3 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
         ),
     ]
     return f"what limits speed: {max(losses, key=lambda loss: loss[0])[1]}"
-
-
-def render_disk(size: CheckpointSize, config: RunConfig) -> str:
-    whole = count_disk_bytes(config, size)
-    in_all = "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} in all"
-    return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.weights)} an export; {in_all}"
-
-
-def render_bytes(count: float) -> str:
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
-        if count >= 1024**power:
-            return f"{count / 1024**power:,.1f} {unit}"
-    return f"{count / 1024:,.1f} KiB"
-
-
-def render_seconds(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.1f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return "{} min {} s".format(*divmod(round(seconds), 60))
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min"
-
-
-def render_count(count: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= size:
-            return f"{count / size:.2f}{unit}"
-    return f"{count:.0f}"
-
-
-def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """A table with right-aligned columns. One that is wider than `width` is turned: each row a column, as many side by
-    side as fit."""
-    lines = _align([header, *rows])
-    if width is None or len(lines[0]) <= width:
-        return lines
-    longest, cell = max(map(len, header)), max(len(cell) for row in rows for cell in row)
-    fitting = max(1, (width - longest) // (cell + 2))
-    turned = []
-    for first in range(0, len(rows), fitting):
-        shown = rows[first : first + fitting]
-        turned += [
-            *([""] if first else []),
-            *_align([(name.ljust(longest), *cells) for name, *cells in zip(header, *shown, strict=True)]),
-        ]
-    return turned
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -27,7 +27,8 @@ from training.planner.plan import Plan, plan_resolved
 from training.planner.profile_machine import profile_layers
 from training.planner.remedies import find_remedies
 from training.planner.report import render_plan
-from training.planner.search import render_search, search_plans
+from training.planner.search import search_plans
+from training.planner.search_report import render_search
 from training.planner.timeline import predicted_timeline
 from training.resolution.resolve import ResolvedModel, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target

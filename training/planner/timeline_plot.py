@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot: it takes twice as long to import, and no window is opened
 from matplotlib.patches import Patch
 
-from training.planner.report import render_seconds
+from training.planner.formatting import render_seconds
 from training.planner.timeline import Timeline, Work
 
 COLORS = {

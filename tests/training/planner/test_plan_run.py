@@ -19,8 +19,8 @@ from errors import UserError
 from models.architecture.lookup import build_layers
 from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
+from training.planner.formatting import render_rows, render_seconds
 from training.planner.prediction import find_machine
-from training.planner.report import render_rows, render_seconds
 from training.planner.run import check_world_size, count_steps, plan_run, resolve_planned
 from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target

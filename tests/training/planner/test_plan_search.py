@@ -16,7 +16,8 @@ from training.config import incompatible
 from training.config.incompatible import INCOMPATIBLE, Feature, Pair
 from training.config.schema import ContextParallelMode, RunConfig, to_typed
 from training.planner.run import plan_run, resolve_planned
-from training.planner.search import CHECKPOINTING, FINALISTS, SHOWN, Candidate, list_sharings, render_search
+from training.planner.search import CHECKPOINTING, FINALISTS, SHOWN, Candidate, list_sharings
+from training.planner.search_report import render_search
 
 KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
