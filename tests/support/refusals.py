@@ -1,4 +1,4 @@
-"""What to write to get each refusal of the table of pairs: a start of the message -> overrides, in its order."""
+"""The overrides that cause each refusal of the table of pairs: a start of the message -> overrides, in its order."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 
 def render_bytes(count: float) -> str:
+    """Return a number of bytes in the largest binary unit that it fills: 1.5 GiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
         if count >= 1024**power:
             return f"{count / 1024**power:,.1f} {unit}"
@@ -13,6 +14,7 @@ def render_bytes(count: float) -> str:
 
 
 def render_seconds(seconds: float) -> str:
+    """Return a time in ms, s, min or h: 12.3 ms, 2 min 5 s."""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 120:
@@ -24,6 +26,7 @@ def render_seconds(seconds: float) -> str:
 
 
 def render_count(count: float) -> str:
+    """Return a count with the suffix K, M, B or T: 7.62B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= size:
             return f"{count / size:.2f}{unit}"
@@ -31,8 +34,8 @@ def render_count(count: float) -> str:
 
 
 def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """A table with right-aligned columns. One that is wider than `width` is turned: each row a column, as many side by
-    side as fit."""
+    """Return the lines of a table with right-aligned columns. One that is wider than `width` characters is transposed:
+    each row becomes a column, as many next to each other as fit."""
     lines = _align([header, *rows])
     if width is None or len(lines[0]) <= width:
         return lines

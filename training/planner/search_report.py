@@ -1,4 +1,4 @@
-"""The found layouts as text: a table of the best and the overrides of the first, or what the nearest one misses."""
+"""The found layouts as text: a table of the best and the overrides of the first, or what the nearest one lacks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def render_search(
     width: int | None = None,
     remedies: Sequence[Remedy] = (),
 ) -> str:
-    """The best layouts and the overrides of the first. width: as of `render_rows`. remedies: of the first where none
-    fits.
+    """Return the table of the best layouts and the overrides of the first. width: as in `render_rows`. remedies: of the
+    first where none fits.
 
-    Raises UserError when none fits, with what the nearest one misses.
+    Raises UserError when none fits, with what the nearest one lacks.
     """
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if not fitting:
@@ -58,7 +58,7 @@ def render_search(
 
 
 def _row(candidate: Candidate, shares: bool) -> tuple[str, ...]:
-    """shares: with the ranks of a sequence."""
+    """shares: with the columns of the ranks that share a sequence."""
     plan, (mode, interval) = candidate.plan, candidate.checkpointing
     layout = plan.layout
     names = {"grouped": str(interval), "every": f"every {interval}", "selective": "selective"}
@@ -78,7 +78,7 @@ def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine, reme
     if plan.missing_memory > 0:
         kind = largest_kind(plan.fullest)
         missing.append(
-            f"{plan.missing_memory / GIB:.1f} GiB on a card (stage {plan.fullest.stage_id}; most of it is {kind})"
+            f"{plan.missing_memory / GIB:.1f} GiB on a GPU (stage {plan.fullest.stage_id}; most of it is {kind})"
         )
     if plan.missing_host_memory > 0:
         missing.append(f"{plan.missing_host_memory / GIB:,.0f} GiB of host memory a node")
@@ -86,5 +86,5 @@ def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine, reme
         f"no layout fits world_size={config.world_size} x hardware={hardware.name}; "
         f"the nearest ({' '.join(nearest.overrides)}) misses {' and '.join(missing)}; "
         f"{f'it would fit with {describe_remedies(remedies)}; else ' if remedies else ''}"
-        "raise world_size, take larger cards, or lower max_seq_length"
+        "raise world_size, take larger GPUs, or lower max_seq_length"
     )
