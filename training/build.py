@@ -31,7 +31,7 @@ from training.setup import RunSetup
 
 
 def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> StageModule:
-    """This rank's stage, its weights loaded. All ranks call it, in a process group.
+    """Return this rank's stage, its weights loaded. All ranks call it, in a process group.
 
     trains: False for a stage that is only evaluated. Raises UserError when a tensor is missing or has a wrong shape.
     """
@@ -74,7 +74,7 @@ def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
 
 
 def build_engine(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> Engine:
-    """The engine around this rank's stage; see `build_stage`."""
+    """Start the engine of this rank's stage; see `build_stage`."""
     return start_engine(build_stage(config, setup, ranks, trains), config, setup.layout, trains)
 
 

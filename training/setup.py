@@ -1,6 +1,6 @@
-"""What can be known of a run before a process group exists: its checks, and the facts that they find on the way.
+"""The checks of a run before a process group exists, and the facts that they find.
 
-`check_run` is for a run; `build_setup` for who has a source of weights already, such as a benchmark.
+`check_run` is for a run; `build_setup` for a caller that has a source of weights already, such as a benchmark.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class RunSetup(ResolvedRun):
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
-    """Everything that can be known to be wrong before a process group exists; the same on all ranks.
+    """Return the setup of a run, the same on all ranks.
 
-    Raises UserError.
+    Raises UserError for all that can be known to be wrong before a process group exists.
     """
     check_deepspeed_version()
     check_internals(with_adapter=config.adapter.name is AdapterName.lora)
@@ -100,7 +100,8 @@ def find_target(config: RunConfig, ranks: Ranks) -> Target:
 
 
 def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
-    """Where this run's weights come from, with a row for each token that it adds. Raises UserError for what is none."""
+    """Return the source of this run's weights, with a row for each token that it adds. Raises UserError where the path
+    is not a source."""
     if config.init is Init.random and resume_from is None:
         rows = count_added_rows(config, parse_config(config.model, Path("conf/model")), "")
         fields = config.model | ({"vocab_size": rows} if rows else {})
@@ -130,9 +131,8 @@ def open_reference(config: RunConfig, setup: RunSetup, resume_from: Path | None)
 
 
 def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None]) -> RunSetup:
-    """The setup with the weights of the checkpoint that the run resumes from, the best whole one: the model's, or the
-    adapter's beside the model it started from; as it is for a run that starts anew. All ranks call it, in a process
-    group.
+    """Return the setup with the weights of the best whole checkpoint to resume from: the model's, or the adapter's with
+    the model it started from; unchanged for a new run. All ranks call it, in a process group.
 
     say: reports what is wrong with better checkpoints. Raises UserError when none is whole.
     """
@@ -146,7 +146,7 @@ def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None])
 
 
 def find_run_machine(config: RunConfig, ranks: Ranks) -> Machine | None:
-    """What is known of this machine, measured where that has to be; None when no file describes it."""
+    """Return the description of this machine, measured where it has to be; None when no file describes it."""
     return find_machine(config.hardware, describe_device(), config, ranks.local_size)
 
 
@@ -160,7 +160,8 @@ def predict_run(
     steps: range,
     ranks: Ranks,
 ) -> Prediction | None:
-    """What to expect of the run, on the main rank. All ranks call it, since a CPU's layers are timed.
+    """Return the prediction of the run on the main rank, None on the others. All ranks call it, since a CPU's layers
+    are timed.
 
     machine: on the main rank; None when it is unknown, which is reported. train_path: the tokenized folder of
     `train_file`. steps: those of the run.
@@ -183,13 +184,14 @@ def predict_run(
 
 
 def _source_path(config: RunConfig, resume_from: Path | None) -> str:
-    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone: training continues beside
+    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone: training continues with
     the model that it started from, an evaluation has it merged in."""
     adds_adapter = config.adapter.name is AdapterName.lora and not config.evaluate_only
     return weights_path(config) if resume_from is None or adds_adapter else str(resume_from)
 
 
 def weights_path(config: RunConfig) -> str:
+    """Return `model_name_or_path`. Raises UserError for the demo's model before `make demo`."""
     path = config.model_name_or_path
     if path.startswith("outputs/demo/") and not Path(path).exists():
         raise UserError(

@@ -26,8 +26,9 @@ from training.inputs.datasets import list_entries
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, describe_evaluation
 from training.pipeline.schedules import build_schedule
+from training.planner.disk import render_disk
+from training.planner.formatting import render_count, render_seconds
 from training.planner.prediction import Prediction
-from training.planner.report import render_count, render_disk, render_seconds
 from training.setup import RunSetup
 
 Facts = dict[str, str]

@@ -47,7 +47,7 @@ class Case:
 
 
 _STAGE = "8b stage"
-_LEVERS = {
+_OPTIONS = {
     "compile": ("compile=true",),
     "recompute selective": ("activation_checkpoint_mode=selective",),
     "recompute every 2nd": ("activation_checkpoint_mode=every", "activation_checkpoint_interval=2"),
@@ -73,7 +73,7 @@ CASES = (
     Case("8b LoRA", "8b", ("adapter=lora",), size=2),
     Case("8b full", "8b", size=2.5),
     Case(_STAGE, _STAGE),
-    *(Case(f"{_STAGE}, {name}", _STAGE, keys, _STAGE, _NEEDS.get(name, ())) for name, keys in _LEVERS.items()),
+    *(Case(f"{_STAGE}, {name}", _STAGE, keys, _STAGE, _NEEDS.get(name, ())) for name, keys in _OPTIONS.items()),
     Case("3b", "3b", size=1.5),
     Case("1b, Trainer, bf16", "1b", baseline="1b", runner="trainer", weights="bf16"),
     Case("8b LoRA, Trainer, bf16", "8b", ("adapter=lora",), "8b LoRA", runner="trainer", weights="bf16", size=2),

@@ -1,4 +1,4 @@
-"""What the model will see, shown before training: counts, lengths, how full the rows are, and a few decoded rows.
+"""Shows the model's inputs before training: counts, lengths, how full the rows are, and a few decoded rows.
 
 Nothing here needs an engine; `describe_dataset` and `render_row` return text, `save_histogram` writes a PNG.
 """

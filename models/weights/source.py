@@ -14,7 +14,7 @@ from models.storage.safetensors_writer import TensorInfo
 
 
 class DescribedModel(Protocol):
-    """What config.json says of a model.
+    """A model as its config.json describes it.
 
     path: the folder with config.json, and the tokenizer if there is one. config: of the text model. wrapper: the model
     that it is a part of; None where it is all of it.

@@ -68,6 +68,8 @@ def write_fixture(name: str, checkout: Path) -> None:
         target = FIXTURES / name
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(output_dir / "checkpoints", target / "checkpoints")
+        shutil.rmtree(target / "checkpoints" / f"global_step{STEPS}")
+        (target / "checkpoints" / "latest").write_text(f"global_step{SAVED_STEP}")
         records = (output_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
         (target / "metrics.jsonl").write_text("".join(records[SAVED_STEP:]))
 
@@ -81,7 +83,7 @@ def train(run: OldRun, checkout: Path, workdir: Path) -> Path:
     )  # fmt: skip
     save_tokenizer(model)
     paths = (f"model_name_or_path={model}", f"train_file={TRAIN_FILE}", f"output_dir={output_dir}")
-    saves = (f"data.cache_dir={workdir}/cache", f"save_steps={SAVED_STEP}", "save_final=false")
+    saves = (f"data.cache_dir={workdir}/cache", f"save_steps={SAVED_STEP}")
     launcher = (BIN / "torchrun", f"--nproc_per_node={run.world_size}", f"--master_port={free_port()}")
     command = (*launcher, "trainer_base_ds_mp.py", *paths, *saves, *run.list_overrides())
     subprocess.run([str(part) for part in command], cwd=checkout.resolve(), check=True)

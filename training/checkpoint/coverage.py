@@ -20,7 +20,7 @@ from training.pipeline.weight_sharding import whole_shape
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a rank trains, and the optimizer state that it saves.
+    """The parameters that a rank trains, and the optimizer state that it saves.
 
     trained: name of a parameter, with its shard -> number of elements. saved: name of a fragment in the file -> number
     of elements. in_fp32: the names of trained parameters that are their own master weights.

@@ -252,7 +252,8 @@ class LoggerConfig:
 
 @dataclass
 class HardwareConfig:
-    """What the plan knows of the machines. GiB, GB/s and FLOP/s; null is measured on the spot (`hardware=here`)."""
+    """The description of a machine for the plan. GiB, GB/s and FLOP/s; null is measured on the spot
+    (`hardware=here`)."""
 
     name: str = MISSING
     device: Device = MISSING

@@ -1,1 +1,1 @@
-"""What each aspect of a run adds to memory and time; `table.py` lists them all."""
+"""Cost terms: the memory and time that each aspect of a run adds; `table.py` lists them all."""

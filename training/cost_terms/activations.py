@@ -10,8 +10,10 @@ from training.costs.time import PassCost
 
 
 def compute_kept(chunk: Chunk) -> Kept:
-    """Group by group as the backward pass goes: what later groups kept is freed by then. Of what is on the host, the
-    input of the group that is recomputed has come back, and that of the one before it is coming."""
+    """Return the bytes that a micro-batch keeps, and the peak of recomputation.
+
+    Counted group by group as the backward pass goes: what later groups kept is freed by then. Of what is on the host,
+    the input of the group that is recomputed has come back, and that of the one before it is coming."""
     checkpointing = chunk.checkpointing
     kept = recomputation = on_host = deferred = 0  # deferred: by the groups that are done
     for group in reversed(checkpointing.list_groups(len(chunk.layers))):
@@ -39,14 +41,16 @@ def compute_kept(chunk: Chunk) -> Kept:
 
 
 def compute_recomputation(chunk: Chunk) -> PassCost:
-    """`selective` keeps what costs time."""
+    """Return the time of running layers again; none under `selective`, which keeps the results that cost time."""
     again = PassCost() if chunk.checkpointing.is_selective else chunk.run_again(chunk.list_recomputed())
     return again + compute_offload(chunk, again) if chunk.checkpointing.offloads else again
 
 
 def compute_offload(chunk: Chunk, again: PassCost) -> PassCost:
-    """Copies run beside the passes, one way in the forward and one in the backward pass, and each adds what it takes
-    longer than its pass; the backward pass also waits for the first. The cards of a node share its memory.
+    """Return the time that copies to and from the host add.
+
+    They overlap with the passes, one way in the forward and one in the backward pass, and each adds the time by which
+    it exceeds its pass; the backward pass also waits for the first. The GPUs of a node share its memory.
 
     again: what is recomputed.
     """

@@ -1,4 +1,4 @@
-"""Boundaries between stages: what crosses them, what a stage keeps of it, and the buffers it is received in."""
+"""Boundaries between stages: the tensors that cross them, those that a stage keeps, and receive buffers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ SENDS = 2  # gradients on their way to another rank
 
 
 def compute_kept(chunk: Chunk) -> Kept:
-    """What a chunk got, and its output. Where its first layers are recomputed, their input is among what they keep."""
+    """Return the bytes of a chunk's input and output. A first group that is recomputed keeps the input itself."""
     got = 0 if chunk.checkpointing.list_groups(1)[0].is_recomputed else chunk.input_bytes
     output = 0 if chunk.has_loss else chunk.hidden_bytes
     return Kept(activations=got + chunk.integer_bytes + output)
 
 
 def compute_buffers(stage: Stage) -> Memory:
-    """What is on its way: received for the next pass, or for the one that runs, and gradients that are being sent."""
+    """Return the bytes in transfer: received for the next pass or the running one, and gradients that are being
+    sent."""
     hidden, integers = stage.chunks[0].hidden_bytes, stage.chunks[0].integer_bytes
     links = stage.schedule.list_links()
     gets = {kind for kind, _, stop in links if stop == stage.stage_id}
@@ -30,7 +31,7 @@ def compute_buffers(stage: Stage) -> Memory:
 
 
 def compute_transfer(chunk: Chunk) -> PassCost:
-    """hidden_states and integers to the next chunk, the gradient of hidden_states back."""
+    """Return the bytes between chunks: hidden_states and integers to the next, the gradient of hidden_states back."""
     boundary = 2 * chunk.layers[-1].output_bytes + chunk.integer_bytes
     return PassCost(boundary_bytes=0 if chunk.has_loss else boundary)
 

@@ -1,5 +1,5 @@
-"""Context parallelism: what the ranks that share sequences send for attention, by heads or around a ring. What it saves
-is in the costs of layers on a part of the sequence."""
+"""Context parallelism: the bytes that ranks send for attention over shared sequences, by heads or around a ring. Its
+savings are in the costs of layers on a part of the sequence."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SCORE_BYTES = (44, 88)
 
 @dataclass(frozen=True, kw_only=True)
 class ModeCost:
-    """Of one micro-batch through a stage, forward and back. is_chosen: by the run. sent_bytes: by a rank. seconds: by
-    which the mode makes the passes longer, on a link within a node and on one between nodes."""
+    """The cost of a mode for one micro-batch through a stage, forward and backward. is_chosen: by the run. sent_bytes:
+    by a rank. seconds: added to the passes, on a link within a node and on one between nodes."""
 
     mode: str
     is_chosen: bool
@@ -34,8 +34,8 @@ class ModeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass(Summed):
-    """What makes a pass longer. sent_bytes: by a rank. waiting: seconds, for what is sent. work: seconds, that
-    attention takes longer than a fused kernel."""
+    """The cost added to a pass. sent_bytes: by a rank. waiting: seconds, for communication. work: seconds by which
+    attention exceeds a fused kernel."""
 
     sent_bytes: float = 0
     waiting: float = 0
@@ -43,7 +43,8 @@ class _Pass(Summed):
 
 
 def compute_exchanges(chunk: Chunk) -> PassCost:
-    """Around a ring a pass waits for what takes longer to be sent than the work beside it."""
+    """Return the time that sharing attention adds; around a ring only communication that exceeds the work it
+    overlaps."""
     if not (shared := _list_shared(chunk.layers)):
         return PassCost()
     run = chunk.run
@@ -58,16 +59,16 @@ def compute_exchanges(chunk: Chunk) -> PassCost:
 
 
 def compute_workspace(chunk: Chunk) -> Kept:
-    """Of the layer that the backward pass is in."""
-    of_layers = (
-        shared.workspace_bytes + shared.pieces_bytes * _makes_scores(chunk.run, shared)
+    """Return the workspace of attention, for one layer at a time in the backward pass."""
+    workspaces = (
+        shared.workspace_bytes + shared.chunk_bytes * _makes_scores(chunk.run, shared)
         for shared in _list_shared(chunk.layers)
     )
-    return Kept(recomputation=max(of_layers, default=0))
+    return Kept(recomputation=max(workspaces, default=0))
 
 
 def compare_modes(stage: Stage) -> list[ModeCost]:
-    """Both modes on both links, or the one that the model can."""
+    """Return the costs of the modes that the model supports, on both kinds of link."""
     shared = _list_shared(stage.layers)
     can = {"ulysses": shared and shared[0].exchanged_bytes, "ring": shared and shared[0].block_bytes}
     return [_compare(stage, mode, shared[0].is_ring) for mode, nbytes in can.items() if nbytes]
@@ -103,24 +104,26 @@ def _sum_passes(chunk: Chunk, is_ring: bool, bandwidth: float) -> tuple[_Pass, _
 
 
 def _exchange(shared: SharedAttention, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
-    """All but the rank's own part of queries, keys, values and outputs, either way. Attention waits for them."""
+    """Queries, keys, values and outputs, all but the rank's own part, are sent each way, and attention waits for
+    them."""
     size = run.layout.context_parallel_size
     nbytes = shared.exchanged_bytes * (size - 1) / size
     return _Pass(sent_bytes=nbytes, waiting=nbytes / bandwidth)
 
 
 def _travel(shared: SharedAttention, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
-    """Keys and values to all others, beside a turn of attention each; backward their gradients too, whose last turn,
-    home, has no work beside it. Where no kernel takes them, scores are written to memory and read again."""
+    """Keys and values go to all others, each overlapped with a step of attention; in the backward pass their gradients
+    too, whose last transfer, home, is not overlapped. Where no kernel applies, scores are written to memory and read
+    again."""
     size = run.layout.context_parallel_size
     gradient = shared.block_gradient_bytes if is_backward else 0
     moved = shared.scores * SCORE_BYTES[is_backward] if _makes_scores(run, shared) else 0.0
     work = moved / (run.hardware.memory_bandwidth * GB)
-    turn = ((1 + is_backward) * shared.flops * run.tokens / run.flops_per_second + work) / size
-    beside = max(0.0, (shared.block_bytes + gradient) / bandwidth - turn)
+    step_seconds = ((1 + is_backward) * shared.flops * run.tokens / run.flops_per_second + work) / size
+    exposed = max(0.0, (shared.block_bytes + gradient) / bandwidth - step_seconds)
     return _Pass(
         sent_bytes=(size - 1) * shared.block_bytes + size * gradient,
-        waiting=(size - 1) * beside + gradient / bandwidth,
+        waiting=(size - 1) * exposed + gradient / bandwidth,
         work=work,
     )
 

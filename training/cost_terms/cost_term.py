@@ -1,6 +1,6 @@
-"""What a lever is: one aspect of a run, and what it adds to a stage's memory, its passes and the end of its step.
+"""A cost term: one aspect of a run, and its part of a stage's memory, passes and end of the step.
 
-A new key that costs or saves memory or time is a file beside this one, with a `CostTerm` in it, and a line in
+A new key that costs or saves memory or time is a file next to this one, with a `CostTerm` in it, and a line in
 `table.py`. The plan, the fit check and the report read the sums alone.
 
 P stages, V chunks of layers a stage, M micro-batches of one replica in a step, B micro-batch, T sequence.
@@ -27,7 +27,7 @@ from training.pipeline.schedules import build_schedule
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a plan is made of, beside the costs of its layers. hardware: complete."""
+    """The inputs of a plan apart from the costs of its layers. hardware: complete."""
 
     config: RunConfig
     layout: Layout
@@ -40,8 +40,8 @@ class PlannedRun:
 
     @cached_property
     def tokens(self) -> int:
-        """Of a micro-batch on one rank, B x T; B twice `micro_batch_size` where a sample is two rows, T the rank's part
-        of a sequence that several share."""
+        """Tokens of a micro-batch on one rank, B x T; B is twice `micro_batch_size` where a sample is two rows, T the
+        rank's part of a sequence that several share."""
         return self.layout.micro_batch_size * self.tokens_per_sample // self.layout.context_parallel_size
 
     @property
@@ -61,7 +61,7 @@ class PlannedRun:
 
     @cached_property
     def flops_per_second(self) -> float:
-        """FLOP/s of a card while it computes."""
+        """FLOP/s of a GPU while it computes."""
         return self.hardware.peak_flops[self.config.precision.value] * self.hardware.efficiency
 
 
@@ -80,23 +80,24 @@ class Chunk:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of a micro-batch's hidden_states."""
+        """Bytes of a micro-batch's hidden_states."""
         return self.layers[0].output_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Of the hidden_states that a block of a layer works on: with sequence parallelism of all the ranks' parts."""
+        """Bytes of the hidden_states that a block of a layer works on: with sequence parallelism the parts of all
+        ranks."""
         run = self.run
         return self.hidden_bytes * (run.layout.tensor_parallel_size if run.config.sequence_parallel else 1)
 
     @property
     def integer_bytes(self) -> int:
-        """Of what all layers take beside hidden_states; of whole sequences."""
+        """Bytes of the integers that all layers take in addition to hidden_states; of whole sequences."""
         return BOUNDARY_BYTES * self.run.tokens * self.run.layout.context_parallel_size
 
     @property
     def input_bytes(self) -> int:
-        """Of what the first layer takes alone: input_ids or hidden_states."""
+        """Bytes of the chunk's input: input_ids or hidden_states."""
         return INPUT_BYTES * self.run.tokens if self.has_first_layer else self.hidden_bytes
 
     @cached_property
@@ -104,26 +105,26 @@ class Chunk:
         return build_activation_checkpointing(self.run.config)
 
     def list_recomputed(self) -> list[LayerCost]:
-        """Layers that run again in the backward pass, whole or but for what `selective` keeps; not the head, which is
-        in the loss."""
+        """Return the layers that run again in the backward pass, whole or but for the results that `selective` keeps;
+        not the head, which is in the loss."""
         stop = len(self.layers) - self.has_loss
         groups = (group for group in self.checkpointing.list_groups(len(self.layers)) if group.is_recomputed)
         return [layer for group in groups for layer in self.layers[group.start : min(group.stop, stop)]]
 
     def run_again(self, layers: Sequence[LayerCost]) -> PassCost:
-        """What a second forward pass of `layers` adds to the backward pass."""
+        """Return the cost that a second forward pass of `layers` adds to the backward pass."""
         return PassCost(
             backward_flops=sum(layer.forward_flops for layer in layers),
             backward_seconds=sum(self.time_forward(layer) for layer in layers),
         )
 
     def time_forward(self, layer: LayerCost) -> float:
-        """Seconds of a micro-batch: as it was timed, or by the card's rate."""
+        """Return the seconds of a micro-batch forward: as timed, or by the GPU's rate."""
         forward = layer.pass_seconds[0] if layer.pass_seconds else layer.forward_flops / self.run.flops_per_second
         return forward * self.run.tokens
 
     def time_deferred(self, layer: LayerCost) -> float:
-        """Seconds of the backward pass that can be put off: its share of the products."""
+        """Return the seconds of the backward pass that can be deferred: its share of the products."""
         share = layer.deferred_flops / layer.backward_flops if layer.backward_flops else 0
         return share * self.time_backward(layer)
 
@@ -185,16 +186,16 @@ class Stage:
 
 
 def count_distinct(count: str, layers: Sequence[LayerCost]) -> int:
-    """The sum of a count over the layers, a module that several of them share once."""
+    """Return the sum of a count over the layers; a module that several of them share counts once."""
     shared = {layer.tied_key: getattr(layer, count) for layer in layers if layer.tied_key}
     return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostTerm:
-    """What one aspect of a run adds; None adds nothing.
+    """The costs that one aspect of a run adds; None adds nothing.
 
-    stage_memory: bytes that are there once, by kind, on the card and on the host. chunk_memory: bytes of each
+    stage_memory: bytes that are allocated once, by kind, on the GPU and on the host. chunk_memory: bytes of each
     micro-batch in flight. chunk_cost: of each micro-batch's passes. stage_cost: of the end of the step.
     """
 

@@ -1,4 +1,4 @@
-"""Which layers a stage has the memory for: what an uneven split respects."""
+"""Whether a stage has the memory for a range of layers: the constraint of an uneven split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.pipeline.partition import Fits
 
 
 def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
-    """Return what says of a stage whether a GPU holds it. costs: of all layers, for one micro-batch.
+    """Return the function that says whether a stage fits a GPU. costs: of all layers, for one micro-batch.
 
     Layers of one kind share one cost (`count_layers`), so a stage of so many of them is counted once, wherever it
     starts; and a stage that begins with layers which exceed the memory already is not counted.

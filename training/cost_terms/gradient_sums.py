@@ -13,7 +13,7 @@ from training.costs.time import PassCost
 
 
 def compute_sums(chunk: Chunk) -> PassCost:
-    """Layers that were timed have theirs in that."""
+    """Return the time to sum gradients; in layers that were timed it is included in their times."""
     run = chunk.run
     moved = count_sum_bytes(run.config, run.layout.gradient_accumulation_steps, run.hardware.device)
     counted = count_distinct("num_trainable", [layer for layer in chunk.layers if layer.pass_seconds is None])
@@ -21,7 +21,8 @@ def compute_sums(chunk: Chunk) -> PassCost:
 
 
 def count_sum_bytes(config: RunConfig, num_micro_batches: int, device: Device) -> float:
-    """What is read and written of a trained parameter to sum its gradients, for a micro-batch of `num_micro_batches`.
+    """Return the bytes read and written per trained parameter to sum its gradients, per micro-batch of
+    `num_micro_batches`.
 
     bf16 (`training/optim/gradient_sums.py`): the gradient is read, 2 bytes, its sum in fp32 read and written, 4 + 4.
     A CPU first writes the gradient in fp32, 2 + 4, and reads that, so it moves 18. (DeepSpeed's own way moves 8 more:

@@ -1,4 +1,4 @@
-"""The layers themselves: their passes, and the gradients on their way through them."""
+"""The layers themselves: their passes, and the gradients that flow through them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from training.costs.time import PassCost
 
 
 def compute_passes(chunk: Chunk) -> PassCost:
-    """Backward is twice forward, less the gradients of frozen matrices."""
+    """Return the cost of the passes: backward is twice forward, less the gradients of frozen matrices."""
     return PassCost(
         forward_flops=sum(layer.forward_flops for layer in chunk.layers),
         backward_flops=sum(layer.backward_flops for layer in chunk.layers),
@@ -19,14 +19,14 @@ def compute_passes(chunk: Chunk) -> PassCost:
 
 
 def compute_gradients_in_pass(stage: Stage) -> Memory:
-    """The two gradients that flow through a layer, and what a layer's own take on their way."""
+    """Return the bytes of the two gradients that flow through a layer, and of the largest in flight inside one."""
     return Memory(buffers=2 * stage.chunks[0].block_bytes + count_on_the_way(stage))
 
 
 def count_on_the_way(stage: Stage) -> int:
-    """Bytes of the gradient where a layer is widest, or of one parameter's new one.
+    """Return the bytes of the gradient where a layer is widest, or of one parameter's new gradient.
 
-    Unless that is in fp32, it has 4 bytes an element beside it: a CPU's copy of it in fp32, to be added
+    Unless that is in fp32, 4 bytes an element are added: a CPU's copy of it in fp32, to be added
     (`add_gradient`); a GPU makes none, and has that much for what is not counted. Stage 2 copies gradients by buckets
     (`sharded_sums.py`). The head is not among the widest: its result is in the loss.
     """
@@ -36,8 +36,9 @@ def count_on_the_way(stage: Stage) -> int:
 
 
 def count_new_gradient(stage: Stage, num_elements: int) -> int:
-    of_weight = stage.run.weight_bytes
-    return (of_weight + (4 if of_weight < 4 and not stage.run.config.shards_gradients_only else 0)) * num_elements
+    """Return the bytes of a gradient as autograd makes it, with its copy in fp32."""
+    weight_bytes = stage.run.weight_bytes
+    return (weight_bytes + (4 if weight_bytes < 4 and not stage.run.config.shards_gradients_only else 0)) * num_elements
 
 
 LAYERS = CostTerm(stage_memory=compute_gradients_in_pass, chunk_cost=compute_passes)

@@ -12,10 +12,10 @@ from training.objectives.registry import get_objective
 
 
 def compute_loss(stage: Stage) -> Memory:
-    """A rank's logits are those of its share of the vocabulary; scores of rows take next to nothing.
+    """Return the bytes of the loss on the last stage; scores of rows take next to nothing.
 
-    With the gradients of the head and of its input, by how much they exceed those that `layers.py` has of the passes
-    behind.
+    A rank's logits are those of its share of the vocabulary. Included are the gradients of the head and of its input,
+    as far as they exceed those that `layers.py` counts for the other layers.
     """
     run = stage.run
     if not stage.has_loss or get_objective(run.config).scores_rows:
@@ -29,30 +29,31 @@ def compute_loss(stage: Stage) -> Memory:
 
 
 def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, precision: Precision) -> int:
-    """Peak of `models.losses.cross_entropy` beside the head's gradient. num_targets: B x T, every token a target.
+    """Return the peak bytes of `models.losses.cross_entropy` without the head's gradient. num_targets: B x T, every
+    token a target.
 
-    In a piece: logits, in bf16 a copy in fp32, and their log-softmax. Of all, or of those that wait: the logits'
-    gradient in bf16; beside that the sum of the head's in fp32, and a part of it in bf16. fp16 takes no pieces: its
+    In a chunk: logits, in bf16 a copy in fp32, and their log-softmax. For all, or for those that wait: the logits'
+    gradient in bf16; in addition the sum of the head's in fp32, and a part of it in bf16. fp16 takes no chunks: its
     peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
     """
     num_logits = num_targets * vocabulary
-    piece = min(num_logits, CHUNK_LOGITS)
+    chunk_logits = min(num_logits, CHUNK_LOGITS)
     if precision is not Precision.bf16:
-        return {Precision.fp32: 8 * piece, Precision.fp16: 12 * num_logits}[precision]
+        return {Precision.fp32: 8 * chunk_logits, Precision.fp16: 12 * num_logits}[precision]
     waiting = count_waiting(num_targets, hidden_size, vocabulary)
-    summed = 4 * hidden_size * vocabulary + 2 * piece if waiting < num_targets else 0
-    return 10 * piece + 2 * waiting * vocabulary + summed
+    summed = 4 * hidden_size * vocabulary + 2 * chunk_logits if waiting < num_targets else 0
+    return 10 * chunk_logits + 2 * waiting * vocabulary + summed
 
 
 def compute_second_logits(chunk: Chunk) -> PassCost:
-    """An objective whose loss is not a sum over tokens makes its logits again in the backward pass."""
+    """Return the time to make logits again in the backward pass, for an objective whose loss is not a sum over
+    tokens."""
     makes_again = chunk.has_loss and get_objective(chunk.run.config).remakes_logits
     return chunk.run_again(chunk.layers[-1:]) if makes_again else PassCost()
 
 
 def compute_first_pass(chunk: Chunk) -> PassCost:
-    """A forward pass over as many tokens before the step, for an objective that needs one; it is counted with that of
-    the step."""
+    """Return the time of a forward pass over as many tokens before the step, for an objective that needs one."""
     if not get_objective(chunk.run.config).needs_first_pass:
         return PassCost()
     return PassCost(

@@ -1,8 +1,8 @@
 """Model states: weights, gradients and optimizer under ZeRO (1910.02054), as DeepSpeed 0.19.8 allocates them.
 
 Stage 1: whole weights and sums of gradients on each rank, fp32 master weights and moments cut into dp parts. Stage 2
-cuts the sums of gradients too, stage 3 the weights. Which of
-DeepSpeed's two optimizers runs, and whether its gradients go through buckets, follows from precision and offload.
+cuts the sums of gradients too, stage 3 the weights. Which of DeepSpeed's two optimizers runs, and whether its gradients
+go through buckets, follows from precision and offload.
 docs/plan.md names the lines behind each term.
 
 n trainable parameters of the stage, dp replicas.
@@ -26,13 +26,14 @@ ALLREDUCE_BUCKET = (
 
 
 def compute_model_states(stage: Stage) -> Memory:
+    """Return the bytes of weights, gradients, optimizer state and the optimizer step of a stage."""
     config = stage.run.config
     held = Memory(optimizer=4 * _part(stage) + _moments(stage))
     if config.shards_weights:
-        return held + _allocate_stage_3(stage)
+        return held + _allocate_zero3(stage)
     weights = Memory(weights=stage.run.weight_bytes * stage.num_parameters)
     if config.shards_gradients:
-        return weights + held + _allocate_stage_2(stage)
+        return weights + held + _allocate_zero2(stage)
     if config.offload_optimizer is Offload.cpu:
         return weights + _allocate_on_host(stage)
     allocate = {Precision.bf16: _allocate_bf16, Precision.fp32: _allocate_fp32, Precision.fp16: _allocate_fp16}
@@ -41,7 +42,7 @@ def compute_model_states(stage: Stage) -> Memory:
     return weights + held + dataclasses.replace(allocated, step=step)
 
 
-def _allocate_stage_2(stage: Stage) -> Memory:
+def _allocate_zero2(stage: Stage) -> Memory:
     """`training/engine/sharded_sums.py`: sums of gradients in fp32, this rank's part, and buckets of a micro-batch's
     own. The step takes the norm of each parameter's in fp64."""
     run, part, largest = stage.run, _part(stage), stage.largest_trainable
@@ -53,8 +54,8 @@ def _allocate_stage_2(stage: Stage) -> Memory:
 
 
 def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
-    """By how much a bucket, and its copy to be reduced, exceed what the backward pass has freed when it is full, and
-    what `layers.py` has of gradients.
+    """The bytes by which a bucket, and its copy to be reduced, exceed what the backward pass has freed when it is full,
+    and the gradients that `layers.py` counts.
 
     Where layers are recomputed, a bucket is full while one is, but for one that takes all and waits for the end of the
     pass.
@@ -86,11 +87,11 @@ def _count_recomputed(chunk: Chunk) -> int:
     return max(sum(layer.saved_bytes for layer in group) for group in groups)
 
 
-def _allocate_stage_3(stage: Stage) -> Memory:
+def _allocate_zero3(stage: Stage) -> Memory:
     """`zero/stage3.py`: sums of gradients in fp32, this rank's part; in bf16 a bucket, allocated whole
     (`ipg_buckets`). At the step the part is flattened once more. Where layers are recomputed, gradients
     are flattened and cast to be reduced while that takes most, but for few that wait for the end of the pass; where
-    nothing is, the layers behind have been freed.
+    nothing is, the later layers have been freed.
 
     A rank has its part of the weights, and those of the layers at work, up to `MAX_LIVE` elements; where nothing is
     recomputed a backward pass needs all of them, and they stay. With `offload_parameters` its part is in the host's
@@ -170,7 +171,8 @@ def _allocate_on_host(stage: Stage) -> Memory:
 
 def _pin(stage: Stage) -> int:
     """Bytes of the host for master weights, gradient and the weights to send back; with a GPU all are pinned, and a
-    buffer for the largest gradient too. Norms and biases, of which DeepSpeed pins a few MB apart, count as matrices.
+    buffer for the largest gradient too. Norms and biases, of which DeepSpeed pins a few MB separately, count as
+    matrices.
     """
     part, element = _part(stage), stage.run.weight_bytes
     tensors = [4 * part, 4 * part, element * part]
@@ -191,7 +193,7 @@ def _buckets(stage: Stage, element: int) -> tuple[int, int]:
 
 
 def _cast_bytes(stage: Stage) -> int:
-    """Of a gradient's copy in the dtype that it is reduced in, where that is not its own."""
+    """Bytes per element of a gradient's copy in the dtype that it is reduced in, where that is not its own."""
     return 0 if stage.run.reduce_bytes == stage.run.gradient_bytes else stage.run.reduce_bytes
 
 

@@ -1,4 +1,4 @@
-"""The optimizer step: bound by memory, the card's or, offloaded, the host's."""
+"""The optimizer step: bound by the bandwidth of the GPU's memory or, offloaded, the host's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from training.optim.optimizer import count_state_bytes
 
 
 def compute_update(stage: Stage) -> StepCost:
-    """`count_update_bytes` of this replica's part; offloaded, its gradient and weight also cross the link to the
+    """Return the time to update this replica's part; offloaded, its gradient and weight also cross the link to the
     host."""
     run = stage.run
     config, hardware = run.config, run.hardware
@@ -25,9 +25,9 @@ def compute_update(stage: Stage) -> StepCost:
 
 
 def count_update_bytes(state_bytes: float, precision: Precision) -> float:
-    """What an optimizer step reads and writes for a trained parameter, as seen of deepspeed 0.19.8's operations.
+    """Return the bytes that an optimizer step reads and writes per trained parameter, as deepspeed 0.19.8 does it.
 
-    state_bytes: what the optimizer keeps of it, which it reads and writes.
+    state_bytes: of the optimizer's state per parameter, which it reads and writes.
 
     `BF16_Optimizer` takes the norm of the fp32 gradient, clips it, and sets it and its bf16 part to zero;
     `DeepSpeedZeroOptimizer` takes the norm in fp64, copies the gradient and clips that. Then the gradient is read,

@@ -10,7 +10,8 @@ from training.distributed.topology import DATA
 
 
 def compute_reduction(stage: Stage) -> StepCost:
-    """All-reduce of the gradients, in `gradient_reduce_dtype`, and all-gather of the weights, on a ring.
+    """Return the cost of the all-reduce of gradients, in `gradient_reduce_dtype`, and the all-gather of weights, on a
+    ring.
 
     Stage 2 reduces the gradients of each micro-batch, to the rank that has them; stage 3 gathers the weights for each
     forward and each backward pass.
@@ -52,8 +53,7 @@ def _count_from_host(stage: Stage) -> float:
 
 
 def count_reduce_bytes(run: PlannedRun) -> int:
-    """What is read and written of a gradient to reduce it, beside the sending, as seen of deepspeed 0.19.8's
-    operations.
+    """Return the bytes read and written per gradient to reduce it, without sending, as deepspeed 0.19.8 does it.
 
     Flattened, divided and taken back, cast to what it is sent in and back where that is another dtype; nothing of one
     replica (`skip_averaging`). In fp16, or offloaded, put into a bucket before, and taken out of it, also of one

@@ -1,4 +1,5 @@
-"""The table of levers, and its sums: what a stage holds, and what its passes and the end of its step take."""
+"""The table of cost terms, and its sums: the memory of a stage, and the time of its passes and of the end of its
+step."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from training.costs.memory import HOST_BYTES_A_RANK, Kept, Memory
 from training.costs.time import PassCost, StepCost
 from training.pipeline.schedule import InFlight
 
-LEVERS: tuple[CostTerm, ...] = (
+COST_TERMS: tuple[CostTerm, ...] = (
     MODEL_STATES,  # precision, offload_optimizer, optimizer, replicas
     LAYERS,  # freeze, adapter
     GRADIENT_SUMS,  # gradient_accumulation_steps, precision
@@ -35,10 +36,10 @@ LEVERS: tuple[CostTerm, ...] = (
 
 
 def sum_memory(stage: Stage) -> Memory:
-    """Activations are those of the micro-batches in flight when they take most; one group of layers is recomputed at a
-    time."""
+    """Return the memory of a stage. Activations are those of the micro-batches in flight when they take most; one group
+    of layers is recomputed at a time."""
     once = sum(
-        (lever.stage_memory(stage) for lever in LEVERS if lever.stage_memory), start=Memory(host=HOST_BYTES_A_RANK)
+        (term.stage_memory(stage) for term in COST_TERMS if term.stage_memory), start=Memory(host=HOST_BYTES_A_RANK)
     )
     kept = [_sum_kept(chunk) for chunk in stage.chunks]
     in_flight = stage.schedule.list_in_flight(stage.stage_id)
@@ -61,12 +62,14 @@ def _sum_in_flight(counts: InFlight, kept: Sequence[Kept]) -> int:
 
 
 def _sum_kept(chunk: Chunk) -> Kept:
-    return sum((lever.chunk_memory(chunk) for lever in LEVERS if lever.chunk_memory), start=Kept())
+    return sum((term.chunk_memory(chunk) for term in COST_TERMS if term.chunk_memory), start=Kept())
 
 
 def sum_pass_cost(chunk: Chunk) -> PassCost:
-    return sum((lever.chunk_cost(chunk) for lever in LEVERS if lever.chunk_cost), start=PassCost())
+    """Return the cost of one micro-batch through a chunk."""
+    return sum((term.chunk_cost(chunk) for term in COST_TERMS if term.chunk_cost), start=PassCost())
 
 
 def sum_step_cost(stage: Stage) -> StepCost:
-    return sum((lever.stage_cost(stage) for lever in LEVERS if lever.stage_cost), start=StepCost())
+    """Return the cost of the end of a step on a stage."""
+    return sum((term.stage_cost(stage) for term in COST_TERMS if term.stage_cost), start=StepCost())

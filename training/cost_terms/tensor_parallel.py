@@ -1,5 +1,5 @@
-"""Tensor parallelism: the sums of hidden states over the ranks that share layers. What it saves is in the costs of the
-sharded layers. With sequence parallelism a sum is cut in two, and what goes into a block is gathered once more."""
+"""Tensor parallelism: the sums of hidden states over the ranks that share layers. Its savings are in the costs of the
+sharded layers. With sequence parallelism a sum is cut in two, and the input of a block is gathered once more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from training.distributed.topology import TENSOR
 
 
 def compute_sums(chunk: Chunk) -> PassCost:
-    """All-reduces on a ring; of recomputed layers those of the forward pass again."""
+    """Return the bytes of all-reduces on a ring; recomputed layers repeat those of their forward pass."""
     size = chunk.run.layout.tensor_parallel_size
     one_sum = 2 * (size - 1) / size * chunk.block_bytes
     forward = sum(layer.forward_sums for layer in chunk.layers)

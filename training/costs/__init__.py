@@ -1,1 +1,1 @@
-"""What layers cost: FLOPs, bytes, and the machine that they run on."""
+"""The costs of layers: FLOPs, bytes, and the machine that they run on."""

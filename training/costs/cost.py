@@ -1,4 +1,4 @@
-"""What one layer costs: parameters, FLOPs a token, and the bytes that a micro-batch leaves for the backward pass.
+"""The cost of one layer: parameters, FLOPs per token, and the bytes that a micro-batch keeps for the backward pass.
 
 Everything is counted on the meta device: the layer's real `forward` runs there on tensors without storage, and what
 autograd saves is what PyTorch would keep (`torch.autograd.graph.saved_tensors_hooks`). Nothing here names an
@@ -34,7 +34,7 @@ from training.pipeline.weight_gradients import DeferredGradients, list_split, sp
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
 BOUNDARY_BYTES = (
     8 + 4
-)  # of the integers that cross a boundary beside hidden_states: position_ids int64, segment_ids int32
+)  # of the integers that cross a boundary with hidden_states: position_ids int64, segment_ids int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class LayerCost:
 
     @property
     def backward_flops(self) -> float:
-        """Of a token: a gradient of the input and one of the matrix, for each product."""
+        """FLOPs per token of the backward pass: a gradient of the input and one of the matrix, for each product."""
         return 2 * self.forward_flops - self.frozen_flops
 
 
@@ -164,7 +164,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     keys = mean_keys(built.batch.seq_length * built.parts.size, _window(module, config))
     saved, is_estimated = _count_saved(built)
     if (shared := _count_shared(built, width, keys)) is not None:
-        saved += shared.saved_beside
+        saved += shared.saved_extra
     return LayerCost(
         name=layer.module_class.__name__,
         num_parameters=sum(p.numel() for p in parameters.values()),
@@ -199,8 +199,8 @@ def _count_shards(module: nn.Module) -> dict[str, float]:
 
 
 def mean_keys(seq_length: int, window: int | None) -> float:
-    """Keys that a query attends to under a causal mask, on average over the sequence: (T + 1) / 2, less with a sliding
-    window."""
+    """Return the keys that a query attends to under a causal mask, on average over the sequence: (T + 1) / 2, less with
+    a sliding window."""
     window = min(window or seq_length, seq_length)
     return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length
 
@@ -226,7 +226,7 @@ def _attention_width(module: nn.Module, config: PretrainedConfig) -> int:
 
 
 def _head_sizes(config: PretrainedConfig) -> tuple[int, int]:
-    """Of queries and keys, and of values: multi-head latent attention has sizes of its own."""
+    """The head sizes of queries and keys, and of values: multi-head latent attention has its own."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return getattr(config, "qk_head_dim", None) or head_size, getattr(config, "v_head_dim", None) or head_size
 
@@ -296,7 +296,7 @@ def _count_deferred(built: _BuiltLayer) -> int:
 
 
 def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
-    """(what autograd keeps, whether it is only estimated)."""
+    """Returns the bytes that autograd keeps, and whether they are only estimated."""
     try:
         return count_saved_bytes(lambda: _run(built), built.module), False
     except (RuntimeError, NotImplementedError):  # a choice that depends on data, such as routing to experts
@@ -319,6 +319,6 @@ def _estimate_saved(built: _BuiltLayer) -> SavedBytes:
     names = set(_multiplied(built.layer, built.module))
     shapes = {name: parameter.shape[-2:] for name, parameter in built.module.named_parameters() if name in names}
     chosen = {name: count_experts(config)[0] if active_share(name, config) < 1 else 1 for name in shapes}
-    of_matrices = sum(sum(shape) * built.batch.dtype.itemsize * chosen[name] for name, shape in shapes.items())
-    both = built.batch.tokens * round(of_matrices + 4 * 4 * config.hidden_size)
+    matrix_bytes = sum(sum(shape) * built.batch.dtype.itemsize * chosen[name] for name, shape in shapes.items())
+    both = built.batch.tokens * round(matrix_bytes + 4 * 4 * config.hidden_size)
     return SavedBytes(both, kept=both, remade=both)

@@ -40,12 +40,12 @@ class Machine:
 
     @property
     def usable_bytes(self) -> float:
-        """Of one card's memory."""
+        """The usable bytes of one GPU's memory."""
         return self.memory * self.usable_memory * GIB
 
 
 def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size: int) -> Machine:
-    """`hardware` with every null measured on this machine, its cores and memory shared by `world_size` ranks.
+    """Return `hardware` with every null measured on this machine, its cores and memory shared by `world_size` ranks.
 
     Raises UserError where no peak is known for the precision.
     """
@@ -61,17 +61,17 @@ def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size
 
 
 def list_stated(hardware: HardwareConfig) -> set[str]:
-    """The fields that are not null."""
+    """Return the names of the fields that are not null."""
     return {name for name, value in vars(hardware).items() if value is not None}
 
 
 def _measure(precision: Precision, world_size: int) -> dict[str, Any]:
-    """What can be null."""
+    """Measure every field that can be null."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, cores // world_size))
-    share = min(1.0, cores / world_size)  # more ranks than cores take turns
+    share = min(1.0, cores / world_size)  # more ranks than cores share them
     try:
         flops, copied = measure_matmul(DTYPES[precision]) * share, measure_copy() * share
     finally:
@@ -84,13 +84,13 @@ def _measure(precision: Precision, world_size: int) -> dict[str, Any]:
 
 
 def measure_matmul(dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product with torch's present number of threads: the best of a few."""
+    """Return the FLOP/s of a square matrix product with torch's present number of threads: the best of a few."""
     left, right = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
     return 2 * _MATRIX**3 / _best_seconds(lambda: left @ right)
 
 
 def measure_copy() -> float:
-    """Bytes a second that a copy reads and writes, together."""
+    """Return the bytes per second that a copy reads and writes, together."""
     source = torch.zeros(8 * 2**20)  # 32 MiB, more than the caches of a core
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source))

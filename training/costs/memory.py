@@ -1,6 +1,6 @@
-"""The bytes of a plan, by kind, and where a card is fullest. What adds to them: `training/cost_terms/`.
+"""The bytes of a plan, by kind, and the moment when a GPU is fullest. `training/cost_terms/` adds them up.
 
-The card is fullest either in the backward pass (activations, or the loss) or at the optimizer step (DeepSpeed's copies
+A GPU is fullest either in the backward pass (activations, or the loss) or at the optimizer step (DeepSpeed's copies
 of the gradients, when the activations are gone); the peak is the larger of the two.
 """
 
@@ -24,7 +24,7 @@ class Summed:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Summed):
-    """Bytes of a stage on one card, by kind; `host` in the host's memory, for this rank.
+    """Bytes of a stage on one GPU, by kind; `host` in the host's memory, for this rank.
 
     activations: of all micro-batches in flight. recomputation: by how much the one group of layers that is recomputed
     exceeds what later layers have freed by then. buffers: of communication. step: what the optimizer step allocates for
@@ -58,7 +58,7 @@ class Memory(Summed):
 @dataclass(frozen=True, kw_only=True)
 class Kept(Summed):
     """Bytes of one micro-batch in one chunk of layers: `Memory.activations` of it alone, and `Memory.recomputation`;
-    deferred: its activations between the two halves of its backward pass; host: what waits there."""
+    deferred: its activations between the two halves of its backward pass; host: its bytes in the host's memory."""
 
     activations: int = 0
     recomputation: int = 0
@@ -67,4 +67,5 @@ class Kept(Summed):
 
 
 def bytes_of(precision: Precision) -> int:
+    """Return the bytes of one element."""
     return 4 if precision is Precision.fp32 else 2

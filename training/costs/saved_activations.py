@@ -32,7 +32,7 @@ class SavedBytes:
 
 
 def count_saved_bytes(run: Any, module: nn.Module) -> SavedBytes:
-    """What the backward pass of `run()`, a forward pass on the meta device, will need."""
+    """Return the bytes that `run()`, a forward pass on the meta device, keeps for its backward pass."""
     own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
     saved: dict[int, torch.UntypedStorage] = {}  # kept, so that no storage is freed and its address taken by another
 
@@ -84,7 +84,8 @@ class WithoutData(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What FlashAttention saves (2205.14135, algorithm 2): query, key, value, output, and one fp32 number a row."""
+    """Saves the tensors that FlashAttention saves (2205.14135, algorithm 2): query, key, value, output, and one fp32
+    number per row."""
 
     is_running = False
 

@@ -1,4 +1,4 @@
-"""Attention over sequences that several ranks share: what each of them sends and holds, by heads and around a ring.
+"""Attention over sequences that several ranks share: the bytes that each sends and holds, by heads and around a ring.
 
 B micro-batch, H query heads, L tokens of a rank.
 """
@@ -20,14 +20,15 @@ from training.costs.saved_activations import SavedBytes
 
 @dataclass(frozen=True, kw_only=True)
 class SharedAttention:
-    """One layer's, of a micro-batch on one rank.
+    """The shared attention of one layer, for a micro-batch on one rank.
 
-    is_ring: which of both the run does. exchanged_bytes: of queries, keys, values and outputs that ranks exchange by
-    heads; 0 where there are too few heads. block_bytes: of keys and values, and block_gradient_bytes of their
-    gradients, that travel around a ring; 0 where the family's do not. flops: of a token, of attention alone in a
-    forward pass. scores: queries x keys, of all heads. has_window: whether its tokens see the nearest alone.
-    workspace_bytes: of the ring's backward pass while it is under way; pieces_bytes: beside these, where scores are
-    made in memory. saved_beside: what autograd keeps beside what it does of one rank's attention over as many tokens.
+    is_ring: whether the run sends blocks around a ring, or exchanges heads. exchanged_bytes: of queries, keys, values
+    and outputs that ranks exchange by heads; 0 where there are too few heads. block_bytes: of keys and values, and
+    block_gradient_bytes of their gradients, that travel around a ring; 0 where the family's do not. flops: of a token,
+    of attention alone in a forward pass. scores: queries x keys, of all heads. has_window: whether its tokens see the
+    nearest alone. workspace_bytes: of the ring's backward pass while it is under way; chunk_bytes: in addition, where
+    scores are written to memory. saved_extra: what autograd keeps in addition to one rank's attention over as many
+    tokens.
     """
 
     is_ring: bool
@@ -38,8 +39,8 @@ class SharedAttention:
     scores: float
     has_window: bool
     workspace_bytes: int
-    pieces_bytes: int
-    saved_beside: SavedBytes
+    chunk_bytes: int
+    saved_extra: SavedBytes
 
 
 def count_shared_attention(
@@ -61,7 +62,7 @@ def count_shared_attention(
     groups = max(1, (getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
     tokens, both_sizes, dtype = batch.tokens, sum(head_sizes), batch.dtype
     outputs = tokens * heads * head_sizes[1] * dtype.itemsize
-    exchanged = block = gradient = workspace = pieces = 0
+    exchanged = block = gradient = workspace = chunk_bytes = 0
     if heads % parts.size == 0:  # fewer heads of keys and values than ranks are repeated
         repeated = groups * (parts.size // math.gcd(groups, parts.size))
         exchanged = tokens * (heads + repeated) * both_sizes * dtype.itemsize
@@ -70,7 +71,7 @@ def count_shared_attention(
         gradient = tokens * groups * both_sizes * max(4, dtype.itemsize)
     if parts.is_ring:
         query_gradient = tokens * heads * head_sizes[0] * 4
-        pieces = _count_pieces(batch.rows * heads, batch.seq_length // 2, dtype)
+        chunk_bytes = _count_chunk_bytes(batch.rows * heads, batch.seq_length // 2, dtype)
         workspace = 2 * block + 3 * gradient + query_gradient
     kept = outputs + tokens * heads * 4  # what `selective` keeps of a fused kernel
     return SharedAttention(
@@ -82,13 +83,13 @@ def count_shared_attention(
         scores=tokens * flops / (2 * both_sizes),
         has_window=window is not None and window < batch.seq_length * parts.size,
         workspace_bytes=workspace,
-        pieces_bytes=pieces,
+        chunk_bytes=chunk_bytes,
         # outputs by heads are kept once more, as the exchange has put them together
-        saved_beside=SavedBytes(0, -kept, kept) if parts.is_ring else SavedBytes(outputs, outputs, 0),
+        saved_extra=SavedBytes(0, -kept, kept) if parts.is_ring else SavedBytes(outputs, outputs, 0),
     )
 
 
-def _count_pieces(rows: int, chunk: int, dtype: torch.dtype) -> int:
+def _count_chunk_bytes(rows: int, chunk: int, dtype: torch.dtype) -> int:
     """Probabilities of a piece and the gradient of its scores, in fp32, and a copy in a smaller training dtype. rows:
     B x H."""
     scores = min(rows * chunk * chunk, max(MOST_SCORES, rows * chunk))

@@ -1,5 +1,5 @@
-"""The seconds of a plan, by the part of the step that they fall into, and what ranks send. What adds to them:
-`training/cost_terms/`."""
+"""The seconds of a plan, by the part of the step that they fall into, and the bytes that ranks send.
+`training/cost_terms/` adds them up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from training.costs.memory import Summed
 from training.distributed.sharding import list_shard_groups
 from training.distributed.topology import CONTEXT, PIPE, TENSOR, Layout
 
-# Where not all replicas share out what ZeRO cuts: those that do, and those of other groups with the same part
+# Where ZeRO shards over groups of replicas: the axis of a group, and that of the ranks with the same shard
 SHARDS, SAME_SHARD = "shards", "same shard"
 
 
@@ -42,8 +42,8 @@ class PassCost(Summed):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost(Summed):
-    """What follows a stage's passes, once a step: seconds to reduce gradients, without sending; what is sent for that;
-    the optimizer step."""
+    """The end of a step, after a stage's passes: seconds to reduce gradients, without sending; bytes sent for that;
+    seconds of the optimizer step."""
 
     reduce_seconds: float = 0
     reduce_sent: Sent = field(default_factory=Sent)
@@ -51,14 +51,14 @@ class StepCost(Summed):
 
 
 def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware: Machine) -> float:
-    """One axis after the other."""
+    """Return the seconds to send `sent`, one axis after the other."""
     links = {axis: find_bandwidth(axis, layout, stage_id, hardware) * GB for axis, nbytes in sent.items() if nbytes}
     return sum((sent[axis] / link for axis, link in links.items()), start=0.0)
 
 
 def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:
-    """GB/s of a stage's slowest link along an axis; for the pipe that to the next stage, or from the last to the
-    first."""
+    """Return the GB/s of a stage's slowest link along an axis; for the pipe that to the next stage, or from the last to
+    the first."""
     crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in _list_groups(axis, layout, stage_id))
     return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
 

@@ -1,4 +1,4 @@
-"""What the project relies on inside other packages beyond their documented interfaces: one table, checked at start.
+"""The parts of other packages that the project uses beyond their documented interfaces: one table, checked at start.
 
 Private attributes, overridden methods, and names that are patched or written to. A release that renames one of them
 would often have no visible effect at first: an override that is no longer called, an attribute that nothing reads, an

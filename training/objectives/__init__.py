@@ -1,1 +1,1 @@
-"""What a model is trained for: one file per objective, and the table that names them."""
+"""The objectives of training: one file per objective, and the table that names them."""

@@ -19,8 +19,8 @@ from training.observability.measured_timeline import measured_timeline
 from training.observability.metrics import Record
 from training.observability.stage_timer import RankTimes, Span, StageTimer
 from training.pipeline.schedules import build_schedule
+from training.planner.formatting import render_rows, render_seconds
 from training.planner.prediction import Prediction
-from training.planner.report import render_rows, render_seconds
 from training.planner.timeline import predicted_timeline
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which layers of a stage run again in the backward pass, and what of them is kept.
+"""Activation checkpointing: which layers of a stage run again in the backward pass, and which results are kept.
 
 `grouped` recomputes groups of `interval` layers from their input (1604.06174). `every` recomputes each `interval`-th
 layer of a stage and keeps all activations of the others. `selective` keeps, in each group, the results of matrix
@@ -68,7 +68,7 @@ class ActivationCheckpointing:
 
     @cache  # a search of layouts asks thousands of times
     def list_groups(self, num_layers: int) -> list[Group]:
-        """As `PipelineModule.forward` cuts a stage."""
+        """Return the groups into which `PipelineModule.forward` cuts a stage."""
         size = self.group_size or num_layers
         return [
             Group(start, min(start + size, num_layers), self._recomputes(start)) for start in range(0, num_layers, size)
@@ -78,8 +78,8 @@ class ActivationCheckpointing:
         return self.interval > 0 and (self.mode is not CheckpointMode.every or (start + 1) % self.interval == 0)
 
     def build_function(self) -> Callable[..., Any]:
-        """Runs a group. torch's own, non-reentrant: it takes integer inputs and restores the random state for
-        dropout."""
+        """Return the function that runs a group: torch's own, non-reentrant, since it takes integer inputs and restores
+        the random state for dropout."""
         function = partial(checkpoint, use_reentrant=False)
         if self.is_selective:
             function = partial(function, context_fn=partial(create_selective_checkpoint_contexts, choose_kept))
@@ -87,7 +87,7 @@ class ActivationCheckpointing:
 
 
 def build_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
-    """Return what the stage does and the plan counts."""
+    """Return the checkpointing that the stage does and the plan counts."""
     recompute = ActivationCheckpointing(
         config.activation_checkpoint_interval, config.activation_checkpoint_mode, config.activation_offload
     )
@@ -99,10 +99,10 @@ KEEP_ALL = ActivationCheckpointing(0)
 
 
 def choose_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of `create_selective_checkpoint_contexts`."""
+    """Return the policy for `create_selective_checkpoint_contexts`."""
     return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(operator: Any) -> bool:
-    """Whether `selective` keeps what this operator of torch returns."""
+    """Returns whether `selective` keeps the results of this operator of torch."""
     return operator in KEPT_OPERATORS or getattr(operator, "namespace", "") in KEPT_NAMESPACES

@@ -1,9 +1,9 @@
-"""Activation offload: the inputs that recomputation keeps wait for their backward pass in the host's memory.
+"""Activation offload: the inputs that recomputation keeps are moved to the host's memory until their backward pass.
 
 A group of layers that is recomputed keeps one tensor, its input (training/pipeline/activation_checkpoint.py). Here it
-goes to pinned memory on a stream of its own, beside the forward pass, and comes back on another: when a group is
+goes to pinned memory on a stream of its own during the forward pass, and comes back on another: when a group is
 recomputed, the input of the one before it, which is next, is already on its way. Only the last group of a chunk waits
-for its copy. What stays on the card: the input of a chunk, which holds the gradient that goes back to the stage
+for its copy. On the GPU remain the input of a chunk, which holds the gradient that goes back to the stage
 before, and its output.
 
 On a CPU the copies are plain ones, in the same memory.
@@ -26,8 +26,8 @@ def _no_copy() -> None:
 
 
 class HostCopy:
-    """A tensor [..] that has left the device, and the one that was kept before it in the same pass, which is the next
-    to come back."""
+    """A tensor [..] that was moved off the device, and the one that was kept before it in the same pass, which is the
+    next to come back."""
 
     def __init__(self, tensor: torch.Tensor, previous: Weak, streams: CopyStreams | None) -> None:
         self._device, self._previous, self._streams = tensor.device, previous, streams
@@ -39,7 +39,7 @@ class HostCopy:
             self._left = streams.copy_out(self._host, tensor)
 
     def take_back(self) -> torch.Tensor:
-        """On its device again, once; the one before it starts to come back."""
+        """Return the tensor on its device, once; the copy back of the one before it starts."""
         self._start()
         tensor, self._back = self._back, None
         assert tensor is not None
@@ -59,13 +59,13 @@ class HostCopy:
 
 
 class CopyStreams:
-    """A stream each way, so that copies run beside the passes and beside each other."""
+    """A stream each way, so that copies overlap with the passes and with each other."""
 
     def __init__(self, device: torch.device) -> None:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def copy_out(self, host: torch.Tensor, tensor: torch.Tensor) -> torch.cuda.Event:
-        """Returns what has happened when the copy is whole. The device's memory is free for others only then."""
+        """Copy to the host. Returns the event of its end, which also frees the device's memory for others."""
         self._out.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._out):
             host.copy_(tensor, non_blocking=True)
@@ -81,14 +81,15 @@ class CopyStreams:
         return tensor, self._back.record_event()
 
     def wait_for(self, tensor: torch.Tensor, arrived: torch.cuda.Event) -> None:
-        """Before the running stream uses it."""
+        """Make the current stream wait for `arrived` before it uses the tensor."""
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(arrived)
         tensor.record_stream(stream)
 
 
 class ActivationOffload:
-    """Moves what a checkpointed function keeps. One for all groups of a stage, which run in the order of the model."""
+    """Moves the tensors that a checkpointed function keeps. One for all groups of a stage, which run in the order of
+    the model."""
 
     def __init__(self) -> None:
         self._last: Weak = _no_copy  # whoever needs a copy holds it: autograd
@@ -96,8 +97,9 @@ class ActivationOffload:
         self._staying: set[int] = set()
 
     def wrap(self, checkpoint: Run) -> Run:
-        """checkpoint: `torch.utils.checkpoint.checkpoint` with its options, not reentrant: it saves the inputs as
-        autograd saves any tensor, before it hides those of the layers (torch 2.13)."""
+        """Return `checkpoint` with its saved inputs offloaded: `torch.utils.checkpoint.checkpoint` with its options,
+        not reentrant: it saves the inputs as autograd saves any tensor, before it hides those of the layers (torch
+        2.13)."""
 
         def run(function: Run, *inputs: Any) -> Any:
             tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
@@ -110,7 +112,7 @@ class ActivationOffload:
         return run
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | HostCopy:
-        """Positions, which are no floating-point numbers, stay too: all groups share them."""
+        """Positions, which are integers, stay too: all groups share them."""
         if not tensor.is_floating_point() or not tensor.numel() or tensor.data_ptr() in self._staying:
             return tensor
         if tensor.is_cuda and self._streams is None:

@@ -2,7 +2,7 @@
 
 Layers of a class share one function. It is compiled again for what differs between them or between batches (a kind of
 attention, lengths that change, training or evaluation), up to a limit; from then on what is new runs uncompiled. torch
-says so to its own log alone (2.13, torch/_dynamo/convert_frame.py), where nobody looks.
+reports that only in its own log (2.13, torch/_dynamo/convert_frame.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _LOGGER, _LIMIT_HIT = "torch._dynamo.convert_frame", "hit config."
 
 
 def compile_layers(layers: Iterable[nn.Module], rank: int) -> None:
-    """Each by itself, as it is called; names and parameters stay. rank: of this process, for a warning."""
+    """Compile each layer by itself, when it is called; names and parameters stay. rank: of this process, for a
+    warning."""
     compiler.recompile_limit = max(compiler.recompile_limit, VARIANTS)
     logger = logging.getLogger(_LOGGER)
     if not any(isinstance(handler, _LimitWarning) for handler in logger.handlers):

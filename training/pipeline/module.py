@@ -41,7 +41,7 @@ from training.pipeline.weight_sharding import WeightSharding, shard_weights, who
 
 
 def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
-    """DeepSpeed's description of the layers; those that share weights become `TiedLayerSpec`s."""
+    """Return DeepSpeed's description of the layers; those that share weights become `TiedLayerSpec`s."""
     return [
         TiedLayerSpec(layer.tied_key, layer.module_class, *layer.args, forward_fn=layer.forward_fn)
         if layer.tied_key
@@ -51,8 +51,8 @@ def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
 
 
 def build_deepspeed_topology(topology: Topology) -> PipeModelDataParallelTopology:
-    """The same ranks on the three axes that DeepSpeed knows; its `data` axis is all of those along which ranks have
-    the same weights.
+    """Return the same ranks on the three axes that DeepSpeed knows; its `data` axis is all of those along which ranks
+    have the same weights.
     """
     assert topology.axes[0].name == PIPE and topology.axes[-1].name == TENSOR, "all else is one axis to DeepSpeed"
     return PipeModelDataParallelTopology(
@@ -61,7 +61,7 @@ def build_deepspeed_topology(topology: Topology) -> PipeModelDataParallelTopolog
 
 
 def join_tensor_parallel(topology: Topology, rank: int, splits_sequence: bool = False) -> TensorParallel:
-    """This rank among those that share its layers, with a process group of them. All ranks call it."""
+    """Return this rank's place among those that share its layers, with their process group. All ranks call it."""
     size = topology.size(TENSOR)
     if size == 1:
         return NO_TP
@@ -69,8 +69,8 @@ def join_tensor_parallel(topology: Topology, rank: int, splits_sequence: bool = 
 
 
 def join_context_parallel(topology: Topology, rank: int, parts: ContextParallel) -> ContextParallel:
-    """This rank among those that share its sequences, with a process group of them. All ranks call it. parts: as
-    `models.sharding.context_parallel.choose_parts` has chosen."""
+    """Return this rank's place among those that share its sequences, with their process group. All ranks call it.
+    parts: as `models.sharding.context_parallel.choose_parts` has chosen."""
     if parts.size == 1:
         return NO_CP
     return replace(parts, rank=topology.index(rank, CONTEXT), group=join_group(topology, CONTEXT))
@@ -92,7 +92,7 @@ class StageRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
-    """How a stage computes, and what of it is trained.
+    """How a stage computes, and which of its parameters are trained.
 
     adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
     trained. routers: None for a dense model. neftune_noise_alpha: see `models.layers.neftune`; 0: no noise. compiles:
@@ -156,13 +156,13 @@ class StageModule(PipelineModule):
         )
 
     def _precompute_checkpointable_values(self) -> None:
-        """Says of each group of layers that `forward` cuts whether it is recomputed."""
+        """Set for each group of layers of `forward` whether it is recomputed."""
         self.is_checkpointable_results = [
             group.is_recomputed for group in self._by_group.list_groups(len(self.forward_funcs))
         ]
 
     def _partition_layers(self, method: list[int]) -> None:
-        """Takes the bounds as they are (DeepSpeed has no manual split, and its own counts parameters by building every
+        """Use the bounds as they are (DeepSpeed has no manual split, and its own counts parameters by building every
         layer).
         """
         self.parts = method
@@ -170,15 +170,16 @@ class StageModule(PipelineModule):
         self.chunks = [range(method[chunk], method[chunk + 1]) for chunk in self.chunk_numbers]
 
     def list_modules(self, chunk: int) -> list[torch.nn.Module]:
-        """Those of the layers of a chunk, by its number in the model."""
+        """Return the modules of the layers of a chunk, given by its number in the model."""
         return [self._module_of(index) for index in self.chunks[self.chunk_numbers.index(chunk)]]
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that holds a layer."""
+        """Return the stage that holds a layer."""
         return self._schedule.find_stage(bisect_right(self.parts, layer_idx) - 1)
 
     def set_active_chunk(self, chunk: int) -> None:
-        """Makes `forward` run this chunk of the stage, counted from 0; also for what its backward pass recomputes."""
+        """Make `forward` run this chunk of the stage, counted from 0; also for the recomputation of its backward
+        pass."""
         if chunk == self.active_chunk:
             return
         self.active_chunk = chunk
@@ -237,8 +238,8 @@ class StageModule(PipelineModule):
                     shard_weights(module, self._options.dtype, self._options.weight_sharding)
 
     def _compile_layers(self) -> None:
-        """Each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step to step
-        make it general once.
+        """Compile each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step
+        to step make it general once.
         """
         layers = [module for _, _, module in self.local_layers() if isinstance(module, PipelineDecoderLayer)]
         checkpointing = self._options.checkpointing
@@ -250,13 +251,13 @@ class StageModule(PipelineModule):
         compile_layers(layers, self.global_rank)
 
     def seed_noise(self, seed: int) -> None:
-        """seed: of the noise on embeddings in the step to come; the same on all ranks."""
+        """Seed the noise on embeddings for the next step; the same on all ranks."""
         if self._noise is not None:
             self._noise.start_step(seed)
 
     def _split_projections(self) -> float:
-        """The share of all stages' trained matrices whose gradients can be put off: with adapters there is little to
-        gain. All ranks call it."""
+        """Return the share of all stages' trained matrices whose gradients can be deferred: with adapters there is
+        little to gain. All ranks call it."""
         counts = [split_projections(module, self.deferred) for _, _, module in self.local_layers()]
         device = get_accelerator().device_name(self.local_rank)
         totals = torch.tensor(counts, dtype=torch.float64, device=device).sum(dim=0)
@@ -265,14 +266,14 @@ class StageModule(PipelineModule):
         return can / max(1, matrices)
 
     def expect_documents(self, bounds: DocumentBounds | None) -> None:
-        """Says what is known of the documents of the micro-batches to come; None where nothing is."""
+        """Set what is known of the documents of the next micro-batches; None where nothing is."""
         for module in self._functions.values():
             if isinstance(module, PipelineDecoderLayer):
                 module.context.bounds = bounds
 
     def add_placeholder(self) -> torch.nn.Parameter:
-        """A trained zero in no layer, so in no file, for a parameter group of the optimizer that would be empty on this
-        stage.
+        """Return a trained zero in no layer, so in no file, for a parameter group of the optimizer that would be empty
+        on this stage.
 
         DeepSpeed drops an empty group, and ZeRO sums the gradient's norm group by group over the stages, so a stage
         with fewer groups than another leaves that waiting forever (seen with deepspeed 0.19.8: a last stage of the head
@@ -316,8 +317,8 @@ class StageModule(PipelineModule):
         self._mark_parameters(index, module)
 
     def _mark_parameters(self, index: int, module: torch.nn.Module) -> None:
-        """Once the weights are there: tells DeepSpeed's norm which ranks count for a parameter, and sums gradients of
-        which each rank has a share.
+        """Mark for DeepSpeed's norm which ranks count for a parameter, and sum gradients of which each rank has a
+        share. Called once the weights are loaded.
         """
         for _, parameter, placement in self._place_parameters(index, module):
             # For `is_model_parallel_parameter` of deepspeed/runtime/utils.py
@@ -328,7 +329,7 @@ class StageModule(PipelineModule):
     def _place_parameters(
         self, index: int, module: torch.nn.Module
     ) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
-        """The parameters of layer `index`, which owns its weights."""
+        """Yield name, parameter and placement of layer `index`, which owns its weights."""
         shard_specs, partial = list_shard_specs(module), list_partial_gradients(module)
         stages = self._list_stages(index)
         for name, parameter in module.named_parameters():
@@ -348,9 +349,7 @@ class StageModule(PipelineModule):
         return tuple(dict.fromkeys([self.stage_owner(index), *holders]))
 
     def _read(self, source: WeightSource, index: int, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The layer's tensors, as much of each as this rank has: views of mapped files, so what is not copied is not
-        read.
-        """
+        """Return this rank's shards of the layer's tensors: views of mapped files, so only what is copied is read."""
         shard_specs = list_shard_specs(module)
         return {
             name: shard_specs[name].take(tensor, self.parallel) if name in shard_specs else tensor
@@ -358,8 +357,8 @@ class StageModule(PipelineModule):
         }
 
     def copy_weights(self, source: WeightSource) -> None:
-        """Takes over the weights of another source of the same model, in place; what the optimizer keeps of its own
-        stays. All ranks call it.
+        """Load the weights of another source of the same model in place; the optimizer's master weights stay. All ranks
+        call it.
 
         Raises UserError when a tensor is missing or has another shape. Not for a module with an adapter.
         """
@@ -375,8 +374,8 @@ class StageModule(PipelineModule):
         raise_together(mistake)
 
     def forward(self, forward_input: Any) -> Any:
-        """The active_chunk layers. Where all of the first stage is frozen nothing asks for gradients, but the engine
-        runs its backward pass.
+        """Run the layers of the active chunk. Where all of the first stage is frozen nothing asks for gradients, but
+        the engine runs its backward pass.
         """
         outputs = super().forward(forward_input)
         if self.parallel.size > 1 and self.training and torch.is_grad_enabled():
@@ -389,13 +388,13 @@ class StageModule(PipelineModule):
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
-        """Outside of autograd: the broadcast of a trained weight would be recorded, and the first backward pass would
-        warn of it (0.19.8).
+        """Runs outside of autograd: the broadcast of a trained weight would be recorded, and the first backward pass
+        would warn of it (0.19.8).
         """
         super()._synchronize_tied_weights()
 
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
-        """Those whose gradients the stages that share them must sum: frozen ones have none.
+        """Return the tied weights whose gradients the stages must sum: frozen ones have none.
 
         The engine sums what is in `.grad` (`_exec_reduce_tied_grads`, 0.19.8), and silently nothing where that
         is None. In bf16 with offloading the optimizer keeps the gradient elsewhere until then (`grad_accum`;
@@ -408,15 +407,15 @@ class StageModule(PipelineModule):
         ]
 
     def saved_tensors(self, layer_module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of a layer: all of it, or the adapter alone."""
+        """Return the tensors of a layer that a checkpoint keeps: all of them, or the adapter's alone."""
         state = layer_module.state_dict()
         trained = [name for name, parameter in layer_module.named_parameters() if parameter.requires_grad]
         names = state.keys() if self.adapter is None else trained
         return {name: state[name].detach() for name in names}
 
     def gather_tensors(self, layer_module: torch.nn.Module, keeps: bool) -> dict[str, torch.Tensor] | None:
-        """`saved_tensors`, whole and in the host's memory, on a rank that `keeps` them; None on the others, which call
-        it too: those that share the layer, or its weights.
+        """Return `saved_tensors`, whole and in the host's memory, on a rank that `keeps` them; None on the others,
+        which call it too: those that share the layer, or its weights.
         """
         shard_specs = list_shard_specs(layer_module)
         gathered = {}
@@ -428,8 +427,8 @@ class StageModule(PipelineModule):
         return gathered if keeps else None
 
     def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
-        """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns
-        its weights.
+        """Yield the layers of this stage: number, description, module. A shared module comes once, as the layer that
+        owns its weights.
         """
         seen: set[int] = set()
         for index in self._functions:
@@ -439,11 +438,12 @@ class StageModule(PipelineModule):
                 seen.add(id(module))
 
     def owns(self, index: int) -> bool:
-        """False for a layer of another stage whose weights this stage shares."""
+        """Returns whether the layer is on this stage; False for one of another stage whose weights this stage
+        shares."""
         return index in self._functions
 
     def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
-        """Hugging Face name, parameter, and where it is on the axes; those of `local_layers`."""
+        """Yield Hugging Face name, parameter and placement of the parameters of `local_layers`."""
         for index, layer, module in self.local_layers():
             for name, parameter, placement in self._place_parameters(index, module):
                 yield layer.hf_prefix + name, parameter, placement

@@ -57,11 +57,11 @@ def split_layers(
 
 
 def compute_work(layer: Layer) -> int:
-    """Multiply-adds a token in the forward pass, up to a constant: the size of the layer's matrices; of experts, those
-    that a token chooses.
+    """Return the multiply-adds per token of the forward pass, up to a constant: the size of the layer's matrices; of
+    experts, those that a token chooses.
 
     An embedding that is looked up costs nothing; the same module used as a head is a matrix product. Attention's own
-    products (about T / (6 D) of a decoder layer) are the same for each decoder layer and left out.
+    products (about T / (6 D) of a decoder layer) are the same for each decoder layer and omitted.
     """
     module = layer.build_on_meta()
     if isinstance(module, nn.Embedding) and layer.owns_weights:
@@ -71,11 +71,11 @@ def compute_work(layer: Layer) -> int:
 
 
 def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:
-    """The contiguous split with the least maximal weight, no stage empty; among those, the one with the least sum of
-    squares.
+    """Return the contiguous split with the least maximal weight, no stage empty; among those, the one with the least
+    sum of squares.
 
-    fits: leaves only splits all of whose stages fit; None when there is none. Exact, by dynamic programming over
-    (stages, layers): O(P * L^2).
+    fits: only splits all of whose stages fit are considered. Returns None when there is no such split. Exact, by
+    dynamic programming over (stages, layers): O(P * L^2).
     """
     found = _best_split(weights, num_stages, max, fits)
     if found is None:
@@ -133,17 +133,17 @@ def _best_split(
 
 
 def balance_chunks(weights: Sequence[int], schedule: Schedule) -> list[int]:
-    """The split in which the heaviest stage weighs least, then the next one, ..., and with these the chunk that is
-    heaviest for its share of a stage (`Schedule.share_of_rank`), no chunk empty.
+    """Return the split in which the heaviest stage weighs least, then the next one, ..., and with these the chunk that
+    is heaviest for its share of a stage (`Schedule.target_fraction`), no chunk empty.
 
-    From evenly balanced chunks, by handing a layer from one chunk to another (those between them move by a layer) for
-    as long as that is better. The best of all where decoder layers weigh the same and the others are few; all splits
-    would be too many to try.
+    Starts from evenly balanced chunks and moves a layer from one chunk to another (those between them shift by a layer)
+    for as long as that is better. Optimal where decoder layers weigh the same and the others are few; all splits would
+    be too many to try.
     """
     prefix = list(accumulate(weights, initial=0))
     held = [schedule.list_chunks(stage) for stage in range(schedule.num_stages)]
     num_chunks = schedule.last_chunk + 1
-    shares = [schedule.share_of_rank(chunk) for chunk in range(num_chunks)]
+    shares = [schedule.target_fraction(chunk) for chunk in range(num_chunks)]
 
     def judge(bounds: Sequence[int]) -> tuple[list[int], list[float]]:
         chunks = [prefix[stop] - prefix[start] for start, stop in pairwise(bounds)]

@@ -1,7 +1,7 @@
-"""How long the passes of each chunk take, relative to each other: what a schedule that is not even is ordered by.
+"""The time of the passes of each chunk, relative to each other, by which an uneven schedule is ordered.
 
-Counted, not measured, so that all ranks, and the plan, have the same numbers. In multiply-adds a token of the matrices
-of a layer.
+Counted, not measured, so that all ranks, and the plan, have the same numbers: multiply-adds per token of a layer's
+matrices.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from training.distributed.topology import Layout
 from training.pipeline.schedules import find_schedule
 from training.pipeline.zero_bubble import PassTimes
 
-# Beside its matrices a layer has norms, attention and activation functions; in the backward pass about twice as much.
-# Measured on a CPU, Llama layers of 512 at sequence 256.
+# In addition to its matrices a layer has norms, attention and activation functions; in the backward pass about twice as
+# much. Measured on a CPU, Llama layers of 512 at sequence 256.
 _OTHER_FORWARD, _OTHER_BACKWARD = 0.1, 0.25
 
 
@@ -33,11 +33,11 @@ def time_passes(
     recomputes, trains_matrices = config.activation_checkpoint_interval > 0, config.adapter.name is AdapterName.none
     times = []
     for start, stop in pairwise(bounds):
-        of_head = work[-1] if stop == len(work) else 0
-        of_layers = sum(work[start:stop]) - of_head
-        forward = (1 + _OTHER_FORWARD) * of_layers
+        head = work[-1] if stop == len(work) else 0
+        body = sum(work[start:stop]) - head
+        forward = (1 + _OTHER_FORWARD) * body
         # The loss makes the gradients of its logits, and the products with them, while it has the logits
-        in_loss, behind_it = (of_head, 3 * of_head) if remakes_logits else (3 * of_head, 0)
-        backward = (1 + _OTHER_BACKWARD) * of_layers + (forward if recomputes else 0) + behind_it
-        times.append(PassTimes(forward + in_loss, backward, float(of_layers) if trains_matrices else 0.0))
+        in_loss, after_loss = (head, 3 * head) if remakes_logits else (3 * head, 0)
+        backward = (1 + _OTHER_BACKWARD) * body + (forward if recomputes else 0) + after_loss
+        times.append(PassTimes(forward + in_loss, backward, float(body) if trains_matrices else 0.0))
     return replace(layout, pass_times=tuple(times))

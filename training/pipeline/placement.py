@@ -1,4 +1,4 @@
-"""Where a parameter is on the axes of the ranks, and what follows for its gradient, its norm and its files.
+"""The placement of a parameter on the axes of the ranks, which determines how its gradient, norm and files are handled.
 
 Along an axis a parameter is *sharded* (each rank has a shard of it) or *replicated* (each rank has the same values);
 along `pipe` it is in one stage, or *tied*: replicated in several. From this follow
@@ -19,7 +19,7 @@ from training.distributed.topology import PIPE, Topology
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one parameter, on a rank that has it.
+    """The placement of one parameter, on a rank that has it.
 
     stages: those that have it; the first owns it. sharded: the axes over which it is sharded, and shard: where this
     rank's shard lies in the whole parameter. partial: of the axes that split weights, those along which it is
@@ -43,30 +43,31 @@ class Placement:
 
     @property
     def gradient_axes(self) -> tuple[str, ...]:
-        """Those over which its gradient is summed."""
+        """The axes over which its gradient is summed."""
         summed = {*self.topology.weight_replica_axes, *self.partial, *([PIPE] if self.is_tied else [])}
         return tuple(axis for axis in self.replicated if axis in summed)
 
     @property
     def norm_axes(self) -> tuple[str, ...]:
-        """Those along which each rank's share counts for the norm of the gradient; along the others one rank counts."""
+        """The axes along which each rank's share counts for the norm of the gradient; along the others one rank
+        counts."""
         return self.topology.others(*self.replicated)
 
     def is_saved_by(self, rank: int) -> bool:
-        """Whether the rank saves what its optimizer has of this parameter."""
+        """Returns whether the rank saves its optimizer's state of this parameter."""
         alike = [axis for axis in self.replicated if axis not in (PIPE, *self.topology.weight_replica_axes)]
         return self.topology.index(rank, PIPE) == self.stages[0] and self.topology.index(rank, *alike) == 0
 
 
 def render_shard(shard: ShardLayout | None) -> str:
-    """`[stride:first+length,...]`, the name of a shard in a file; nothing for a whole parameter."""
+    """Return `[stride:first+length,...]`, the name of a shard in a file; empty for a whole parameter."""
     if shard is None:
         return ""
     return f"[{shard.stride}:" + ",".join(f"{first}+{length}" for first, length in shard.runs) + "]"
 
 
 def parse_shard(label: str) -> ShardLayout | None:
-    """What `render_shard` has written."""
+    """Return the shard that `render_shard` has written."""
     if not label:
         return None
     stride, _, runs = label.removeprefix("[").removesuffix("]").partition(":")

@@ -1,4 +1,4 @@
-"""The routers of a stage over the steps of a run: what scales their losses, what they report, and the bias that follows
+"""The routers of a stage over the steps of a run: the scales of their losses, their metrics, and the bias that follows
 the load of their experts.
 
 All of it stays on the device: a report reads it, a step does not wait. L layers of this stage with experts, E experts.
@@ -29,7 +29,7 @@ MOST_LOADED, LEAST_LOADED = "expert_load_max", "expert_load_min"
 def build_router_options(
     config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer]
 ) -> RouterOptions | None:
-    """What a run asks of its routers; None for a dense model. Raises UserError for a key that means nothing to the
+    """Return the router options of a run; None for a dense model. Raises UserError for a key that does not apply to the
     model."""
     return fit_options(RouterOptions(**asdict(config.moe)), architecture, layers)
 
@@ -63,8 +63,8 @@ class StageRouters:
         self._start_interval()
 
     def start_step(self, totals: StepTotals | None, gradient_scale: float) -> None:
-        """totals: of the step's global batch; losses that are on need them. gradient_scale: what a gradient is divided
-        by on its way from a backward pass to the optimizer.
+        """Set the factors of the losses. totals: of the step's global batch; losses that are on need them.
+        gradient_scale: the divisor of a gradient between the backward pass and the optimizer.
         """
         self._totals = totals
         if self._options.has_losses:
@@ -78,9 +78,7 @@ class StageRouters:
                 factor.fill_(mean * gradient_scale / self._parallel.size)
 
     def finish_step(self, was_taken: bool) -> None:
-        """Adds what the step has counted to the interval, and moves the biases; neither where the weights did not take
-        the step.
-        """
+        """Add the step's counts to the interval, and move the biases; neither where the weights were not updated."""
         if self._options.update_router_bias:
             loads = self._sum_over_stage(self._counts.clone())
             if was_taken:
@@ -111,7 +109,7 @@ class StageRouters:
                 block.bias.add_((sign * self._options.update_router_bias).view_as(block.bias))
 
     def finish_interval(self) -> dict[str, float]:
-        """Name -> value over the steps since the last call; empty where there were none."""
+        """Return name -> value over the steps since the last call; empty where there were none."""
         num_documents, num_tokens, extremes = self._num_documents, self._num_tokens, self._find_extremes()
         # of a replica's tensor-parallel ranks each has the sums of all layers; so has the number of layers
         sums = torch.cat([self._interval_sums.sum(dim=0), extremes.new_full((1,), len(self._blocks))])

@@ -1,7 +1,7 @@
 """The order in which each rank of a pipeline runs its forward and backward passes: pure, one class per schedule.
 
-A schedule is a list of units per rank and what follows from it: the chunks of layers that a rank holds, the constraints
-it puts on a run, the micro-batches in flight (the plan's memory), the share of a step that is idle.
+A schedule is a list of units per rank and the quantities that follow from it: the chunks of layers that a rank holds,
+the constraints it puts on a run, the micro-batches in flight (the plan's memory), the share of a step that is idle.
 `training/engine/executor.py` runs any of them, `training/planner/simulation.py` times them. A new one is a subclass of
 `Schedule` and a line in the table of `training/pipeline/schedules.py`.
 
@@ -61,7 +61,7 @@ class Schedule:
 
     @classmethod
     def count_chunks(cls, config: RunConfig) -> int:
-        """V of a run with these keys."""
+        """Return V of a run with these keys."""
         return 1
 
     def check(self, num_layers: int) -> None:
@@ -74,43 +74,45 @@ class Schedule:
         return self.num_stages * self.num_chunks - 1
 
     def find_stage(self, chunk: int) -> int:
-        """The rank that holds a chunk."""
+        """Return the rank that holds a chunk."""
         return chunk % self.num_stages
 
     @cache
     def list_chunks(self, stage_id: int) -> tuple[int, ...]:
-        """The chunks of a rank, in the order of the model."""
+        """Return the chunks of a rank, in the order of the model."""
         chunks = range(self.num_stages * self.num_chunks)
         return tuple(chunk for chunk in chunks if self.find_stage(chunk) == stage_id)
 
     def is_first_of_rank(self, chunk: int) -> bool:
-        """Whether micro-batches come to the chunk's rank for the first time: with their integers, which it keeps."""
+        """Returns whether micro-batches reach the chunk's rank for the first time: with their integers, which it
+        keeps."""
         return chunk == self.list_chunks(self.find_stage(chunk))[0]
 
-    def share_of_rank(self, chunk: int) -> float:
-        """Of its rank's work, what a chunk had best be."""
+    def target_fraction(self, chunk: int) -> float:
+        """Return the target fraction of its rank's work for a chunk."""
         return 1 / self.num_chunks
 
     def list_links(self) -> list[tuple[UnitKind, int, int]]:
-        """What crosses between two ranks, and which way: forward for activations, from a rank, to a rank."""
+        """Return (kind, from rank, to rank) of the links between ranks; forward for activations, backward for
+        gradients."""
         pairs = [(self.find_stage(chunk), self.find_stage(chunk + 1)) for chunk in range(self.last_chunk)]
         forth = dict.fromkeys((UnitKind.forward, start, stop) for start, stop in pairs if start != stop)
         return [*forth, *((UnitKind.backward, stop, start) for _, start, stop in forth)]
 
     def list_boundaries(self) -> list[tuple[int, int]]:
-        """The pairs of ranks that send to each other, the lower rank first."""
+        """Return the pairs of ranks that send to each other, the lower rank first."""
         return sorted({(min(start, stop), max(start, stop)) for _, start, stop in self.list_links()})
 
     def list_units(self, stage_id: int) -> list[Unit]:
-        """All passes of one rank in order.
+        """Return all passes of one rank in order.
 
         The two ranks of a boundary must order the passes that send and receive across it alike: messages carry no tag.
         """
         raise NotImplementedError
 
     def list_forward(self, stage_id: int) -> list[Unit]:
-        """The forward passes of one rank in order: P micro-batches through its first chunk, the same through its next,
-        ..., then the next P.
+        """Return the forward passes of one rank in order: P micro-batches through its first chunk, the same through its
+        next, ..., then the next P.
 
         M may be any number; an evaluation runs these alone.
         """
@@ -125,13 +127,14 @@ class Schedule:
 
     @cache
     def list_in_flight(self, stage_id: int) -> frozenset[InFlight]:
-        """What a rank holds: all that a forward pass, or the first half of a backward pass, ends with."""
+        """Return the distinct states in flight of a rank after a forward pass, or the first half of a backward pass."""
         ends = (UnitKind.forward, UnitKind.input_backward)
         return frozenset(after for unit, _, after in self._follow(stage_id) if unit.kind in ends)
 
     @cache
     def list_backward(self, stage_id: int) -> frozenset[tuple[InFlight, int]]:
-        """What a rank holds as a backward pass begins, and which of its chunks that is of."""
+        """Return the states in flight of a rank as a backward pass begins, each with the index of its chunk on the
+        rank."""
         chunks, begins = self.list_chunks(stage_id), (UnitKind.backward, UnitKind.input_backward)
         passes = self._follow(stage_id)
         return frozenset((before, chunks.index(unit.chunk)) for unit, before, _ in passes if unit.kind in begins)

@@ -21,21 +21,21 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def find_schedule(name: str) -> type[Schedule]:
-    """The value of the key `schedule`. Raises UserError for an unknown one."""
+    """Return the class of the value of the key `schedule`. Raises UserError for an unknown one."""
     if name not in SCHEDULES:
         raise UserError(f"schedule={name}: must be one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def build_schedule(layout: Layout) -> Schedule:
-    """The schedule that a layout runs."""
+    """Return the schedule that a layout runs."""
     found = find_schedule(layout.schedule)
     sizes = layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks
     return found(*sizes, *((layout.memory_limit, layout.pass_times) if found.splits_backward else ()))
 
 
 def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layout:
-    """The layout under `config.schedule`. Raises UserError where the schedule is unknown or cannot run it."""
+    """Return the layout under `config.schedule`. Raises UserError where the schedule is unknown or cannot run it."""
     name = config.schedule
     found = find_schedule(name)
     limit = config.schedule_memory_limit if found.splits_backward else None

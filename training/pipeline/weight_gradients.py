@@ -1,9 +1,9 @@
-"""Weight gradients put off: a backward pass in two, so that the stage before waits for the first half alone.
+"""Deferred weight gradients: a backward pass in two, so that the stage before waits for the first half alone.
 
 A projection y = x W^T has two products in its backward pass: dx = dy W, which the stage before waits for, and
 dW = dy^T x, which nobody waits for until the step (2401.10241). While a stage defers, its projections keep x and dy
 instead of computing the second. All else that has weights (norms, embeddings, experts, the head inside the loss) has
-its gradients in the first half, as ever.
+its gradients in the first half.
 
 It is done in the projections, not by cutting autograd's graph, so a layer runs as often as without: with recomputation
 once more, in the first half, which leaves the x that the second needs.
@@ -36,13 +36,13 @@ class Product(NamedTuple):
     dy: torch.Tensor
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of weight and bias; None for what is not trained."""
-        of_weight = torch.mm(*self._factors()) if self.projection.weight.requires_grad else None
-        return of_weight, self._sum_for_bias()
+        """Return the gradients of weight and bias; None for one that is not trained."""
+        weight_gradient = torch.mm(*self._factors()) if self.projection.weight.requires_grad else None
+        return weight_gradient, self._sum_for_bias()
 
     def add(self) -> Iterator[nn.Parameter]:
-        """Adds the gradients to `.grad`, and yields each parameter that has got one. The product is added as it is
-        made: a copy of the weights less to write and to read."""
+        """Add the gradients to `.grad`, and yield each parameter that got one. The product is added as it is computed,
+        which saves writing and reading a copy of the weights."""
         weight, bias = self.projection.weight, self.projection.bias
         if weight.requires_grad:
             if weight.grad is None:
@@ -50,8 +50,8 @@ class Product(NamedTuple):
             else:
                 weight.grad.addmm_(*self._factors())
             yield weight
-        if bias is not None and (of_bias := self._sum_for_bias()) is not None:
-            bias.grad = of_bias if bias.grad is None else bias.grad.add_(of_bias)
+        if bias is not None and (bias_gradient := self._sum_for_bias()) is not None:
+            bias.grad = bias_gradient if bias.grad is None else bias.grad.add_(bias_gradient)
             yield bias
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,14 +64,14 @@ class Product(NamedTuple):
 
 
 class DeferredGradients:
-    """What the projections of a stage have put off. One for all of them."""
+    """The products that the projections of a stage have deferred. One for all of them."""
 
     def __init__(self) -> None:
         self.products: list[Product] | None = None  # where those of the running pass go; None while none are put off
 
     @contextmanager
     def defer(self) -> Iterator[list[Product]]:
-        """Within, backward passes put off; yields what they have put off, in their order."""
+        """Defer the products of backward passes inside the context; yields them in their order."""
         products: list[Product] = []
         self.products = products
         try:
@@ -82,8 +82,8 @@ class DeferredGradients:
 
 @torch.no_grad()
 def compute_gradients(products: list[Product], arrived: Callable[[nn.Parameter], None]) -> None:
-    """Adds to `.grad` what was put off, and calls `arrived` for each parameter; forgets each product once it is
-    done."""
+    """Add the deferred products to `.grad`, and call `arrived` for each parameter; each product is freed once it is
+    computed."""
     products.reverse()
     while products:
         for parameter in products.pop().add():
@@ -118,26 +118,26 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         split, (x,) = context.split, context.saved_tensors
-        product, of_x = Product(split, x, dy), None
+        product, grad_x = Product(split, x, dy), None
         if context.needs_input_grad[0]:
-            of_x = dy @ (split.weight.t() if split.is_transposed else split.weight)
+            grad_x = dy @ (split.weight.t() if split.is_transposed else split.weight)
         if split.deferred.products is None:
-            return of_x, *product.compute(), None
+            return grad_x, *product.compute(), None
         split.deferred.products.append(product)
-        return of_x, None, None, None
+        return grad_x, None, None, None
 
 
 def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[int, int]:
-    """Makes the trained projections of a layer able to put off their gradients.
+    """Make the trained projections of a layer able to defer their gradients.
 
     Not those whose gradients the ranks that share the layer sum (a hook does, when autograd has made them), and not
     modules of other classes, which may do more than a product. Returns the number of elements in trained matrices whose
-    gradients can be put off, and in all of them.
+    gradients can be deferred, and in all of them.
     """
     can = 0
     for _, part in list_split(module):
         plain = not isinstance(part, _ROW_PARALLEL)
-        # A cut projection adds its bias behind the sum over the ranks.
+        # A sharded projection adds its bias after the sum over the ranks.
         split = SplitProjection(part.weight, part.bias if plain else None, isinstance(part, Conv1D), deferred)
         if plain:
             part.forward = split
@@ -148,7 +148,7 @@ def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[i
 
 
 def list_split(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of the projections of a layer whose gradients can be put off."""
+    """Yield name and module of the projections of a layer whose gradients can be deferred."""
     summed = list_partial_gradients(module)
     for name, part in module.named_modules():
         own = {f"{name}.weight"} if isinstance(part, _ROW_PARALLEL) else {f"{name}.weight", f"{name}.bias"}

@@ -26,7 +26,7 @@ from training.pipeline.schedule import Schedule, Unit, UnitKind
 
 
 class PassTimes(NamedTuple):
-    """Of one chunk, in any unit."""
+    """The times of the passes of one chunk, in any unit."""
 
     forward: float
     input_backward: float
@@ -41,7 +41,8 @@ _RESERVES = (1, 2)  # chunks of memory that a rank's first chunk leaves for its 
 
 
 def default_memory_limit(num_stages: int) -> int:
-    """Micro-batches: 1F1B's most, and enough more that uneven passes leave few gaps."""
+    """Return the default number of micro-batches in flight: 1F1B's most, and enough more that uneven passes leave few
+    gaps."""
     return num_stages + max(1, num_stages // 4)
 
 
@@ -84,13 +85,13 @@ class ZeroBubble(Schedule):
     def find_stage(self, chunk: int) -> int:
         return min(chunk, self.last_chunk - chunk)
 
-    def share_of_rank(self, chunk: int) -> float:
-        """A half, but of two ranks the second waits for one forward pass of the first chunk, which is all that its
-        bubble is: a quarter (simulated, 4 to 16 micro-batches; with less the first rank runs dry at the end, and with
-        more ranks uneven chunks wait for each other)."""
+    def target_fraction(self, chunk: int) -> float:
+        """Return a half, but of two ranks the second waits for one forward pass of the first chunk, which is all that
+        its bubble is: a quarter (simulated, 4 to 16 micro-batches; with less the first rank runs dry at the end, and
+        with more ranks uneven chunks wait for each other)."""
         if self.num_stages == 2 and chunk in (0, self.last_chunk):
             return 0.75 if chunk else 0.25
-        return super().share_of_rank(chunk)
+        return super().target_fraction(chunk)
 
     def list_units(self, stage_id: int) -> list[Unit]:
         return list(self._order.units[stage_id])
@@ -107,7 +108,7 @@ class ZeroBubble(Schedule):
 
     @property
     def bubble_share(self) -> float:
-        """With these times; of the rank that works longest."""
+        """The idle share of the rank that works longest, with these times."""
         times = self.pass_times or (EVEN,) * (self.last_chunk + 1)
         work = [
             self.num_micro_batches * sum(sum(times[chunk]) for chunk in self.list_chunks(stage))
@@ -129,7 +130,7 @@ class Order(NamedTuple):
 
 @cache
 def find_order(num_stages: int, num_micro_batches: int, times: tuple[PassTimes, ...], limit: int) -> Order:
-    """The best order that the rules give. times: of each chunk [2 P]. limit: micro-batches in flight."""
+    """Return the best order that the rules give. times: of each chunk [2 P]. limit: micro-batches in flight."""
     tried = (
         _Rules(num_stages, num_micro_batches, times, limit * CHUNKS, gap=gap, preference=preference, reserve=reserve)
         for gap, preference, reserve in itertools.product(_GAPS, _PREFERENCES, _RESERVES)
@@ -195,7 +196,7 @@ class _Step:
         return {stage, self._stage_of(following)} if 0 <= following <= self._last else {stage}
 
     def _choose(self, stage: int) -> tuple[float, Unit] | None:
-        """When and what the rank would run next; None while nothing has come, and nothing is put off."""
+        """The start and the unit that the rank would run next; None while nothing has arrived or is deferred."""
         ready = [*self._list_forward(stage), *self._list_backward(stage)]
         put_off = [
             Unit(chunk, self._done[UnitKind.weight_backward][chunk], UnitKind.weight_backward)

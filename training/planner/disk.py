@@ -1,4 +1,4 @@
-"""What checkpoints and exports take of a disk, known before a run starts."""
+"""The disk space of checkpoints and exports, known before a run starts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from models.adapters.options import AdapterName
 from training.config.schema import Precision, RunConfig
 from training.costs.memory import bytes_of
 from training.optim.optimizer import count_state_bytes
+from training.planner.formatting import render_bytes
 
 
 class CheckpointSize(NamedTuple):
-    """Bytes, without headers and the manifest. weights: of an export too."""
+    """Bytes of a checkpoint, without headers and the manifest. weights: also the size of an export."""
 
     weights: int
     optimizer: int
@@ -22,8 +23,8 @@ class CheckpointSize(NamedTuple):
 
 
 def estimate_size(config: RunConfig, num_parameters: int, num_trainable: int) -> CheckpointSize:
-    """Of one checkpoint of a run; adapters are saved without the model. Counts of all layers, what several share
-    once."""
+    """Return the size of one checkpoint of a run; adapters are saved without the model. The counts are of all layers,
+    shared parameters once."""
     saved = num_parameters if config.adapter.name is AdapterName.none else num_trainable
     weights = saved * bytes_of(config.precision)
     if config.save_weights_only:
@@ -33,10 +34,16 @@ def estimate_size(config: RunConfig, num_parameters: int, num_trainable: int) ->
 
 
 def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
-    """At most, of a whole run: checkpoints that are kept, one that is being written, exports. None where nothing says
-    how many checkpoints are kept."""
+    """Return an upper bound of a run's disk space: the kept checkpoints, one that is being written, exports. None where
+    no key limits the number of checkpoints."""
     saves_often = config.save_steps or config.save_epochs or config.save_minutes
     if saves_often and config.keep_last is None:
         return None
     kept = (config.keep_last or 1) + (config.keep_best or 0) + config.load_best_model_at_end + 1 if saves_often else 1
     return kept * size.total + (len(config.export_steps) + 1) * size.weights
+
+
+def render_disk(size: CheckpointSize, config: RunConfig) -> str:
+    whole = count_disk_bytes(config, size)
+    in_all = "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} in all"
+    return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.weights)} an export; {in_all}"

@@ -1,9 +1,8 @@
-"""Layers of each kind run for real, a micro-batch forward and back, beside an optimizer step and an exchange between
-two ranks: what FLOPs over a peak cannot tell of a CPU, whose rate depends on shapes and dtype, and whose ranks share
-caches and the bandwidth of one memory.
+"""Times layers of each kind, forward and backward over a micro-batch, an optimizer step, and an exchange between ranks.
 
-So the ranks of a process group are at it together, each with a few layers of random weights. B micro-batch, T sequence,
-D hidden.
+FLOPs over a peak do not describe a CPU: its rate depends on shapes and dtype, and its ranks share caches and the
+bandwidth of one memory. So all ranks of a process group measure together, each with a few layers of random weights. B
+micro-batch, T sequence, D hidden.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ UPDATED, REDUCED = 2**23, 2**22  # elements
 
 @dataclass(frozen=True)
 class Task:
-    """What the ranks do. config: of the run, its `max_seq_length` the rows' length.
+    """The work that the ranks measure. config: of the run; its `max_seq_length` is the length of the rows.
 
     kinds: indices of layers that cost the same, as many as are to run. attention: the kernel. updated: elements of an
-    optimizer step. patience: seconds that a kind of layer may take, as far as two rounds allow.
+    optimizer step. time_budget: seconds per kind of layer; two rounds run even if they take longer.
     """
 
     config: RunConfig
@@ -58,13 +57,13 @@ class Task:
     exchanges_hidden: bool  # stages do; replicas reduce gradients
     sums_gradients: bool  # of several micro-batches
     updated: int = UPDATED
-    patience: float = float("inf")
+    time_budget: float = float("inf")
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What one rank saw. pass_seconds: of a micro-batch through one layer, forward and backward, by kind. Bandwidths
-    in bytes/s; that between ranks is None where there is one."""
+    """The measurements of one rank. pass_seconds: of a micro-batch through one layer, forward and backward, by kind.
+    Bandwidths are in bytes/s; that between ranks is None for a single rank."""
 
     pass_seconds: list[tuple[float, float]]
     memory_bandwidth: float
@@ -72,7 +71,8 @@ class LayerTimes:
 
 
 def list_kinds(costs: Sequence[LayerCost]) -> list[list[int]]:
-    """Indices of equal layers. costs: as `count_layers` returns them, equal layers the same object."""
+    """Return the indices of the layers of each kind. costs: as `count_layers` returns them, equal layers the same
+    object."""
     indices: dict[int, list[int]] = {}
     for index, cost in enumerate(costs):
         indices.setdefault(id(cost), []).append(index)
@@ -86,12 +86,13 @@ def build_task(
     kinds: Sequence[Sequence[int]],
     chain: int = CHAIN,
 ) -> Task:
-    """kinds: those of `list_kinds`. chain: layers of a kind that run one after the other, at most."""
+    """Return the task of timing a run's layers. kinds: from `list_kinds`. chain: at most so many layers of a kind run
+    one after the other."""
     return Task(
         config=config,
         architecture=architecture,
         attention=architecture._attn_implementation,
-        kinds=[list(of_kind[:chain]) for of_kind in kinds],
+        kinds=[list(indices[:chain]) for indices in kinds],
         micro_batch_size=layout.micro_batch_size,
         exchanges_hidden=layout.num_stages > 1,
         sums_gradients=layout.gradient_accumulation_steps > 1,
@@ -99,7 +100,7 @@ def build_task(
 
 
 def measure(task: Task) -> LayerTimes:
-    """All ranks of the default process group call it. Leaves random numbers as they were."""
+    """Measure the task on this rank. All ranks of the default process group call it; the random state is unchanged."""
     dtype = DTYPES[task.config.precision]
     architecture = copy.deepcopy(task.architecture)
     architecture._attn_implementation = task.attention  # which a config that is sent to another process loses
@@ -120,25 +121,25 @@ def apply_times(
     stated: set[str],
     *,
     tokens: int,
-    turns: float = 1.0,
+    oversubscription: float = 1.0,
 ) -> tuple[list[LayerCost], Machine]:
-    """`costs` with the seconds that layers take, and `hardware` with the bandwidths that were seen.
+    """Return `costs` with the measured seconds of the layers, and `hardware` with the measured bandwidths.
 
-    seen: by each rank. stated: fields of `hardware` that stay. tokens: of a micro-batch. turns: by how much longer
-    everything takes where more ranks than were at it will share the cores.
+    seen: by each rank. stated: fields of `hardware` that stay. tokens: of a micro-batch. oversubscription: ranks of the
+    run per core that was measured; times grow by this factor.
     """
     timed = list(costs)
-    for kind, of_kind in enumerate(list_kinds(costs)):
+    for kind, indices in enumerate(list_kinds(costs)):
         forward, backward = (
-            statistics.mean(rank.pass_seconds[kind][way] for rank in seen) * turns / tokens for way in (0, 1)
+            statistics.mean(rank.pass_seconds[kind][way] for rank in seen) * oversubscription / tokens for way in (0, 1)
         )
-        for index in of_kind:
+        for index in indices:
             timed[index] = replace(costs[index], pass_seconds=(forward, backward))
     measured: dict[str, Any] = {
-        "memory_bandwidth": statistics.mean(rank.memory_bandwidth for rank in seen) / turns / GB
+        "memory_bandwidth": statistics.mean(rank.memory_bandwidth for rank in seen) / oversubscription / GB
     }
     if seen[0].exchange_bandwidth is not None:
-        exchanged = seen[0].exchange_bandwidth / turns / GB
+        exchanged = seen[0].exchange_bandwidth / oversubscription / GB
         measured |= {"intra_node_bandwidth": exchanged, "inter_node_bandwidth": exchanged}
     return timed, replace(hardware, **{name: value for name, value in measured.items() if name not in stated})
 
@@ -148,8 +149,8 @@ def _sum_scores(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, 
 
 
 def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds of a micro-batch through one layer, forward and back, what the engine does with the gradients
-    included."""
+    """Return the seconds of a micro-batch through one layer, forward and backward, including what the engine does with
+    the gradients."""
     layers = build_layers(task.architecture)
     adapter = build_adapter(
         task.config.adapter, layers, seed=task.config.seed, base_name=task.config.model_name_or_path
@@ -167,7 +168,7 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
     if dtype is torch.bfloat16:
         _sum_in_fp32(trained)
     hidden_states = torch.randn(*shape, task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
-    of_outputs = torch.randn_like(hidden_states) * 1e-3
+    grad_outputs = torch.randn_like(hidden_states) * 1e-3
     seconds: list[tuple[float, float]] = []
     # Two micro-batches are in flight, as in most stages, so that memory is not always the one that was freed last.
     waiting = []
@@ -185,26 +186,26 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
             continue
         output = waiting.pop(0)
         if output.requires_grad:
-            output.backward(None if is_last else of_outputs)
+            output.backward(None if is_last else grad_outputs)
         del output
         seconds.append((middle - start, time.perf_counter() - middle))
         for parameter in () if task.sums_gradients else trained:
             parameter.grad = None
         if len(seconds) == 1:
-            wanted = 1 + _count_rounds(sum(seconds[0]), task.patience)
+            wanted = 1 + _count_rounds(sum(seconds[0]), task.time_budget)
     forward, backward = (statistics.median(way) / len(chain) for way in zip(*seconds[1:]))
     return forward, backward
 
 
-def _count_rounds(seconds: float, patience: float) -> int:
-    """How many more rounds of so many seconds there are, the same on all ranks: at least one, at most ROUNDS."""
+def _count_rounds(seconds: float, time_budget: float) -> int:
+    """Return how many rounds of `seconds` fit into `time_budget`, the same on all ranks: at least 1, at most ROUNDS."""
     longest = torch.tensor(seconds)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return max(1, min(ROUNDS, int(min(ROUNDS, patience / longest.item()))))
+    return max(1, min(ROUNDS, int(min(ROUNDS, time_budget / longest.item()))))
 
 
 def _sum_in_fp32(trained: Sequence[nn.Parameter]) -> None:
-    """As the engine sums the gradients of micro-batches in bf16; in fp32 autograd adds to those before."""
+    """Sum gradients of bf16 parameters in fp32, as the engine does; in fp32 autograd adds them itself."""
     sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained}
 
     def add(parameter: nn.Parameter) -> None:
@@ -230,7 +231,7 @@ def _build(
 
 
 def _time_update(updated: int) -> float:
-    """Seconds of an optimizer step as `count_update_bytes` counts it, over so many elements in fp32."""
+    """Return the seconds of an optimizer step as `count_update_bytes` counts it, over `updated` elements in fp32."""
     parameter, gradient = torch.randn(updated), torch.randn(updated)
     master = nn.Parameter(parameter.clone())
     optimizer = torch.optim.AdamW([master], fused=True)
@@ -246,7 +247,7 @@ def _time_update(updated: int) -> float:
 
 
 def _measure_exchange(task: Task, dtype: torch.dtype) -> float:
-    """Bytes/s: of a stage's output on its way to the next, or of gradients on a ring of replicas."""
+    """Return the bytes/s of a stage's output sent to the next stage, or of gradients on a ring of replicas."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if not task.exchanges_hidden:
         gradients = torch.zeros(min(REDUCED, task.updated), dtype=dtype)
@@ -264,7 +265,7 @@ def _measure_exchange(task: Task, dtype: torch.dtype) -> float:
 
 
 def _time(work: Callable[[], object]) -> float:
-    """Seconds of `work`, all processes at it at once: the median of ROUNDS."""
+    """Return the seconds of `work` while all processes do it at once: the median of ROUNDS."""
     seconds = []
     for _ in range(1 + ROUNDS):
         dist.barrier()

@@ -1,9 +1,9 @@
-"""The plan of a run: what each stage holds and how long a step takes. Pure functions of layer costs, a layout and a
+"""The plan of a run: the memory of each stage and the time of a step. Pure functions of layer costs, a layout and a
 machine.
 
-What a stage holds and takes is the sum over the table of levers (`training/cost_terms/`); here stages become a
-step. Sources and assumptions: docs/plan.md. P stages, V chunks of layers a stage, M micro-batches of one replica in a
-step.
+The memory and time of a stage are sums over the table of cost terms (`training/cost_terms/`); here stages are combined
+into a step. Sources and assumptions: docs/plan.md. P stages, V chunks of layers a stage, M micro-batches of one replica
+in a step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StagePlan:
 
     @property
     def layers(self) -> str:
-        """In words: 0-4, or 0-2+7-9."""
+        """The ranges of layers as text: 0-4, or 0-2+7-9."""
         return "+".join(f"{chunk.first_layer}-{chunk.last_layer}" for chunk in self.chunks)
 
     @property
@@ -91,7 +91,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is predicted to need and to do. Bytes and seconds.
+    """The predicted memory and time of a run, in bytes and seconds.
 
     transfer_seconds: either way [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on
     average, uneven stages counted. sequence_modes: of the stage that sends most; none where each rank has whole
@@ -112,7 +112,7 @@ class Plan:
     model_flops: float
     peak_flops: float
     host_bytes: int  # of the fullest node
-    memory_limit: float  # bytes of a card that can be used
+    memory_limit: float  # bytes of a GPU that can be used
     host_limit: float
     has_estimates: bool
     checkpoint: CheckpointSize
@@ -145,14 +145,14 @@ class Plan:
 
     @property
     def sent_in_passes(self) -> Sent:
-        """In a step, by a rank of the stage that sends most."""
-        of_stages = [sum((chunk.sent for chunk in stage.chunks), start=Sent()) for stage in self.stages]
-        most = max(of_stages, key=lambda sent: sum(sent.values()))
+        """Bytes sent in a step by a rank of the stage that sends most."""
+        sent_by_stage = [sum((chunk.sent for chunk in stage.chunks), start=Sent()) for stage in self.stages]
+        most = max(sent_by_stage, key=lambda sent: sum(sent.values()))
         return Sent({axis: nbytes * self.layout.gradient_accumulation_steps for axis, nbytes in most.items()})
 
     @property
     def missing_memory(self) -> float:
-        """Bytes by which the fullest card overflows; negative when it fits."""
+        """Bytes by which the fullest GPU exceeds its memory; negative when it fits."""
         return self.fullest.memory.peak - self.memory_limit
 
     @property
@@ -171,7 +171,7 @@ def plan_resolved(run: ResolvedRun, machine: Machine, costs: Sequence[LayerCost]
 
 
 def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: PlannedRun) -> Plan:
-    """costs: of one micro-batch, `run.tokens`. bounds: of P x V chunks."""
+    """Return the plan of layers at a layout. costs: of one micro-batch, `run.tokens`. bounds: of P x V chunks."""
     layout, hardware = run.layout, run.hardware
     schedule = build_schedule(layout)
     held = [
@@ -265,7 +265,7 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
 
 
 def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
-    """FLOPs of a token by the convention of MFU (PaLM, 2204.02311, appendix B): 6 N + 6 T x attention width.
+    """Return the FLOPs of a token by the convention of MFU (PaLM, 2204.02311, appendix B): 6 N + 6 T x attention width.
 
     N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal
     half, and recomputation is not.
@@ -276,12 +276,12 @@ def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
 
 
 def list_owners(costs: Sequence[LayerCost]) -> list[LayerCost]:
-    """One of the layers that share weights, and all that do not."""
+    """Return the costs of all layers, but of those that share weights only one."""
     return list({cost.tied_key or index: cost for index, cost in enumerate(costs)}.values())
 
 
 def compute_host_bytes(bytes_of_stage: Sequence[int], layout: Layout, cards_per_node: int) -> int:
-    """Host memory of the fullest node; ranks fill the nodes in order."""
+    """Return the host memory of the fullest node in bytes; ranks fill the nodes in order."""
     nodes = [
         range(first, min(first + cards_per_node, layout.world_size))
         for first in range(0, layout.world_size, cards_per_node)

@@ -1,4 +1,5 @@
-"""What a run is expected to do: its plan for the machine that it runs on, and for rows as long as its data's."""
+"""Predicts a run that is about to start: its plan for the machine that it runs on, and for rows as long as its
+data's."""
 
 from __future__ import annotations
 
@@ -22,18 +23,18 @@ from training.planner.layer_times import LayerTimes, apply_times, build_task, li
 from training.planner.plan import Plan, compute_model_flops, compute_plan, list_owners
 from training.resolution.resolve import ResolvedRun
 
-# Of the layers of a kind that are timed, and of the optimizer step; seconds for all kinds together
-_TIMED_ELEMENTS, _FEWEST_ELEMENTS, _PATIENCE = 2**23, 2**14, 1.0
+# Elements of the layers of a kind that are timed, and of the optimizer step; seconds for all kinds together
+_TIMED_ELEMENTS, _FEWEST_ELEMENTS, _TIME_BUDGET = 2**23, 2**14, 1.0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """plan: of a step whose rows have the padding that a step's have on average.
+    """The predicted step of a run. plan: of a step whose rows have the average padding of the data.
 
     peak_memory: bytes on the device of a rank, per stage [P], with the longest rows; a CPU also holds what is
     offloaded. filled: tokens of a row without padding, on average.
-    peak_flops: FLOP/s of all ranks together; None on a card that no file of conf/hardware describes, and then the
-    plan's times are those of another card.
+    peak_flops: FLOP/s of all ranks together; None on a GPU that no file of conf/hardware describes, and then the
+    plan's times are those of another GPU.
     """
 
     plan: Plan
@@ -46,21 +47,22 @@ class Prediction:
 
     @property
     def mfu(self) -> float | None:
-        """That of the plan's step, counted as `compute_mfu` counts it."""
+        """The MFU of the predicted step, as `compute_mfu` counts it."""
         seconds = self.plan.step_seconds
         return self.compute_mfu(self.filled * self.rows_per_step / seconds, seconds)
 
     def count_parameters(self, trained: bool = False) -> int:
-        """Of the model and its adapter, or only those that are trained; what layers share counts once."""
+        """Return the number of parameters of the model and its adapter, or of the trained ones; shared ones count
+        once."""
         return sum(cost.total_trainable if trained else cost.total_parameters for cost in list_owners(self.costs))
 
     def count_active(self) -> int:
-        """Parameters that a token uses: of a mixture those of the experts that it chooses."""
+        """Return the number of parameters that a token uses: in a mixture, those of the experts that it chooses."""
         return sum(cost.num_active for cost in list_owners(self.costs))
 
     def compute_mfu(self, tokens_per_second: float, step_time: float) -> float | None:
-        """By the plan's own convention (`compute_model_flops`), with attention over rows as long as they really were on
-        average."""
+        """Return the MFU by the plan's convention (`compute_model_flops`), with attention over rows of the measured
+        average length; None where the peak is unknown."""
         if self.peak_flops is None:
             return None
         tokens_a_row = tokens_per_second * step_time / self.rows_per_step
@@ -68,10 +70,10 @@ class Prediction:
 
 
 def find_machine(hardware: HardwareConfig, device_name: str, config: RunConfig, local_size: int) -> Machine | None:
-    """What is known of this machine: `hardware`, when it is about this device, or the file of conf/hardware that is;
-    complete.
+    """Return the complete description of this machine: `hardware` if it describes this device, else the file of
+    conf/hardware that does.
 
-    device_name: of the accelerator, "cpu" without one. local_size: ranks on this host. None for a card that no file
+    device_name: of the accelerator, "cpu" without one. local_size: ranks on this host. None for a device that no file
     describes.
     """
     for candidate in (hardware, *load_hardware()):
@@ -82,13 +84,13 @@ def find_machine(hardware: HardwareConfig, device_name: str, config: RunConfig, 
 
 
 def time_layers(run: ResolvedRun, lengths: RowLengths, ranks: Ranks) -> list[LayerTimes]:
-    """The layers of a run that is about to start on a CPU, timed by all its ranks at once; what each of them has seen,
-    on the main rank. About a second. All ranks call it."""
+    """Time the layers of a run that is about to start on a CPU, on all its ranks at once. Returns the measurements of
+    each rank on the main rank, None for each on the others. Takes about a second. All ranks call it."""
     kinds, updated = broadcast_from_main(lambda: _choose_timed(run.costs, run.layout), ranks)
     task = replace(
         build_task(replace(run.config, max_seq_length=lengths.padded), run.architecture, run.layout, kinds),
         updated=updated,
-        patience=_PATIENCE / len(kinds),
+        time_budget=_TIME_BUDGET / len(kinds),
     )
     seen: list[Any] = [None] * ranks.world_size
     dist.gather_object(measure(task), seen if ranks.is_main else None)
@@ -96,10 +98,10 @@ def time_layers(run: ResolvedRun, lengths: RowLengths, ranks: Ranks) -> list[Lay
 
 
 def _choose_timed(costs: Sequence[LayerCost], layout: Layout) -> tuple[list[list[int]], int]:
-    """Of each kind of layer as many as have so many parameters, and one at least; and the elements of an optimizer
-    step, a rank's or so many."""
+    """Return the layers of each kind to time, up to `_TIMED_ELEMENTS` parameters and at least one; and the elements of
+    the optimizer step to time."""
     kinds = [
-        of_kind[: max(1, _TIMED_ELEMENTS // max(1, costs[of_kind[0]].num_parameters))] for of_kind in list_kinds(costs)
+        indices[: max(1, _TIMED_ELEMENTS // max(1, costs[indices[0]].num_parameters))] for indices in list_kinds(costs)
     ]
     trained = sum(cost.total_trainable for cost in list_owners(costs)) // layout.world_size
     return kinds, max(_FEWEST_ELEMENTS, min(_TIMED_ELEMENTS, trained))

@@ -1,5 +1,5 @@
-"""This machine, tried out for a plan: its layers timed (`layer_times.py`) in as many processes at once as ranks will
-share it."""
+"""Measures this machine for a plan: times layers (`layer_times.py`) in as many processes at once as ranks will share
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training.resolution.resolve import ResolvedRun
 
 def profile_layers(run: ResolvedRun, machine: Machine) -> tuple[list[LayerCost], Machine]:
     """Return the costs of the run's layers with the seconds that they take here, and `machine` with the bandwidths that
-    were seen. Takes 10 to 20 seconds, and memory of a few layers a process."""
+    were measured. Takes 10 to 20 seconds, and the memory of a few layers per process."""
     config, layout = run.config, run.layout
     available = sorted(os.sched_getaffinity(0))
     size = min(layout.world_size, len(available))
@@ -32,12 +32,12 @@ def profile_layers(run: ResolvedRun, machine: Machine) -> tuple[list[LayerCost],
         machine,
         list_stated(config.hardware),
         tokens=layout.micro_batch_size * config.max_seq_length,
-        turns=max(1.0, layout.world_size / len(available)),  # more ranks than cores take turns
+        oversubscription=max(1.0, layout.world_size / len(available)),  # ranks per core
     )
 
 
 def _run_at_once(task: Task, cores: Sequence[Sequence[int]]) -> list[LayerTimes]:
-    """cores: of each process."""
+    """Measure `task` in one process per entry of `cores`, all at the same time."""
     # threads of torch do not survive a fork; the server has none
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:

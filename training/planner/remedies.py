@@ -1,5 +1,5 @@
-"""What would make a plan fit: it is planned again with one key changed, then with all that leave the run's numbers as
-they are."""
+"""Finds changes that make a plan fit: plans again with one key changed, then with several that leave the run's numbers
+as they are."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ ROUNDED: tuple[dict[str, Any], ...] = ({"state_dtype": StateDtype.bf16}, {"name"
 
 
 class Remedy(NamedTuple):
+    """Overrides, and the plan of the run with them."""
+
     overrides: str
     plan: Plan
 
@@ -41,7 +43,8 @@ def describe_remedies(remedies: Sequence[Remedy]) -> str:
 
 
 def find_remedies(plan: Plan, config: RunConfig, build: Callable[[RunConfig], Plan]) -> list[Remedy]:
-    """Those that make it fit, each alone; where none does, several together, if they do. build: plans a config."""
+    """Return the remedies that make the plan fit by themselves, else combinations of several that do. build: plans a
+    config."""
     alone = [_try(config, changes, build) for changes in (*EXACT, *ROUNDED)]
     if fitting := [remedy for remedy in alone if remedy is not None and remedy.plan.fits]:
         return fitting
@@ -54,8 +57,8 @@ def find_remedies(plan: Plan, config: RunConfig, build: Callable[[RunConfig], Pl
 def _collect(
     plan: Plan, config: RunConfig, chain: Sequence[dict[str, Any]], build: Callable[[RunConfig], Plan]
 ) -> Remedy | None:
-    """One change after the other, each that lessens the memory, until it fits; then those of them that it takes. None
-    where it never fits."""
+    """Add changes that reduce memory one by one until the plan fits, then drop those that it does not need. None where
+    it never fits."""
     collected: list[dict[str, Any]] = []
     best = Remedy("", plan)
     for changes in chain:
@@ -78,9 +81,9 @@ def _merge(collected: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _try(config: RunConfig, changes: Mapping[str, Any], build: Callable[[RunConfig], Plan]) -> Remedy | None:
     """None where the config has it, or cannot have it."""
-    of_optimizer = {key: value for key, value in changes.items() if hasattr(config.optimizer, key)}
-    others = {key: value for key, value in changes.items() if key not in of_optimizer}
-    changed = replace(config, optimizer=replace(config.optimizer, **of_optimizer), **others)
+    optimizer_changes = {key: value for key, value in changes.items() if hasattr(config.optimizer, key)}
+    others = {key: value for key, value in changes.items() if key not in optimizer_changes}
+    changed = replace(config, optimizer=replace(config.optimizer, **optimizer_changes), **others)
     if changed == config:
         return None
     with suppress(UserError):

@@ -1,4 +1,5 @@
-"""The plan in words: a table a stage, what a step takes, and a verdict that names what limits and what to change."""
+"""The plan as text: a table with a row per stage, the time of a step, and a verdict with the limit and what to
+change."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.costs.hardware import GIB, Machine
 from training.objectives.registry import get_objective
-from training.planner.disk import CheckpointSize, count_disk_bytes
+from training.planner.disk import render_disk
+from training.planner.formatting import render_count, render_rows, render_seconds
 from training.planner.plan import Plan, StagePlan
 from training.planner.remedies import Remedy, describe_remedies
 
@@ -28,8 +30,8 @@ def render_plan(
     width: int | None = None,
     remedies: Sequence[Remedy] = (),
 ) -> str:
-    """Several lines, without a newline at the end. width: as of `render_rows`. remedies: of a plan that does not
-    fit."""
+    """Return the report of a plan, without a newline at the end. width: of the table, as in `render_rows`. remedies:
+    for a plan that does not fit."""
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
@@ -52,7 +54,7 @@ def render_plan(
 
 
 def list_figures(plan: Plan) -> dict[str, Any]:
-    """The plan as values, by stage: for whoever compares runs. Bytes and seconds."""
+    """Return the plan as values, by stage, to compare runs with. Bytes and seconds."""
     stages = {
         f"stage{stage.stage_id}": {
             "layers": stage.layers,
@@ -76,7 +78,7 @@ def list_figures(plan: Plan) -> dict[str, Any]:
 def render_table(plan: Plan, width: int | None = None) -> list[str]:
     rows = [_row(stage) for stage in plan.stages]
     notes = [
-        "memory in GiB on one card; loss and recompute never at once; step: the optimizer step's own, "
+        "memory in GiB on one GPU; loss and recompute never at once; step: the optimizer step's own, "
         "when activations are gone"
     ]
     if plan.has_estimates:
@@ -115,8 +117,8 @@ def render_step(plan: Plan, hardware: Machine) -> list[str]:
         *_render_sums(plan),
         *_render_sequences(plan, hardware),
         f"{plan.tokens_per_second:,.0f} tokens/s with full samples, "
-        f"{plan.tokens_per_second / plan.layout.world_size:,.0f} a card; "
-        f"MFU {plan.mfu:.1%}; while computing, a card is assumed to reach {hardware.efficiency:.0%} of its peak",
+        f"{plan.tokens_per_second / plan.layout.world_size:,.0f} per GPU; "
+        f"MFU {plan.mfu:.1%}; while computing, a GPU is assumed to reach {hardware.efficiency:.0%} of its peak",
         f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of "
         f"{min(plan.layout.world_size, hardware.cards_per_node)} ranks, "
         f"of {plan.host_limit / GIB:,.0f}",
@@ -133,7 +135,7 @@ def _render_sums(plan: Plan) -> list[str]:
 
 
 def _render_sequences(plan: Plan, hardware: Machine) -> list[str]:
-    """What ranks that share sequences send, by mode, and how much longer the mode makes the passes of a micro-batch."""
+    """The bytes that ranks that share sequences send, by mode, and the time that the mode adds to a micro-batch."""
     if not plan.sequence_modes:
         return []
     links = {
@@ -171,7 +173,8 @@ def render_run(plan: Plan, total_steps: int | None) -> list[str]:
 
 
 def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = ()) -> list[str]:
-    """What fits or not, on which stage, why, and what to change. remedies: what would make it fit."""
+    """Return lines that say whether the plan fits, what limits it, and what to change. remedies: what would make it
+    fit."""
     fullest = plan.fullest
     memory, stage = fullest.memory, fullest.stage_id
     moment = "in the backward pass" if memory.backward_peak >= memory.peak else "at the optimizer step"
@@ -197,7 +200,7 @@ def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = (
 
 
 def largest_kind(stage: StagePlan) -> str:
-    """The kind of memory that takes most at the stage's peak."""
+    """Return the name of the largest kind of memory at the stage's peak."""
     memory = stage.memory
     kinds = {
         "weights": memory.weights,
@@ -234,7 +237,7 @@ def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
 
 
 def _speed_advice(plan: Plan, config: RunConfig) -> str:
-    """What costs most of the time beside the work itself, and what lessens it."""
+    """The largest cost in time apart from the work itself, and what reduces it."""
     step = plan.step_seconds
     waiting = plan.idle * plan.pipeline_seconds / step
     uneven = plan.imbalance / (1 + plan.imbalance) * plan.pipeline_seconds / step
@@ -270,57 +273,3 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
         ),
     ]
     return f"what limits speed: {max(losses, key=lambda loss: loss[0])[1]}"
-
-
-def render_disk(size: CheckpointSize, config: RunConfig) -> str:
-    whole = count_disk_bytes(config, size)
-    in_all = "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} in all"
-    return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.weights)} an export; {in_all}"
-
-
-def render_bytes(count: float) -> str:
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
-        if count >= 1024**power:
-            return f"{count / 1024**power:,.1f} {unit}"
-    return f"{count / 1024:,.1f} KiB"
-
-
-def render_seconds(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.1f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return "{} min {} s".format(*divmod(round(seconds), 60))
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min"
-
-
-def render_count(count: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= size:
-            return f"{count / size:.2f}{unit}"
-    return f"{count:.0f}"
-
-
-def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """A table with right-aligned columns. One that is wider than `width` is turned: each row a column, as many side by
-    side as fit."""
-    lines = _align([header, *rows])
-    if width is None or len(lines[0]) <= width:
-        return lines
-    longest, cell = max(map(len, header)), max(len(cell) for row in rows for cell in row)
-    fitting = max(1, (width - longest) // (cell + 2))
-    turned = []
-    for first in range(0, len(rows), fitting):
-        shown = rows[first : first + fitting]
-        turned += [
-            *([""] if first else []),
-            *_align([(name.ljust(longest), *cells) for name, *cells in zip(header, *shown, strict=True)]),
-        ]
-    return turned
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -27,14 +27,15 @@ from training.planner.plan import Plan, plan_resolved
 from training.planner.profile_machine import profile_layers
 from training.planner.remedies import find_remedies
 from training.planner.report import render_plan
-from training.planner.search import render_search, search_plans
+from training.planner.search import search_plans
+from training.planner.search_report import render_search
 from training.planner.timeline import predicted_timeline
 from training.resolution.resolve import ResolvedModel, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
 
 
 def run_plan(composed: Any) -> None:
-    """Prints the plan of a composed config. A UserError ends the process with one line."""
+    """Print the plan of a composed config. A UserError ends the process with one line."""
     width = measure_width(sys.stdout)
     with exit_on_user_error(SINGLE_PROCESS):
         for text in plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir")), width):
@@ -42,8 +43,8 @@ def run_plan(composed: Any) -> None:
 
 
 def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
-    """What is printed, each text as soon as it is known. width: of tables, None for as wide as they are. Raises
-    UserError."""
+    """Yield the texts of a plan or a search, each as soon as it is known. width: of the tables in characters; None: no
+    limit. Raises UserError."""
     model = resolve_planned(config)
     machine = complete_hardware(config.hardware, config.precision, check_world_size(config))
     if (wrapper := model.wrapper) is not None:
@@ -81,9 +82,10 @@ def save_picture(plan: Plan, config: RunConfig) -> Path:
 
 
 def check_world_size(config: RunConfig) -> int:
-    """The number of ranks to plan for. Raises UserError when it is not given, or is not a multiple of the stages."""
+    """Return the number of ranks to plan for. Raises UserError when it is not given, or is not a multiple of the
+    stages."""
     if config.world_size is None:
-        raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of cards to plan for")
+        raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of GPUs to plan for")
     if config.world_size < 1:
         raise UserError(f"world_size={config.world_size}: at least 1")
     sizes = {axis: size for axis, size in read_sizes(config).items() if axis != PIPE or config.plan is True}
@@ -143,8 +145,8 @@ def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine) -> Pla
 
 
 def count_steps(config: RunConfig, global_batch_size: int) -> int | None:
-    """Optimizer steps of the whole run: max_steps, or from the lines of a JSONL train_file; None when neither is
-    there."""
+    """Return the optimizer steps of the whole run, from max_steps or the lines of a JSONL train_file; None without
+    either."""
     if config.max_steps is not None:
         return config.max_steps
     file = Path(str(config.train_file))

@@ -1,11 +1,10 @@
 """`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and way of checkpointing,
-best first; where the card is too small, with what gives memory for time, such as ZeRO's stages.
+best first; where the GPU is too small, with overrides that save memory and cost time, such as ZeRO's stages.
 
 The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too,
 and so does the optimizer: nothing that is tried changes a gradient or an update. Where samples are long, other numbers
 of ranks that share each sequence are tried. All of them run under 1F1B, and the schedule that the config asks for; the
-best few under every other one too. Where the config leaves to us how ranks share a sequence
-(`context_parallel_mode=auto`), both ways are tried.
+best few under every other one too. With `context_parallel_mode=auto` both ways to share a sequence are tried.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from errors import UserError
 from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
 from training.config.validate import check_config
-from training.costs.hardware import GIB, Machine
+from training.costs.hardware import Machine
 from training.distributed.topology import CONTEXT, DATA, PIPE, Layout, Topology, build_layout, read_sizes
 from training.pipeline.schedules import SCHEDULES, schedule_layout
 from training.planner.plan import Plan, plan_resolved
-from training.planner.remedies import Remedy, describe_remedies
-from training.planner.report import largest_kind, render_rows, render_seconds
 from training.resolution.resolve import ResolvedModel, place_layers, resolve_layout
 from training.resolution.sequences import check_run_sequences
 from training.resolution.target import Target
@@ -40,8 +37,9 @@ CHECKPOINTING = (
     ((CheckpointMode.every, 2),),
     tuple((CheckpointMode.grouped, interval) for interval in (1, 2, 4, 8)),
 )
-# What gives memory for time, beside recomputation. The first two are always tried; the others where the first does not
-# fit, as each is slower than that. But with one micro-batch stage 2 sums as often as stage 1, and sends less.
+# Overrides that save memory and cost time, in addition to recomputation. The first two are always tried; the others
+# where the first does not fit, since each is slower. But with one micro-batch ZeRO stage 2 sums as often as stage 1,
+# and sends less.
 ALWAYS: tuple[dict[str, Any], ...] = ({}, {"offload_optimizer": Offload.cpu})
 SAVING: tuple[dict[str, Any], ...] = (
     {"zero_stage": 2},
@@ -58,7 +56,7 @@ UNUSED: dict[str, Any] = {
     "offload_parameters": Offload.none,
     "activation_offload": False,
 }
-SHOWN = 10
+SHOWN = 10  # layouts
 FINALISTS = 4  # that are tried under other schedules
 LONG = 8192  # tokens of a sample from which on its sequences are shared as well
 MOST_SHARING = 16  # ranks of a sequence
@@ -66,7 +64,7 @@ MOST_PASSES = 1024  # stages x micro-batches that an order is computed for here
 
 
 class Sharing(NamedTuple):
-    """How each sequence is shared: `context_parallel_size` and `context_parallel_mode`."""
+    """How ranks share each sequence: `context_parallel_size` and `context_parallel_mode`."""
 
     size: int
     mode: ContextParallelMode
@@ -74,13 +72,13 @@ class Sharing(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was tried. keys: the config of such a run. checkpointing: mode and interval. levers: those of `SAVING` and
-    `ALWAYS`, by key. tries_sequences: others share sequences otherwise. resplits: the config's own split is not
-    used."""
+    """A layout that was tried. keys: the config of such a run. checkpointing: mode and interval. memory_overrides: an
+    entry of `ALWAYS` or `SAVING`, by key. tries_sequences: other candidates share sequences differently. resplits: the
+    config's own split is not used."""
 
     keys: RunConfig
     checkpointing: tuple[CheckpointMode, int]
-    levers: Mapping[str, Any]
+    memory_overrides: Mapping[str, Any]
     plan: Plan
     sharing: Sharing
     tries_sequences: bool = False
@@ -98,9 +96,13 @@ class Candidate:
             f"global_batch_size={layout.global_batch_size}",
             f"activation_checkpoint_interval={interval}",
             f"activation_checkpoint_mode={mode.value}",
-            f"offload_optimizer={(UNUSED | dict(self.levers))['offload_optimizer'].value}",
+            f"offload_optimizer={(UNUSED | dict(self.memory_overrides))['offload_optimizer'].value}",
             f"schedule={layout.schedule}",
-            *(_render(key, value) for key, value in (UNUSED | dict(self.levers)).items() if key != "offload_optimizer"),
+            *(
+                _render(key, value)
+                for key, value in (UNUSED | dict(self.memory_overrides)).items()
+                if key != "offload_optimizer"
+            ),
             *(["partition_method=balanced"] if self.resplits else []),
         )
 
@@ -111,8 +113,8 @@ class Candidate:
 
     @property
     def saving(self) -> str:
-        """What it uses, in short."""
-        return " ".join(_render(key, value) for key, value in self.levers.items()) or "-"
+        """`memory_overrides` as text, for a column."""
+        return " ".join(_render(key, value) for key, value in self.memory_overrides.items()) or "-"
 
 
 def _render(key: str, value: Any) -> str:
@@ -120,7 +122,7 @@ def _render(key: str, value: Any) -> str:
 
 
 def search_plans(config: RunConfig, model: ResolvedModel, machine: Machine) -> list[Candidate]:
-    """All layouts, those that fit first and by tokens/s, then those that do not by the memory they miss.
+    """Return all layouts: first those that fit, by tokens/s, then the others by the memory that they lack.
 
     Raises UserError when the global batch cannot be cut for any split.
     """
@@ -133,8 +135,8 @@ def search_plans(config: RunConfig, model: ResolvedModel, machine: Machine) -> l
     ]
     if not found:
         raise UserError(
-            f"global_batch_size={search.global_batch_size} can be cut for no split of world_size={config.world_size}; "
-            "give a multiple of a divisor of it"
+            f"no split of world_size={config.world_size} divides global_batch_size={search.global_batch_size}; "
+            "give a multiple of a divisor of world_size"
         )
     found.sort(key=_rank)
     return search.drop_refused(sorted([*found, *search.try_other_schedules(found)], key=_rank))
@@ -153,7 +155,7 @@ class _Search:
         self._models = {sharing: self._share(sharing) for sharing in self.sharings}
 
     def _share(self, sharing: Sharing) -> ResolvedModel:
-        """The model with its sequences shared so."""
+        """The model with its sequences shared in this way."""
         own = Sharing(self._config.context_parallel_size, self._config.context_parallel_mode)
         if sharing == own:
             return self._model
@@ -161,8 +163,8 @@ class _Search:
         return self._model.share_sequences(keys)
 
     def drop_refused(self, ranked: Sequence[Candidate]) -> list[Candidate]:
-        """Without those, of the best that are shown, whose keys the run would refuse. Raises UserError, that of the
-        first, where it would refuse all of them."""
+        """Return the candidates without those, among the best that are shown, whose keys the run would refuse. Raises
+        the UserError of the first where it would refuse all of them."""
         accepted: list[Candidate] = []
         refusals = []
         for number, candidate in enumerate(ranked):
@@ -181,7 +183,7 @@ class _Search:
         return accepted
 
     def list_layouts(self, sharing: Sharing) -> Iterator[Layout]:
-        """Under 1F1B and the schedule that the config asks for."""
+        """Yield the layouts to try, under 1F1B and the schedule that the config asks for."""
         total = self.global_batch_size
         given = {axis: size for axis, size in read_sizes(self._config).items() if axis != PIPE}
         given[CONTEXT] = sharing.size
@@ -192,33 +194,47 @@ class _Search:
             yield from _list_schedules(layout, self._config, self._num_layers)
 
     def try_layout(self, layout: Layout, sharing: Sharing) -> Iterator[Candidate]:
-        """With every way of checkpointing, with and without offloading, and where that is not enough with more."""
+        """Yield the layout with every way of checkpointing, with and without offloading, and with more memory overrides
+        where that does not fit."""
         for choices in CHECKPOINTING:
-            found = [candidate for levers in ALWAYS if (candidate := self._try_each(layout, sharing, choices, levers))]
+            found = [
+                candidate
+                for memory_overrides in ALWAYS
+                if (candidate := self._try_each(layout, sharing, choices, memory_overrides))
+            ]
             yield from found
-            fits = any(candidate.plan.fits for candidate in found if not candidate.levers)
+            fits = any(candidate.plan.fits for candidate in found if not candidate.memory_overrides)
             more = SAVING if not fits else SAVING[:1] if layout.gradient_accumulation_steps == 1 else ()
-            yield from (candidate for levers in more if (candidate := self._try_each(layout, sharing, choices, levers)))
+            yield from (
+                candidate
+                for memory_overrides in more
+                if (candidate := self._try_each(layout, sharing, choices, memory_overrides))
+            )
 
     def _try_each(
         self,
         layout: Layout,
         sharing: Sharing,
         choices: Sequence[tuple[CheckpointMode, int]],
-        levers: Mapping[str, Any],
+        memory_overrides: Mapping[str, Any],
     ) -> Candidate | None:
-        """The one that takes the least memory; None where the run cannot have `levers`, or they save nothing."""
-        if "zero_stage" in levers and layout.num_weight_replicas == 1:
+        """The choice that takes the least memory; None where the run cannot have `memory_overrides`, or they save
+        nothing."""
+        if "zero_stage" in memory_overrides and layout.num_weight_replicas == 1:
             return None
-        if any(levers == tried for tried in SAVING):
-            choices = [choice for choice in choices if self._goes_together(layout, sharing, choice, levers)]
-        tried = [self._try(layout, sharing, *choice, levers) for choice in choices]
+        if any(memory_overrides == tried for tried in SAVING):
+            choices = [choice for choice in choices if self._goes_together(layout, sharing, choice, memory_overrides)]
+        tried = [self._try(layout, sharing, *choice, memory_overrides) for choice in choices]
         return min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak, default=None)
 
     def _goes_together(
-        self, layout: Layout, sharing: Sharing, checkpointing: tuple[CheckpointMode, int], levers: Mapping[str, Any]
+        self,
+        layout: Layout,
+        sharing: Sharing,
+        checkpointing: tuple[CheckpointMode, int],
+        memory_overrides: Mapping[str, Any],
     ) -> bool:
-        keys = replace(self._keys(layout, sharing, *checkpointing, levers), plan=True)
+        keys = replace(self._keys(layout, sharing, *checkpointing, memory_overrides), plan=True)
         with suppress(UserError):
             check_config(keys, has_accelerator=True)
             check_together(Run(keys))
@@ -226,8 +242,8 @@ class _Search:
         return False
 
     def try_other_schedules(self, ranked: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The best of those that fit, under the schedules that have not been tried: to order the passes of one takes
-        seconds, and it changes little about what fits."""
+        """Yield the best that fit under the schedules that have not been tried: ordering the passes of one takes
+        seconds, and changes little about what fits."""
         known = {candidate.plan.layout.schedule for candidate in ranked}
         best = (candidate for candidate in ranked if candidate.plan.fits and candidate.plan.layout.num_stages > 1)
         for candidate, name in itertools.product(itertools.islice(best, FINALISTS), SCHEDULES):
@@ -236,10 +252,10 @@ class _Search:
                 check_together(Run(keys))
                 layout = schedule_layout(candidate.plan.layout, keys, self._num_layers)
                 if name not in known and layout.num_stages * layout.gradient_accumulation_steps <= MOST_PASSES:
-                    yield self._try(layout, candidate.sharing, *candidate.checkpointing, candidate.levers)
+                    yield self._try(layout, candidate.sharing, *candidate.checkpointing, candidate.memory_overrides)
 
     def _keys(
-        self, layout: Layout, sharing: Sharing, mode: CheckpointMode, interval: int, levers: Mapping[str, Any]
+        self, layout: Layout, sharing: Sharing, mode: CheckpointMode, interval: int, memory_overrides: Mapping[str, Any]
     ) -> RunConfig:
         return replace(
             self._config,
@@ -252,25 +268,27 @@ class _Search:
             activation_checkpoint_mode=mode,
             activation_checkpoint_interval=interval,
             schedule=layout.schedule,
-            **(UNUSED | dict(levers)),
+            **(UNUSED | dict(memory_overrides)),
         )
 
     def _try(
-        self, layout: Layout, sharing: Sharing, mode: CheckpointMode, interval: int, levers: Mapping[str, Any]
+        self, layout: Layout, sharing: Sharing, mode: CheckpointMode, interval: int, memory_overrides: Mapping[str, Any]
     ) -> Candidate:
-        """An uneven split is looked for only where memory may be had by one: that takes long."""
-        keys, model = self._keys(layout, sharing, mode, interval, levers), self._models[sharing]
+        """Plan the layout; look for an uneven split, which takes long, only where it may save memory."""
+        keys, model = self._keys(layout, sharing, mode, interval, memory_overrides), self._models[sharing]
         target = Target(self._world_size, True, is_planned=True)
         plan = plan_resolved(place_layers(model, keys, layout, target), self._machine)
         if layout.num_chunks == 1 and _may_fit_otherwise(plan, self._config):
             target = replace(target, machine=self._machine)
             plan = plan_resolved(place_layers(model, keys, layout, target), self._machine)
-        return Candidate(keys, (mode, interval), levers, plan, sharing, len(self.sharings) > 1, self._resplits)
+        return Candidate(
+            keys, (mode, interval), memory_overrides, plan, sharing, len(self.sharings) > 1, self._resplits
+        )
 
 
 def list_sharings(config: RunConfig, model: ResolvedModel, world_size: int) -> list[Sharing]:
-    """The numbers of ranks of a sequence to try, the config's own first, and powers of two, each in the config's mode
-    or, where that is `auto`, in both: as far as the model, the row's length and the other keys allow."""
+    """Return the ways to share a sequence that the model, the row's length and the other keys allow: over the config's
+    own number of ranks, then powers of two, each in the config's mode or, where that is `auto`, in both."""
     own = config.context_parallel_size
     most = min(MOST_SHARING, world_size // config.tensor_parallel_size)
     powers = [2**exponent for exponent in range(most.bit_length())] if config.max_seq_length >= LONG else []
@@ -337,80 +355,3 @@ def _list_layouts(world_size: int, num_layers: int, global_batch_size: int) -> I
         while global_batch_size // dp_size % micro_batch_size == 0:
             yield num_stages, micro_batch_size
             micro_batch_size *= 2
-
-
-def render_search(
-    candidates: Sequence[Candidate],
-    config: RunConfig,
-    hardware: Machine,
-    width: int | None = None,
-    remedies: Sequence[Remedy] = (),
-) -> str:
-    """The best layouts and the overrides of the first. width: as of `render_rows`. remedies: of the first where none
-    fits.
-
-    Raises UserError when none fits, with what the nearest one misses.
-    """
-    fitting = [candidate for candidate in candidates if candidate.plan.fits]
-    if not fitting:
-        raise UserError(_nothing_fits(candidates[0], config, hardware, remedies))
-    shares = any(candidate.sharing.size > 1 for candidate in fitting[:SHOWN])
-    header = (
-        "pp",
-        *(["cp", "mode"] if shares else []),
-        "dp",
-        "schedule",
-        "micro-batch",
-        "micro-batches",
-        "checkpoint",
-        "saving memory",
-        "peak GiB",
-        "host GiB",
-        "step",
-        "tokens/s",
-        "MFU",
-    )
-    rows = [_row(candidate, shares) for candidate in fitting[:SHOWN]]
-    return "\n".join(
-        [
-            f"{len(fitting)} of {len(candidates)} layouts fit {config.world_size} x {hardware.name}; "
-            "the fastest, as predicted:",
-            "",
-            *render_rows(header, rows, width),
-            "",
-            f"use: {' '.join(fitting[0].overrides)}",
-        ]
-    )
-
-
-def _row(candidate: Candidate, shares: bool) -> tuple[str, ...]:
-    """shares: with the ranks of a sequence."""
-    plan, (mode, interval) = candidate.plan, candidate.checkpointing
-    layout = plan.layout
-    names = {"grouped": str(interval), "every": f"every {interval}", "selective": "selective"}
-    return (
-        str(layout.num_stages), *([str(candidate.sharing.size), candidate.sharing.mode.value] if shares else []),
-        str(layout.dp_size), layout.schedule, str(layout.micro_batch_size),
-        str(layout.gradient_accumulation_steps), names[mode.value], candidate.saving,
-        f"{plan.fullest.memory.peak / GIB:.1f}",
-        f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds),
-        f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",
-    )  # fmt: skip
-
-
-def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine, remedies: Sequence[Remedy]) -> str:
-    plan = nearest.plan
-    missing = []
-    if plan.missing_memory > 0:
-        kind = largest_kind(plan.fullest)
-        missing.append(
-            f"{plan.missing_memory / GIB:.1f} GiB on a card (stage {plan.fullest.stage_id}; most of it is {kind})"
-        )
-    if plan.missing_host_memory > 0:
-        missing.append(f"{plan.missing_host_memory / GIB:,.0f} GiB of host memory a node")
-    return (
-        f"no layout fits world_size={config.world_size} x hardware={hardware.name}; "
-        f"the nearest ({' '.join(nearest.overrides)}) misses {' and '.join(missing)}; "
-        f"{f'it would fit with {describe_remedies(remedies)}; else ' if remedies else ''}"
-        "raise world_size, take larger cards, or lower max_seq_length"
-    )

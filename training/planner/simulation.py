@@ -1,4 +1,4 @@
-"""When each pass of a schedule starts and stops, for passes and transfers of given lengths: pure.
+"""Simulates a schedule: when each pass starts and stops, for passes and transfers of given lengths. Pure.
 
 P stages, V chunks of layers per stage, M micro-batches; see `training/pipeline/schedule.py`.
 """
@@ -30,7 +30,7 @@ def simulate(
     transfer: Sequence[float],
     weight_backward: Sequence[float] = (),
 ) -> list[Pass]:
-    """The passes of one step, in the order in which they can start.
+    """Return the passes of one step, in the order in which they can start.
 
     forward, backward: seconds of a micro-batch through each chunk [P x V]. transfer: seconds from each chunk to the
     next, either way [P x V - 1]. weight_backward: those of `backward` that can be put off; for a schedule that does.
@@ -76,8 +76,8 @@ def _ready_at(unit: Unit, transfer: Sequence[float], stops: Mapping[Unit, float]
 
 
 def list_transfers(passes: Sequence[Pass], transfer: Sequence[float]) -> Iterator[tuple[int, float, float]]:
-    """(stage_id, start, stop) of the transfers that a stage waits for: the part of its idle time before a pass in which
-    the input is on its way.
+    """Yield (stage_id, start, stop) of the transfers that a stage waits for: the part of its idle time before a pass in
+    which its input is being sent.
 
     passes, transfer: as `simulate` returns and takes them.
     """

@@ -35,7 +35,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where there is no span a stage is idle."""
+    """The spans of one step, in seconds. A stage is idle where it has no span."""
 
     label: str
     spans: list[TimelineSpan]
@@ -64,7 +64,7 @@ class Timeline:
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
-    """The plan's step."""
+    """Return the step that the plan predicts as a timeline."""
     spans = [TimelineSpan(p.stage_id, Work(p.kind.value), p.start, p.stop, p.micro_batch) for p in plan.passes]
     spans += [
         TimelineSpan(stage_id, Work.communication, start, stop)

@@ -1,5 +1,4 @@
-"""Steps as a picture: one row per stage, forward and backward passes in their places, communication, white where a
-stage waits.
+"""Draws steps: one row per stage with its forward and backward passes and communication, white where it waits.
 
 A long step is shown by its beginning and its end, where the bubble is; the middle repeats. Steps in one picture have
 one scale.
@@ -14,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot: it takes twice as long to import, and no window is opened
 from matplotlib.patches import Patch
 
-from training.planner.report import render_seconds
+from training.planner.formatting import render_seconds
 from training.planner.timeline import Timeline, Work
 
 COLORS = {
@@ -33,10 +32,12 @@ DIGIT = 0.008  # of the shown time: a narrower pass has no room for a digit of i
 
 
 def draw_timelines(timelines: Sequence[Timeline], title: str, file: Path) -> None:
-    """Writes a PNG. timelines: of the same stages and micro-batches, one below the other."""
+    """Write a PNG to `file`. timelines: of the same stages and micro-batches, drawn one below the other."""
     windows = choose_windows(timelines)
     num_stages = timelines[0].num_stages
-    shown = [(timeline, window) for timeline, of_it in zip(timelines, windows, strict=True) for window in of_it]
+    shown = [
+        (timeline, window) for timeline, its_windows in zip(timelines, windows, strict=True) for window in its_windows
+    ]
     figure = Figure(figsize=(10, 0.5 + len(shown) * (0.9 + 0.32 * num_stages)), layout="constrained")
     rows = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
     for axes, (timeline, window) in zip(rows, shown, strict=True):
@@ -59,7 +60,7 @@ def draw_timelines(timelines: Sequence[Timeline], title: str, file: Path) -> Non
 
 
 def choose_windows(timelines: Sequence[Timeline]) -> list[list[tuple[float, float]]]:
-    """The stretches of time to show of each: the whole step, or its two ends when it is long."""
+    """Return the windows (start, stop) to show of each timeline: the whole step, or its two ends when it is long."""
     end = max(timeline.end for timeline in timelines)
     shown = MICRO_BATCHES_SHOWN * timelines[0].num_stages
     if timelines[0].num_micro_batches <= 2 * shown:

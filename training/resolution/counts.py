@@ -1,4 +1,4 @@
-"""What is counted of a model's layers, each question once: a search of layouts asks thousands of times."""
+"""Costs and weights of a model's layers, each counted once: a search of layouts asks thousands of times."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ BITSANDBYTES = "bitsandbytes"
 
 
 def has_package(name: str) -> bool:
+    """Returns whether a package is installed, without importing it."""
     return find_spec(name) is not None
 
 

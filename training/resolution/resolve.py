@@ -56,7 +56,7 @@ from training.resolution.target import Target
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedModel:
-    """What follows from config and model at any number of ranks.
+    """Everything that follows from config and model at any number of ranks.
 
     architecture: complete; nothing changes it. wrapper: the model around a text model. layers: as tensor parallelism
     shards them. parts: of sequences, of no rank in particular. adapter, routers: None without. callbacks: the user's,

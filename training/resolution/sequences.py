@@ -1,4 +1,4 @@
-"""How the ranks of a run share its sequences: its config's and its model's to say."""
+"""How the ranks of a run share its sequences, chosen from its config and model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from training.config.schema import RunConfig
 
 
 def choose_run_parts(config: RunConfig, architecture: PretrainedConfig) -> ContextParallel:
-    """Of no rank in particular."""
+    """Return how the ranks share sequences, for no rank in particular."""
     return choose_parts(
         architecture, config.context_parallel_mode.value, config.context_parallel_size, config.tensor_parallel_size
     )
 
 
 def check_run_sequences(config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer]) -> ContextParallel:
-    """What `choose_run_parts` returns. layers: as `shard_layers` makes them. Raises UserError for sequences that cannot
-    be shared so."""
+    """Return the result of `choose_run_parts`. layers: as `shard_layers` makes them. Raises UserError for sequences
+    that cannot be shared so."""
     check_sequences(
         architecture,
         config.context_parallel_mode.value,

@@ -106,7 +106,7 @@ def test_it_is_said_why_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> Non
 ROOT = Path(__file__).resolve().parents[3]
 has_kernels = find_spec("triton") is not None and find_spec("liger_kernel") is not None
 interpreter = pytest.mark.skipif(
-    not has_kernels or os.environ.get("TRITON_INTERPRET") != "1", reason="run by the test in front of it"
+    not has_kernels or os.environ.get("TRITON_INTERPRET") != "1", reason="run by the test before it"
 )
 
 

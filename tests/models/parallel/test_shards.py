@@ -21,21 +21,21 @@ from models.parallel.layers import PerRankRNG
 from models.parallel.shard import ShardSpec, TensorParallel
 from models.sharding.tensor_parallel import shard_layers
 
-WHOLE = torch.arange(7 * 12).reshape(7, 12)
+UNSHARDED = torch.arange(7 * 12).reshape(7, 12)
 SPECS = [ShardSpec(0, (7,)), ShardSpec(1, (12,)), ShardSpec(1, (6, 3, 3)), ShardSpec(0, (5, 2))]
 
 
 @pytest.mark.parametrize(("spec", "size"), list(product(SPECS, (1, 2, 3))), ids=str)
 def test_the_parts_are_the_whole(spec: ShardSpec, size: int) -> None:
-    parts = [spec.take(WHOLE, TensorParallel(rank, size)) for rank in range(size)]
-    found = torch.full((WHOLE.numel(),), -1)
+    parts = [spec.take(UNSHARDED, TensorParallel(rank, size)) for rank in range(size)]
+    found = torch.full((UNSHARDED.numel(),), -1)
     for rank, part in enumerate(parts):
         place = spec.locate(part.shape, TensorParallel(rank, size))
         flat = part.flatten()
         for start in range(0, len(flat), 5):  # fragments of it, as ZeRO's partitions have them
             for low, whole, length in place.list_runs(start, min(start + 5, len(flat))):
                 found[whole : whole + length] = flat[low : low + length]
-    assert torch.equal(found.reshape(WHOLE.shape), WHOLE)
+    assert torch.equal(found.reshape(UNSHARDED.shape), UNSHARDED)
 
 
 def test_parts_of_several_matrices_hold_a_share_of_each() -> None:
@@ -43,18 +43,16 @@ def test_parts_of_several_matrices_hold_a_share_of_each() -> None:
 
 
 def test_random_numbers_are_a_ranks_own_in_a_block_and_the_same_after_it() -> None:
-    inside, behind = [], []
+    inside, after = [], []
     for rank in (0, 1, 0):
         torch.manual_seed(5)
         randomness = PerRankRNG(rank)
         randomness.begin(torch.device("cpu"))
         inside.append(torch.rand(8))
         randomness.end()
-        behind.append(torch.rand(8))
+        after.append(torch.rand(8))
     assert (
-        torch.equal(behind[0], behind[1])
-        and torch.equal(inside[0], inside[2])
-        and not torch.equal(inside[0], inside[1])
+        torch.equal(after[0], after[1]) and torch.equal(inside[0], inside[2]) and not torch.equal(inside[0], inside[1])
     )
 
 

@@ -1,4 +1,4 @@
-"""What the plan says of ranks that share sequences: bytes sent by each mode, and the seconds that each adds."""
+"""The plan of ranks that share sequences: bytes sent by each mode, and the seconds that each adds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from training.costs.shared_attention import SharedAttention, count_shared_attent
 from training.distributed.topology import Layout, Topology
 
 SIZE, LENGTH = 4, 1000  # ranks, tokens of each
-CARD = Machine(
+GPU = Machine(
     name="round", device=Device.cuda, cards_per_node=8, memory=100, usable_memory=1, peak_flops={"bf16": 1e12},
     efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=0.1, host_memory=100,
     host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
@@ -53,7 +53,7 @@ def build_stage(shared: SharedAttention, *keys: str) -> Stage:
         name="x", num_parameters=1, num_trainable=1, num_active=1, largest_trainable=1, forward_flops=1e9,
         attention_width=0, saved_bytes=1, output_bytes=1, shared_attention=shared,
     )  # fmt: skip
-    run = PlannedRun(set_keys(describe_config(), *keys), Layout(Topology.of(SIZE, context=SIZE), 1, 1), 50, CARD)
+    run = PlannedRun(set_keys(describe_config(), *keys), Layout(Topology.of(SIZE, context=SIZE), 1, 1), 50, GPU)
     return Stage(run, 0, [replace(layer, shared_attention=None), layer], [range(2)])
 
 

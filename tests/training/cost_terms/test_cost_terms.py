@@ -1,5 +1,5 @@
-"""A lever is a line in a table: what it says reaches the plan, the report and the fit check, and nothing else has to
-change."""
+"""A cost term is a line in a table: what it says reaches the plan, the report and the fit check, and nothing else has
+to change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from training.planner.plan import Plan, compute_plan
 from training.planner.report import render_plan, render_table
 
 M = 8
-CARD = Machine(
+GPU = Machine(
     name="round", device=Device.cuda, cards_per_node=8, memory=100, usable_memory=1, peak_flops={"bf16": 1e12},
     efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=100,
     host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
@@ -41,12 +41,12 @@ DUMMY = CostTerm(
 
 @pytest.fixture
 def with_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "LEVERS", (*table.LEVERS, DUMMY))
+    monkeypatch.setattr(table, "COST_TERMS", (*table.COST_TERMS, DUMMY))
 
 
 def describe_run() -> PlannedRun:
     keys = ("precision=bf16", "num_stages=2", "max_seq_length=100", "activation_checkpoint_interval=0")
-    return PlannedRun(build_config(*keys), Layout(Topology.of(4, pipe=2), 1, M), 50, CARD)
+    return PlannedRun(build_config(*keys), Layout(Topology.of(4, pipe=2), 1, M), 50, GPU)
 
 
 def plan() -> Plan:
@@ -85,7 +85,7 @@ def test_its_bytes_and_seconds_are_in_the_report() -> None:
         for name in ("buffers", "peak", "activations")
     )
     assert [round(float(size)) for size in (*buffers, *activations, *peak)] == [3, 0, 2, 1, 5, 1]
-    text = render_plan(found, describe_run().config, CARD, None)
+    text = render_plan(found, describe_run().config, GPU, None)
     assert "+ gradients and weights between replicas 3.0 s + optimizer 4.0 s" in text
 
 
@@ -94,12 +94,12 @@ def table_header() -> list[str]:
 
 
 def test_its_bytes_are_in_the_fit_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card that holds two layers a stage, and with the lever no longer the first stage's."""
+    """A GPU that holds two layers a stage, but with the term no longer those of the first stage."""
     run = describe_run()
-    run = replace(run, hardware=replace(CARD, memory=(PLAIN.fullest.memory.peak + GIB) / GIB))
+    run = replace(run, hardware=replace(GPU, memory=(PLAIN.fullest.memory.peak + GIB) / GIB))
     assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [True, True]
     assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) == [0, 2, 4]
-    monkeypatch.setattr(table, "LEVERS", (*table.LEVERS, DUMMY))
+    monkeypatch.setattr(table, "COST_TERMS", (*table.COST_TERMS, DUMMY))
     assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [False, True]
     assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) is None
     assert not replace(plan(), memory_limit=run.hardware.usable_bytes).fits

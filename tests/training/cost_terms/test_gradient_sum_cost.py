@@ -19,7 +19,7 @@ from training.costs.hardware import GB, Machine
 from training.distributed.topology import Layout, Topology
 from training.optim.gradient_sums import add_gradient
 
-CARD = Machine(
+GPU = Machine(
     name="any", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1, "fp32": 1},
     efficiency=1, memory_bandwidth=100, intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=1,
     host_memory_bandwidth=1, host_link_bandwidth=1, device_name="any",
@@ -32,7 +32,7 @@ OFFLOADED = "offload_optimizer=cpu"
 
 
 class MovedBytes(TorchDispatchMode):
-    """What the operations of torch read and write; views move nothing."""
+    """Counts the bytes that the operations of torch read and write; views move nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_bytes_by_hand(overrides: tuple[str, ...], device: Device, micro_batches
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_bytes_of_the_operations_in_bf16(offloaded: bool) -> None:
-    """An operation on two dtypes reads each in its own, as on a card."""
+    """An operation on two dtypes reads each in its own, as on a GPU."""
     parameter = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
     total = None if offloaded else torch.zeros(1000)
     with MovedBytes() as counter:
@@ -88,7 +88,7 @@ def test_bytes_of_the_operations_in_fp32() -> None:
 
 def build_chunk(*layers: LayerCost, micro_batches: int = 4) -> Chunk:
     layout = Layout(Topology.of(1), 1, micro_batches)
-    run = PlannedRun(build_config("precision=bf16"), layout, 7, CARD)
+    run = PlannedRun(build_config("precision=bf16"), layout, 7, GPU)
     return Chunk(run, 0, 0, range(len(layers)), layers, has_first_layer=True, has_loss=True)
 
 

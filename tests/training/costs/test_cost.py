@@ -1,4 +1,4 @@
-"""What a layer costs, against what PyTorch really computes and keeps on the CPU."""
+"""The cost of a layer, against what PyTorch really computes and keeps on the CPU."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_adapters_of_experts_count_once_and_their_products_by_those_that_a_token
         for adapter in (Adapter(lora), None)
     )
     hidden, inner = config.hidden_size, config.moe_intermediate_size
-    of_one = 4 * (hidden + 2 * inner) + 4 * (inner + hidden)
-    assert [cost.num_trainable for cost in with_adapter[:3]] == [0, 0, config.n_routed_experts * of_one]
-    assert with_adapter[2].num_parameters - without[2].num_parameters == config.n_routed_experts * of_one
-    assert with_adapter[2].num_active - without[2].num_active == config.num_experts_per_tok * of_one
+    expert_params = 4 * (hidden + 2 * inner) + 4 * (inner + hidden)
+    assert [cost.num_trainable for cost in with_adapter[:3]] == [0, 0, config.n_routed_experts * expert_params]
+    assert with_adapter[2].num_parameters - without[2].num_parameters == config.n_routed_experts * expert_params
+    assert with_adapter[2].num_active - without[2].num_active == config.num_experts_per_tok * expert_params

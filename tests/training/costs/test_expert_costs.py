@@ -1,4 +1,4 @@
-"""What a layer with experts costs, against what torch computes and keeps: all experts for memory, the chosen ones for
+"""The cost of a layer with experts, against what torch computes and keeps: all experts for memory, the chosen ones for
 work.
 """
 
@@ -87,8 +87,8 @@ def test_the_activations_are_those_that_autograd_saves(model_type: str, dtype: t
 
 def test_memory_holds_all_experts() -> None:
     config = build_config("mixtral")
-    cost, of_one = count(config, torch.float32), 3 * config.hidden_size * config.intermediate_size
-    assert cost.num_parameters - cost.num_active == (8 - 2) * of_one
+    cost, expert_params = count(config, torch.float32), 3 * config.hidden_size * config.intermediate_size
+    assert cost.num_parameters - cost.num_active == (8 - 2) * expert_params
 
 
 def test_selective_keeps_the_products_of_the_experts() -> None:

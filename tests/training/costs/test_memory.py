@@ -14,7 +14,7 @@ from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
 from models.losses.logit_chunks import CHUNK_LOGITS
 from training.config.schema import CheckpointMode, Device, Precision
-from training.cost_terms import loss as levers_loss
+from training.cost_terms import loss as loss_term
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.loss import compute_loss_bytes
 from training.cost_terms.model_states import ALLREDUCE_BUCKET, compute_model_states
@@ -33,7 +33,7 @@ HOST = Machine(
     efficiency=1, memory_bandwidth=1, intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=1,
     host_memory_bandwidth=1, host_link_bandwidth=1, device_name="any",
 )  # fmt: skip
-CARD = replace(HOST, device=Device.cuda)
+GPU = replace(HOST, device=Device.cuda)
 OFFLOADED, REDUCED = "offload_optimizer=cpu", "gradient_reduce_dtype=bf16"
 
 
@@ -68,48 +68,48 @@ def test_bf16_offloaded() -> None:
     on_host = 250 * (4 + 8 + 4 + 2)
     assert state(OFFLOADED) == Memory(weights=2000, gradients=4000, step=250 * 4 + 1000 * 4, host=on_host)
     assert state(OFFLOADED, REDUCED).step == 250 * 4 + 1000 * 6
-    on_card = state(OFFLOADED, n=BIG, dp=1, machine=CARD)
-    assert on_card.buffers == 4 * REDUCE_BUCKET
-    assert on_card.step == (4 + 4) * REDUCE_BUCKET  # a second bucket, less the gradients moved into it, and its copies
+    on_gpu = state(OFFLOADED, n=BIG, dp=1, machine=GPU)
+    assert on_gpu.buffers == 4 * REDUCE_BUCKET
+    assert on_gpu.step == (4 + 4) * REDUCE_BUCKET  # a second bucket, less the gradients moved into it, and its copies
 
 
 def test_what_is_offloaded_from_a_card_is_pinned_in_powers_of_two() -> None:
     pinned = (
         1024 + 1024 + 512 + 64
     )  # of 250 master weights, their gradient, the weights to send; of the largest gradient
-    assert state(OFFLOADED, largest=20, machine=CARD).host == pinned + 250 * 8  # moments are torch's, and are not
+    assert state(OFFLOADED, largest=20, machine=GPU).host == pinned + 250 * 8  # moments are torch's, and are not
     assert state(OFFLOADED, largest=20).host == 250 * 18  # a CPU pins nothing
-    exact = state(OFFLOADED, "optimizer=sgd", n=1024, dp=4, largest=0, machine=CARD)
+    exact = state(OFFLOADED, "optimizer=sgd", n=1024, dp=4, largest=0, machine=GPU)
     assert exact.host == 256 * 10  # which is a power of two each
-    assert state(OFFLOADED, largest=20, machine=CARD).buffers == 4 * REDUCE_BUCKET + 2 * 20
+    assert state(OFFLOADED, largest=20, machine=GPU).buffers == 4 * REDUCE_BUCKET + 2 * 20
 
 
 def test_a_matrix_larger_than_a_bucket_is_reduced_by_itself() -> None:
     largest = 3 * REDUCE_BUCKET
-    found = state(OFFLOADED, n=BIG, dp=2, largest=largest, machine=CARD)
+    found = state(OFFLOADED, n=BIG, dp=2, largest=largest, machine=GPU)
     assert found.step == 4 * REDUCE_BUCKET + (4 + 4) * largest  # the bucket is there all the same
 
 
 def test_fp32() -> None:
     # all gradients fit into a bucket, and are flattened at once
     assert state("precision=fp32") == Memory(weights=4000, gradients=4000, optimizer=3000, step=4 * 1000)
-    on_card = state("precision=fp32", n=BIG, machine=CARD)
-    assert (on_card.buffers, on_card.step) == (0, BIG)  # then this rank's
-    assert state("precision=fp32", OFFLOADED, machine=CARD).buffers == 4 * REDUCE_BUCKET
+    on_gpu = state("precision=fp32", n=BIG, machine=GPU)
+    assert (on_gpu.buffers, on_gpu.step) == (0, BIG)  # then this rank's
+    assert state("precision=fp32", OFFLOADED, machine=GPU).buffers == 4 * REDUCE_BUCKET
     assert state("precision=fp32", OFFLOADED).host == 250 * 20
 
 
 def test_fp16() -> None:
-    found = state("precision=fp16", n=BIG, machine=CARD)  # reduced in fp32, a bucket at a time
+    found = state("precision=fp16", n=BIG, machine=GPU)  # reduced in fp32, a bucket at a time
     assert (found.weights, found.gradients, found.optimizer) == (2 * BIG, 2 * BIG, 3 * BIG)
     assert (found.buffers, found.step) == (2 * REDUCE_BUCKET, 6 * BIG // 4)
-    offloaded = state("precision=fp16", OFFLOADED, n=BIG, machine=CARD)
+    offloaded = state("precision=fp16", OFFLOADED, n=BIG, machine=GPU)
     pinned = 2**30 + 2**30 + 2**29  # of BIG / 4 parameters
     assert (offloaded.buffers, offloaded.step) == (2 * REDUCE_BUCKET, 2 * REDUCE_BUCKET)
     assert offloaded.host == 8 * BIG // 4 + pinned
 
 
-def test_stage_2_holds_a_part_of_the_sums() -> None:
+def test_zero_stage_2_holds_a_part_of_the_sums() -> None:
     bucket = 2 * (1000 - 20) + 4 * 1000  # beside one gradient, which is counted with the layers; what is made of it
     found = state("zero_stage=2", "activation_checkpoint_interval=1", largest=20)
     assert found == Memory(weights=2000, gradients=1000, optimizer=3000, buffers=bucket, step=8 * 20)
@@ -121,7 +121,7 @@ def test_stage_3_may_keep_its_part_of_the_weights_on_the_host() -> None:
     sharded, offloaded = (state("zero_stage=3", *more) for more in ((), ("offload_parameters=cpu",)))
     assert (sharded.weights, sharded.host) == (500, 0)
     assert offloaded == replace(sharded, weights=0, host=500)
-    assert state("zero_stage=3", "offload_parameters=cpu", machine=CARD).host == 512
+    assert state("zero_stage=3", "offload_parameters=cpu", machine=GPU).host == 512
 
 
 def test_sgd_has_no_moments() -> None:
@@ -143,9 +143,9 @@ def test_small_states_take_what_they_say(optimizer: tuple[str, ...], bytes_kept:
 
 
 def test_updates_in_pieces_need_a_buffer_of_one() -> None:
-    assert state("optimizer.state_dtype=bf16", n=BIG, machine=CARD, dp=1).step == 2 * 4 * UPDATED
-    assert state("optimizer=lion", n=BIG, machine=CARD, dp=1).step == 4 * UPDATED
-    assert state("optimizer=adamw", n=BIG, machine=CARD, dp=1).step == 0
+    assert state("optimizer.state_dtype=bf16", n=BIG, machine=GPU, dp=1).step == 2 * 4 * UPDATED
+    assert state("optimizer=lion", n=BIG, machine=GPU, dp=1).step == 4 * UPDATED
+    assert state("optimizer=adamw", n=BIG, machine=GPU, dp=1).step == 0
 
 
 def test_a_frozen_parameter_is_weight_and_nothing_else() -> None:
@@ -194,11 +194,11 @@ def test_interleaved_keeps_what_each_chunk_has_in_flight() -> None:
     )
     keep_all = "activation_checkpoint_interval=0"
     first, last = (sum_memory(stage_of(layers, layout, stage, keep_all, chunks=2)) for stage in (0, 1))
-    of_batch, grad_hidden = IDS + INTEGERS + HIDDEN, HIDDEN + INTEGERS + HIDDEN
+    batch_bytes, grad_hidden = IDS + INTEGERS + HIDDEN, HIDDEN + INTEGERS + HIDDEN
     # most is held when both chunks have two and the larger one goes on first: chunks hold (3, 2) or, later, (2, 2) and
     # one more of the second
     assert first.activations == max(
-        a * (3000 + of_batch) + b * (9000 + grad_hidden) for (a, b), _ in schedule.list_in_flight(0)
+        a * (3000 + batch_bytes) + b * (9000 + grad_hidden) for (a, b), _ in schedule.list_in_flight(0)
     )
     assert max(a + b for (a, b), _ in schedule.list_in_flight(0)) == 5
     assert last.activations == 2 * (3000 + grad_hidden) + 9000 + HIDDEN + INTEGERS  # the loss hands nothing on
@@ -261,7 +261,7 @@ def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch) ->
     """Beside what goes in, the gradients that come out included."""
     tokens, hidden_size, vocabulary = 2048, 128, 3000
     set_chunk_size(monkeypatch, 32 * vocabulary)
-    monkeypatch.setattr(levers_loss, "CHUNK_LOGITS", 32 * vocabulary)
+    monkeypatch.setattr(loss_term, "CHUNK_LOGITS", 32 * vocabulary)
     monkeypatch.setattr(logit_chunks, "WAITING", 0)
     states, weight = (
         torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)

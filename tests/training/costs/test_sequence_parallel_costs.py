@@ -1,4 +1,4 @@
-"""What `sequence_parallel` saves and sends, counted on the layers that a run builds."""
+"""The bytes that `sequence_parallel` saves and sends, counted on the layers that a run builds."""
 
 from __future__ import annotations
 

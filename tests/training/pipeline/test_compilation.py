@@ -26,7 +26,7 @@ class Scaled(torch.nn.Module):
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What is on the screen. The compiler itself is not needed: what is traced runs as it is."""
+    """Returns the text on the screen. The compiler itself is not needed: what is traced runs as it is."""
     shown: list[str] = []
     limit, compile_module = compiler.recompile_limit, torch.nn.Module.compile
     with (

@@ -1,4 +1,4 @@
-"""What recomputation keeps leaves the device, comes back in time, and is the same."""
+"""The tensors that recomputation keeps leave the device, comes back in time, and is the same."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from training.pipeline.placement import Placement, parse_shard, render_shard
 
 RANKS = Topology.of(8, pipe=2, tensor=2)
 SHARD = ShardLayout(80, ((40, 40),))
-WHOLE = Placement(RANKS, stages=(1,))
-PARTIAL = replace(WHOLE, partial=(TENSOR,))  # the norm of heads, of which each rank has some
-SHARDED = replace(WHOLE, sharded=(TENSOR,), shard=SHARD)
+REPLICATED = Placement(RANKS, stages=(1,))
+PARTIAL = replace(REPLICATED, partial=(TENSOR,))  # the norm of heads, of which each rank has some
+SHARDED = replace(REPLICATED, sharded=(TENSOR,), shard=SHARD)
 HELD = PartitionSlice(partition=0, start=0, length=1, parameter_start=0)
 TIED = replace(SHARDED, stages=(0, 1))
 
@@ -24,7 +24,7 @@ TIED = replace(SHARDED, stages=(0, 1))
 @pytest.mark.parametrize(
     ("placement", "gradient", "norm", "savers"),
     [
-        (WHOLE, (DATA, CONTEXT), (PIPE,), [4, 6]),
+        (REPLICATED, (DATA, CONTEXT), (PIPE,), [4, 6]),
         (PARTIAL, (DATA, CONTEXT, TENSOR), (PIPE,), [4, 6]),
         (SHARDED, (DATA, CONTEXT), (PIPE, TENSOR), [4, 5, 6, 7]),
         (TIED, (PIPE, DATA, CONTEXT), (TENSOR,), [0, 1, 2, 3]),
@@ -39,7 +39,7 @@ def test_what_follows_from_a_placement(
 
 def test_a_norm_counts_each_element_once() -> None:
     """Over the ranks that count: one per element of a stage's parameter, and of a tied one in all."""
-    for placement in (WHOLE, PARTIAL, SHARDED, TIED):
+    for placement in (REPLICATED, PARTIAL, SHARDED, TIED):
         alike = placement.topology.others(*placement.norm_axes)
         stages = {rank for rank in range(8) if RANKS.index(rank, PIPE) in placement.stages}
         counting = [rank for rank in stages if RANKS.index(rank, *alike) == 0]
@@ -48,7 +48,7 @@ def test_a_norm_counts_each_element_once() -> None:
 
 def test_ranks_that_share_a_sequence_have_weights_alike() -> None:
     ranks = Topology.of(16, pipe=2, context=2, tensor=2)
-    whole = replace(WHOLE, topology=ranks)
+    whole = replace(REPLICATED, topology=ranks)
     assert whole.gradient_axes == (DATA, CONTEXT)
     savers = [rank for rank in range(16) if whole.is_saved_by(rank)]
     assert savers == [8, 10, 12, 14]  # each has a fragment of the state

@@ -24,13 +24,13 @@ def plan_row(overrides: str) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "card", "fits", "host", "speed"),
+    ("overrides", "gpu", "fits", "host", "speed"),
     [pytest.param(*row, id=row[0], marks=() if number == 12 else pytest.mark.full) for number, row in enumerate(ROWS)],
 )
-def test_the_table_is_the_plans(overrides: str, card: str, fits: str, host: str, speed: str) -> None:
+def test_the_table_is_the_plans(overrides: str, gpu: str, fits: str, host: str, speed: str) -> None:
     plan = plan_row(overrides)
     memory = plan.fullest.memory
-    assert (f"{memory.peak / GIB:.1f}", f"{(memory.host - HOST_BYTES_A_RANK) / GIB:.1f}") == (card, host)
+    assert (f"{memory.peak / GIB:.1f}", f"{(memory.host - HOST_BYTES_A_RANK) / GIB:.1f}") == (gpu, host)
     assert f"{plan.tokens_per_second:,.0f}" == speed
     assert plan.fits == (fits == "")
 

@@ -1,4 +1,4 @@
-"""A step by hand: every layer one unit of work on a card of round figures."""
+"""A step by hand: every layer one unit of work on a GPU of round figures."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
 
 
 def test_later_stages_exchange_more() -> None:
-    """Of 8 micro-batches: their gradients, each to one rank; weights put together for two passes of each."""
+    """8 micro-batches send their gradients, each to one rank, and gather weights for two passes of each."""
     layout, gigabyte = Layout(Topology.of(4), B, 8), N / GB
     summed = 8 * 18 * gigabyte / 1000 + 3 / 4 * (8 * 4 + 2) * gigabyte / 100
     assert reduce_seconds(layout, "zero_stage=2") == pytest.approx(summed)

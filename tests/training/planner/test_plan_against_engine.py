@@ -1,7 +1,7 @@
 """The plan's memory against every byte that PyTorch allocates while the real engine trains, rank by rank.
 
 All storages are counted from the moment they are made until they are freed. A bucket of DeepSpeed counts whole, as on a
-GPU, though a CPU touches only what is written; and what is offloaded counts too, since here the host is the card.
+GPU, though a CPU touches only what is written; and what is offloaded counts too, since here the host is the GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHARDED_OTHERS = [  # (num_stages, overrides): what is trained otherwise than by
 ]
 SHORT = (1, ("precision=bf16", "zero_stage=2", "activation_checkpoint_interval=1", LORA))
 SMALL_STATES = (("optimizer=adamw", "optimizer.state_dtype=bf16"), ("optimizer=lion",), ("optimizer=adamw_8bit",))
-CARD = Machine(
+GPU = Machine(
     name="any", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1, "fp32": 1},
     efficiency=1, memory_bandwidth=1, intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=1,
     host_memory_bandwidth=1, host_link_bandwidth=1, device_name="any",
@@ -97,7 +97,7 @@ def train_counted(case: Case, bucket: int) -> int:
 
 
 def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
-    """Of each of this rank's parameters, whether it is the same to the bit after two steps with each size of
+    """Returns of each of this rank's parameters whether it is the same to the bit after two steps with each size of
     bucket."""
     from training.engine.steps import train_step
 
@@ -256,7 +256,7 @@ def compare_peaks(
         overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
     )  # fmt: skip
     run = resolve(case.config(), open_weights(str(root / "hf")), Target(world_size, has_accelerator=False))
-    plan = plan_resolved(run, CARD)
+    plan = plan_resolved(run, GPU)
     peaks = workers(world_size).run(train_counted, case, bucket)
     for rank, real in enumerate(peaks):
         memory = plan.stages[run.layout.stage_id(rank)].memory

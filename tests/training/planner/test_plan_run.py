@@ -19,8 +19,8 @@ from errors import UserError
 from models.architecture.lookup import build_layers
 from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
+from training.planner.formatting import render_rows, render_seconds
 from training.planner.prediction import find_machine
-from training.planner.report import render_rows, render_seconds
 from training.planner.run import check_world_size, count_steps, plan_run, resolve_planned
 from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target
@@ -36,7 +36,7 @@ def planned_arguments(name: str) -> list[str]:
     comment = (line for line in (CONF / f"{name}.yaml").read_text().splitlines() if line.startswith("#"))
     found = [match for match in map(PLANNED.fullmatch, comment) if match]
     assert len(found) == 1 and found[0][1] == name, (
-        f"conf/{name}.yaml: the first comment must name a plan, the cards that it fits"
+        f"conf/{name}.yaml: the first comment must name a plan, the GPUs that it fits"
     )
     return shlex.split(found[0][2])
 
@@ -45,7 +45,7 @@ def build(name: str, *overrides: str) -> RunConfig:
     return to_typed(compose_config(name, *overrides), UNREAD)
 
 
-def of_shipped_size(config: RunConfig) -> RunConfig:
+def with_shipped_size(config: RunConfig) -> RunConfig:
     """The demo starts from weights that `make demo` makes; without them its size stands in conf/model."""
     if not config.model and not Path(config.model_name_or_path).exists():
         config.model = OmegaConf.to_container(OmegaConf.load(CONF / "model" / "llama_tiny.yaml"))
@@ -53,14 +53,14 @@ def of_shipped_size(config: RunConfig) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", PRIMARY)
-def test_every_shipped_config_fits_the_cards_that_it_names(
+def test_every_shipped_config_fits_the_gpus_that_it_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # test_profile_machine.py times layers on this machine; here it is enough that the plan comes out
     monkeypatch.setattr("training.planner.run.profile_layers", lambda run, machine: (run.costs, machine))
     if name not in PICTURED:
         monkeypatch.setattr("training.planner.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
-    config = of_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
+    config = with_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
     report = "\n".join(plan_run(config))
     assert "\nFITS: " in report and "whole run: " in report
     assert len(re.findall(r"^ +\d+ +\d+-\d+ ", report, re.MULTILINE)) == config.num_stages
@@ -82,7 +82,7 @@ def test_a_table_wider_than_the_terminal_is_turned() -> None:
 
 def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
     """A little less memory than the fullest stage needs: another split is found, the least slow of those that fit, and
-    a run on such a card takes the same. With far less memory, none fits, and the split is the balanced one again."""
+    a run on such a GPU takes the same. With far less memory, none fits, and the split is the balanced one again."""
     given = (
         "world_size=8",
         "hardware=a100_80g",
@@ -101,7 +101,7 @@ def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
     model = resolve_planned(tight)
     target = Target(8, True, find_machine(tight.hardware, "NVIDIA A100-SXM4-80GB", tight, local_size=8))
     assert resolve_layout(model, tight, target).bounds[:-1] == [stage.chunks[0].first_layer for stage in plan.stages]
-    assert find_machine(tight.hardware, "Some other card", tight, local_size=8) is None
+    assert find_machine(tight.hardware, "Some other GPU", tight, local_size=8) is None
 
     hopeless = plan_config(build("llama_7b_pp4", *given, "hardware.memory=20"))
     assert not hopeless.fits and [stage.chunks[0].first_layer for stage in hopeless.stages] == bounds
@@ -130,7 +130,7 @@ def test_too_much_is_said_by_how_much_and_on_which_stage(tmp_path: Path) -> None
         r"most of it is gradients",
         report,
     )
-    assert "change: more num_stages" in report  # replicas would share the optimizer, which is not on the card
+    assert "change: more num_stages" in report  # replicas would share the optimizer, which is not on the GPU
 
 
 def test_a_host_that_is_too_small(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_quantized_weights_are_planned_as_what_they_become(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("world_size=null",), "plan=true needs world_size=N, the number of cards to plan for"),
+        (("world_size=null",), "plan=true needs world_size=N, the number of GPUs to plan for"),
         (("world_size=0",), "world_size=0: at least 1"),
         (("world_size=6",), "world_size=6 is not a multiple of num_stages=4; the nearest is 4 or 8"),
         (("world_size=2",), "world_size=2 is not a multiple of num_stages=4; the nearest is 4"),

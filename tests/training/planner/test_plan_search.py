@@ -16,7 +16,8 @@ from training.config import incompatible
 from training.config.incompatible import INCOMPATIBLE, Feature, Pair
 from training.config.schema import ContextParallelMode, RunConfig, to_typed
 from training.planner.run import plan_run, resolve_planned
-from training.planner.search import CHECKPOINTING, FINALISTS, SHOWN, Candidate, list_sharings, render_search
+from training.planner.search import CHECKPOINTING, FINALISTS, SHOWN, Candidate, list_sharings
+from training.planner.search_report import render_search
 
 KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
@@ -35,7 +36,7 @@ def test_every_split_that_divides_is_tried() -> None:
     assert layouts == {
         (stages, micro) for stages in (1, 2, 4, 8) for micro in (1, 2, 4, 8, 16) if 16 % (8 // stages * micro) == 0
     }
-    always = [c for c in found if tuple(c.levers) in ((), ("offload_optimizer",))]
+    always = [c for c in found if tuple(c.memory_overrides) in ((), ("offload_optimizer",))]
     assert len(always) == 2 * len(CHECKPOINTING) * len(layouts)  # with and without offloading
     assert all(candidate.plan.layout.global_batch_size == 16 for candidate in found)
 
@@ -93,24 +94,26 @@ def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str
     )
     assert found[0].plan.layout.micro_batch_size > 1
     replicas = [
-        c.plan for c in found if c.plan.layout.num_stages == 1 and c.overrides[4:7] == KEEP_ALL and not c.levers
+        c.plan
+        for c in found
+        if c.plan.layout.num_stages == 1 and c.overrides[4:7] == KEEP_ALL and not c.memory_overrides
     ]
     by_size = sorted(replicas, key=lambda plan: plan.layout.micro_batch_size)
     speeds = [plan.tokens_per_second for plan in by_size]
     assert len(speeds) == 4 and all(few > many * 1.001 for many, few in itertools.pairwise(speeds))
 
 
-def test_where_a_card_is_too_small_replicas_share_out_or_the_host_helps() -> None:
-    """Of every layout, what gives memory for time is tried only where the run without it does not fit; and a run of
-    one replica has nothing to share out."""
+def test_where_a_gpu_is_too_small_replicas_shard_or_the_host_helps() -> None:
+    """Memory overrides are tried for a layout only where the run without them does not fit; and a run of
+    one replica has nothing to shard."""
     found = [c for c in search_config(build("world_size=8", "hardware=a100_40g")) if c.plan.layout.schedule == "1f1b"]
     by_layout: dict[tuple[int, int, int], list[Candidate]] = {}
     for c in found:
         way = next(number for number, choices in enumerate(CHECKPOINTING) if c.checkpointing in choices)
         by_layout.setdefault((c.plan.layout.num_stages, c.plan.layout.micro_batch_size, way), []).append(c)
     for (num_stages, _, _), tried in by_layout.items():
-        plain = next(c.plan for c in tried if not c.levers)
-        stages = {c.levers["zero_stage"] for c in tried if "zero_stage" in c.levers}
+        plain = next(c.plan for c in tried if not c.memory_overrides)
+        stages = {c.memory_overrides["zero_stage"] for c in tried if "zero_stage" in c.memory_overrides}
         if num_stages == 8 or (plain.fits and plain.layout.gradient_accumulation_steps > 1):
             assert not stages
         else:
@@ -120,7 +123,7 @@ def test_where_a_card_is_too_small_replicas_share_out_or_the_host_helps() -> Non
 @pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_overrides_of_a_stage_of_zero_make_its_plan(zero_stage: int) -> None:
     found = search_config(build("world_size=8", "hardware=a100_40g"))
-    used = next(c for c in found if c.plan.fits and c.levers == {"zero_stage": zero_stage})
+    used = next(c for c in found if c.plan.fits and c.memory_overrides == {"zero_stage": zero_stage})
     again = build("world_size=8", "hardware=a100_40g", *used.overrides)
     plan = plan_config(again)
     assert plan.step_seconds == used.plan.step_seconds and plan.fullest.memory.peak == used.plan.fullest.memory.peak
@@ -137,7 +140,7 @@ def test_nothing_fits_and_by_how_much() -> None:
     with pytest.raises(UserError) as caught:
         "\n".join(plan_run(config))
     nearest = search_config(config)[0].plan
-    assert f"misses {nearest.missing_memory / 2**30:.1f} GiB on a card (stage 0; most of it is " in str(caught.value)
+    assert f"misses {nearest.missing_memory / 2**30:.1f} GiB on a GPU (stage 0; most of it is " in str(caught.value)
     assert str(caught.value).startswith(
         "no layout fits world_size=1 x hardware=rtx4090; the nearest (num_stages=1 micro_batch_size=1 "
     )
@@ -157,7 +160,7 @@ def test_a_host_that_is_too_small_is_named() -> None:
 
 
 def test_a_global_batch_that_no_split_divides() -> None:
-    with pytest.raises(UserError, match="global_batch_size=7 can be cut for no split of world_size=64"):
+    with pytest.raises(UserError, match="no split of world_size=64 divides global_batch_size=7"):
         search_config(build("world_size=64", "global_batch_size=7", "micro_batch_size=null"))
 
 

@@ -39,7 +39,7 @@ def resolve_run(*overrides: str) -> ResolvedRun:
 
 
 def time_run_layers() -> tuple[list[LayerTimes], bool]:
-    """What a rank of a run gets, and whether random numbers go on as if nothing had happened."""
+    """Returns the measurements that a rank of a run gets, and whether the random state is unchanged."""
     run, ranks = resolve_run("max_seq_length=64", "precision=fp32"), read_ranks()
     before = torch.get_rng_state()
     seen = time_layers(run, RowLengths(longest=64, padded=24, filled=20.0), ranks)
@@ -47,9 +47,9 @@ def time_run_layers() -> tuple[list[LayerTimes], bool]:
 
 
 def test_the_ranks_of_a_run_time_their_layers_together(workers: Callable[[int], WorkerGroup]) -> None:
-    (seen, same), (of_other, same_there) = workers(2).run(time_run_layers)
+    (seen, same), (other_seen, same_there) = workers(2).run(time_run_layers)
     assert same and same_there
-    assert of_other == [None, None], "the main rank alone makes a plan"
+    assert other_seen == [None, None], "the main rank alone makes a plan"
     for rank in seen:
         assert len(rank.pass_seconds) == 4, "embedding, decoder layer, norm, head"
         assert all(seconds > 0 for way in rank.pass_seconds for seconds in way) and rank.exchange_bandwidth > 0

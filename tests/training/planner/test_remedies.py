@@ -1,4 +1,4 @@
-"""What a plan that does not fit says would make it fit."""
+"""The remedies that a plan that does not fit names make it fit."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def find_refusal(config: RunConfig) -> str | None:
-    """What a run with these keys is refused with."""
+    """Returns the message that refuses a run with these keys."""
     try:
         check_run(config, RANKS)
     except UserError as error:
@@ -64,7 +64,7 @@ def find_refusal(config: RunConfig) -> str | None:
 
 
 def find_planned_refusal(config: RunConfig) -> str | None:
-    """What the plan of a run with these keys is refused with, unless they ask for a search."""
+    """Returns the message that refuses the plan of a run with these keys, unless they ask for a search."""
     keys = dataclasses.replace(config, plan=config.plan or True, world_size=RANKS.world_size)
     try:
         model = resolve_planned(keys)
