@@ -9,6 +9,7 @@ metrics of steps 4 to 6 of the same run.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from support.workers import free_port
 FIXTURES = Path(__file__).resolve().parents[1] / "training" / "checkpoint" / "fixtures"
 TRAIN_FILE = FIXTURES / "train.jsonl"
 SAVED_STEP, STEPS = 3, 6
+KEYS = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
 # All other keys have the defaults of conf/base.yaml, then as now
 SETTINGS = (
     "global_batch_size=4",
@@ -70,8 +72,9 @@ def write_fixture(name: str, checkout: Path) -> None:
         shutil.copytree(output_dir / "checkpoints", target / "checkpoints")
         shutil.rmtree(target / "checkpoints" / f"global_step{STEPS}")
         (target / "checkpoints" / "latest").write_text(f"global_step{SAVED_STEP}")
-        records = (output_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (target / "metrics.jsonl").write_text("".join(records[SAVED_STEP:]))
+        records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+        kept = [json.dumps({key: record[key] for key in KEYS}) for record in records[SAVED_STEP:]]
+        (target / "metrics.jsonl").write_text("\n".join([*kept, ""]))
 
 
 def train(run: OldRun, checkout: Path, workdir: Path) -> Path:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from support.cases import Case, train_run
-from support.old_checkpoints import FIXTURES, OLD_RUNS, SAVED_STEP, STEPS, TRAIN_FILE
+from support.old_checkpoints import FIXTURES, KEYS, OLD_RUNS, SAVED_STEP, STEPS, TRAIN_FILE
 from support.workers import WorkerGroup
 
 BOUND = 1e-5  # relative, fp32
-KEYS = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
 ALONE = ("num_stages=1", "partition_method=balanced")
 # Not for adamw_8bit: at another layout its blocks are quantized again (test_resume_layouts.py)
 OTHER_LAYOUTS = {
