@@ -115,7 +115,7 @@ def check_model_fields(stated: dict[str, Any], config: PretrainedConfig, where: 
     """Raise UserError when a field of conf/model/ differs from the weights' own config.json."""
     for key, value in stated.items():
         if not hasattr(config, key):
-            raise UserError(f"model.{key} is no field of a '{config.model_type}' config")
+            raise UserError(f"model.{key} is not a field of a '{config.model_type}' config")
         if getattr(config, key) != value:
             raise UserError(
                 f"model.{key}={value}, but {where}/config.json says {getattr(config, key)}; the weights decide: "

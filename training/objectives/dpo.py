@@ -33,7 +33,8 @@ from models.losses.logit_chunks import shard_vocabulary
 from models.losses.options import DPOLossType
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
 from models.parallel.shard import NO_TP, TensorParallel
-from training.config.schema import RunConfig
+from training.config.schema import DPOConfig
+from training.objectives.objective import ObjectiveOptions
 from training.objectives.preference import PreferenceObjective
 
 
@@ -87,13 +88,13 @@ class DPO(PreferenceObjective):
     name = "dpo"
     needs_reference = True
 
-    def describe(self, config: RunConfig) -> dict[str, str]:
+    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
         """Return its keys, without `sft_coef` where it is off: checkpoints from before that key existed continue."""
         return {
-            key: value for key, value in self.describe_keys(config).items() if (key, value) != ("dpo.sft_coef", "0")
+            key: value for key, value in self.describe_keys(options).items() if (key, value) != ("dpo.sft_coef", "0")
         }
 
-    def build_formula(self, config: RunConfig) -> PairFormula:
-        dpo = config.dpo
+    def build_formula(self, options: ObjectiveOptions) -> PairFormula:
+        dpo: DPOConfig = options.keys
         formula = DPOFormula(dpo.beta, dpo.label_smoothing, dpo.loss_type)
         return WithNLL(formula, dpo.sft_coef) if dpo.sft_coef else formula

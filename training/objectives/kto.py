@@ -21,8 +21,8 @@ from data.options import MeanOver
 from models.losses.cross_entropy import Loss, find_targets, get_softcap, sequence_log_probabilities
 from models.losses.logit_chunks import shard_vocabulary
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
-from training.config.schema import RunConfig
-from training.objectives.objective import FirstPass, Metrics, Objective
+from training.config.schema import KTOConfig
+from training.objectives.objective import FirstPass, Metrics, Objective, ObjectiveOptions
 from training.objectives.reported_means import ReportedMeans
 
 
@@ -119,17 +119,17 @@ class KTO(Objective):
     needs_first_pass = True
     remakes_logits = True
 
-    def describe(self, config: RunConfig) -> dict[str, str]:
-        return self.describe_keys(config)
+    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
+        return self.describe_keys(options)
 
     def build_loss(
         self,
-        config: RunConfig,
+        options: ObjectiveOptions,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
         sequence_part: ContextParallel = NO_CP,
     ) -> Loss:
-        kto = config.kto
+        kto: KTOConfig = options.keys
         return KTOLoss(
             model_config,
             kto.beta,
@@ -143,7 +143,7 @@ class KTO(Objective):
         assert isinstance(loss, KTOLoss)
         return FirstPass(loss.sum_log_ratios, loss.take_first_mean)
 
-    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
         return KTOLoss.metrics
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:

@@ -9,8 +9,7 @@ from transformers import PretrainedConfig
 from models.losses.cross_entropy import Loss
 from models.losses.token_loss import TokenLoss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import RunConfig
-from training.objectives.objective import Metrics, Objective
+from training.objectives.objective import Metrics, Objective, ObjectiveOptions
 
 
 class NextToken(Objective):
@@ -18,24 +17,24 @@ class NextToken(Objective):
 
     smooths_labels = True
 
-    def describe(self, config: RunConfig) -> dict[str, str]:
-        return {"label_smoothing": f"{config.label_smoothing:g}"} if config.label_smoothing else {}
+    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
+        return {"label_smoothing": f"{options.label_smoothing:g}"} if options.label_smoothing else {}
 
     def build_loss(
         self,
-        config: RunConfig,
+        options: ObjectiveOptions,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
         sequence_part: ContextParallel = NO_CP,
     ) -> Loss | None:
-        if config.loss is not None:
+        if options.is_user_loss:
             return None
         return TokenLoss(
-            model_config, config.label_smoothing, counts_correct=config.eval_token_accuracy, parallel=parallel
+            model_config, options.label_smoothing, counts_correct=options.eval_token_accuracy, parallel=parallel
         )
 
-    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
-        return ("token_accuracy",) if config.loss is None and config.eval_token_accuracy else ()
+    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
+        return ("token_accuracy",) if not options.is_user_loss and options.eval_token_accuracy else ()
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
         return TokenAccuracy(loss, device) if isinstance(loss, TokenLoss) and loss.counts_correct else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -17,7 +17,20 @@ from data.options import MeanOver
 from models.losses.cross_entropy import Loss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.incompatible import write_value
-from training.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """The keys of a run that its objective reads (`registry.build_objective_options` builds it).
+
+    keys: the group of the objective's name, such as a DPOConfig; None where it has none. is_user_loss: a user-defined
+    loss replaces next-token cross entropy.
+    """
+
+    keys: Any = None
+    label_smoothing: float = 0.0
+    eval_token_accuracy: bool = False
+    is_user_loss: bool = False
 
 
 class Metrics(Protocol):
@@ -82,19 +95,19 @@ class Objective:
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise UserError for a tokenizer that it cannot be trained with."""
 
-    def describe(self, config: RunConfig) -> dict[str, str]:
+    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
         """Return what a run must keep to continue with the same loss: name -> value."""
         return {}
 
-    def describe_keys(self, config: RunConfig) -> dict[str, str]:
+    def describe_keys(self, options: ObjectiveOptions) -> dict[str, str]:
         """Return all of its own keys, for `describe`."""
-        group = getattr(config, self.name)
-        values = {f"{self.name}.{each.name}": getattr(group, each.name) for each in fields(group)}
+        keys = options.keys
+        values = {f"{self.name}.{each.name}": getattr(keys, each.name) for each in fields(keys)}
         return {key: f"{value:g}" if isinstance(value, float) else write_value(value) for key, value in values.items()}
 
     def build_loss(
         self,
-        config: RunConfig,
+        options: ObjectiveOptions,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
         sequence_part: ContextParallel = NO_CP,
@@ -109,7 +122,7 @@ class Objective:
         """Return the first pass of an objective that needs one. loss: what `build_loss` built."""
         raise NotImplementedError
 
-    def list_metrics(self, config: RunConfig) -> tuple[str, ...] | None:
+    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...] | None:
         """Return the metrics of evaluations besides the loss, without "eval_"; None if unknown before the first."""
         return () if type(self).build_metrics is Objective.build_metrics else None
 

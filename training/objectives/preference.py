@@ -9,8 +9,7 @@ from data.options import MeanOver
 from models.losses.cross_entropy import Loss
 from models.losses.pairs import REWARDS, PairFormula, PairLoss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import RunConfig
-from training.objectives.objective import Metrics, Objective
+from training.objectives.objective import Metrics, Objective, ObjectiveOptions
 from training.objectives.reported_means import ReportedMeans
 
 
@@ -23,25 +22,25 @@ class PreferenceObjective(Objective):
     mean_over = MeanOver.samples
     remakes_logits = True
 
-    def build_formula(self, config: RunConfig) -> PairFormula:
+    def build_formula(self, options: ObjectiveOptions) -> PairFormula:
         """Build the loss of one pair."""
         raise NotImplementedError
 
-    def describe(self, config: RunConfig) -> dict[str, str]:
-        return self.describe_keys(config)
+    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
+        return self.describe_keys(options)
 
     def build_loss(
         self,
-        config: RunConfig,
+        options: ObjectiveOptions,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
         sequence_part: ContextParallel = NO_CP,
     ) -> Loss:
-        formula = self.build_formula(config)
+        formula = self.build_formula(options)
         return PairLoss(model_config, formula, parallel=parallel, sequence_part=sequence_part)
 
-    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
-        return (*REWARDS, *self.build_formula(config).reported)
+    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
+        return (*REWARDS, *self.build_formula(options).reported)
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
         assert isinstance(loss, PairLoss)

@@ -14,7 +14,7 @@ from training.objectives.cpo import CPO
 from training.objectives.dpo import DPO
 from training.objectives.kto import KTO
 from training.objectives.next_token import SFT, Pretraining
-from training.objectives.objective import Objective
+from training.objectives.objective import Objective, ObjectiveOptions
 from training.objectives.orpo import ORPO
 from training.objectives.reward import Reward
 from training.objectives.simpo import SimPO
@@ -30,6 +30,16 @@ def get_objective(config: RunConfig) -> Objective:
     if name not in OBJECTIVES:
         raise UserError(f"task={name}: must be one of {', '.join(sorted(OBJECTIVES))}")
     return OBJECTIVES[name]
+
+
+def build_objective_options(config: RunConfig) -> ObjectiveOptions:
+    """Return the keys of a run that its objective reads. Raises UserError for an unknown task."""
+    return ObjectiveOptions(
+        keys=getattr(config, get_objective(config).name, None),
+        label_smoothing=config.label_smoothing,
+        eval_token_accuracy=config.eval_token_accuracy,
+        is_user_loss=config.loss is not None,
+    )
 
 
 def check_objective(config: RunConfig) -> None:
@@ -61,7 +71,7 @@ def check_metric_name(config: RunConfig) -> None:
     """
     metric = Criterion.of(config).metric
     names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config.eval_file)]
-    others = get_objective(config).list_metrics(config)
+    others = get_objective(config).list_metrics(build_objective_options(config))
     reported = list(
         dict.fromkeys(["eval_loss", *(name + each for name in names for each in ("loss", *(others or ())))])
     )
@@ -114,7 +124,7 @@ def describe_objective(config: RunConfig) -> dict[str, str]:
     is_usual = objective.name == find_kind(config.data.name).task
     router_losses = {key: getattr(config.moe, key) for key in ("aux_loss_coef", "z_loss_coef")}
     return (
-        objective.describe(config)
+        objective.describe(build_objective_options(config))
         | {f"moe.{key}": f"{value:g}" for key, value in router_losses.items() if value}
         | ({"neftune_noise_alpha": f"{config.neftune_noise_alpha:g}"} if config.neftune_noise_alpha else {})
         | ({"rope_parameters": _write_rope(config)} if config.rope_parameters.list_given() else {})

@@ -18,8 +18,8 @@ from data.options import MeanOver
 from errors import UserError
 from models.losses.cross_entropy import Loss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import RunConfig
-from training.objectives.objective import Metrics, Objective
+from training.config.schema import RewardConfig
+from training.objectives.objective import Metrics, Objective, ObjectiveOptions
 from training.objectives.reported_means import ReportedMeans
 
 
@@ -87,19 +87,20 @@ class Reward(Objective):
                 "padding, so the pad token must differ from it: convert2ckpt.py --pad_token '<pad>' adds it"
             )
 
-    def describe(self, config: RunConfig) -> dict[str, str]:
-        return self.describe_keys(config)
+    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
+        return self.describe_keys(options)
 
     def build_loss(
         self,
-        config: RunConfig,
+        options: ObjectiveOptions,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
         sequence_part: ContextParallel = NO_CP,
     ) -> Loss:
-        return RewardLoss(config.reward.centering_coef, sequence_part=sequence_part)
+        reward: RewardConfig = options.keys
+        return RewardLoss(reward.centering_coef, sequence_part=sequence_part)
 
-    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
         return RewardLoss.metrics
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:

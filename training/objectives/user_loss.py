@@ -13,7 +13,7 @@ from errors import UserError
 from models.losses.cross_entropy import Loss
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
-from training.objectives.registry import get_objective
+from training.objectives.registry import build_objective_options, get_objective
 
 
 def build_run_loss(
@@ -28,7 +28,7 @@ def build_run_loss(
     Raises UserError for a user's loss where the objective has its own, and for a component that is not a loss.
     """
     objective = get_objective(config)
-    loss = objective.build_loss(config, model_config, parallel, sequence_part)
+    loss = objective.build_loss(build_objective_options(config), model_config, parallel, sequence_part)
     if config.loss is None:
         return loss
     if loss is not None:

@@ -14,12 +14,12 @@ from support.old_checkpoints import FIXTURES, KEYS, OLD_RUNS, SAVED_STEP, STEPS,
 from support.workers import WorkerGroup
 
 BOUND = 1e-5  # relative, fp32
-ALONE = ("num_stages=1", "partition_method=balanced")
+ONE_STAGE = ("num_stages=1", "partition_method=balanced")
 # Not for adamw_8bit: at another layout its blocks are quantized again (test_resume_layouts.py)
 OTHER_LAYOUTS = {
-    "adamw": (1, ALONE),
-    "zero_bubble": (1, (*ALONE, "schedule=1f1b")),
-    "zero_2": (2, (*ALONE, "zero_stage=3")),
+    "adamw": (1, ONE_STAGE),
+    "zero_bubble": (1, (*ONE_STAGE, "schedule=1f1b")),
+    "zero_2": (2, (*ONE_STAGE, "zero_stage=3")),
 }
 
 

@@ -135,5 +135,5 @@ def test_the_model_group_must_agree_with_the_weights() -> None:
         UserError, match="model.hidden_size=64, but /model/config.json says 48; .* or model=from_checkpoint"
     ):
         check_model_fields({"hidden_size": 64}, config, "/model")
-    with pytest.raises(UserError, match="model.hiden_size is no field of a 'llama' config"):
+    with pytest.raises(UserError, match="model.hiden_size is not a field of a 'llama' config"):
         check_model_fields({"hiden_size": 48}, config, "/model")

@@ -27,11 +27,12 @@ from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig, to_typed
 from training.objectives.cpo import CPOFormula
 from training.objectives.dpo import DPOFormula
-from training.objectives.objective import Objective
+from training.objectives.objective import Objective, ObjectiveOptions
 from training.objectives.orpo import OddsRatioFormula
 from training.objectives.preference import PreferenceObjective
 from training.objectives.registry import (
     OBJECTIVES,
+    build_objective_options,
     check_objective,
     describe_objective,
     get_objective,
@@ -70,12 +71,12 @@ class ScaledCrossEntropy(Objective):
     data_kinds = ("sft",)
     remakes_logits = True  # it does not, but the plan must read this
 
-    def describe(self, config: RunConfig) -> dict[str, str]:
+    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
         return {"scale": f"{SCALE:g}"}
 
     def build_loss(
         self,
-        config: RunConfig,
+        options: ObjectiveOptions,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
         sequence_part: ContextParallel = NO_CP,
@@ -282,7 +283,10 @@ def test_every_key_of_a_preference_objective_reaches_its_formula(
 ) -> None:
     config = set_keys(usual, "data=preference", *overrides)
     objective = get_objective(config)
-    assert isinstance(objective, PreferenceObjective) and objective.build_formula(config) == formula
+    assert (
+        isinstance(objective, PreferenceObjective)
+        and objective.build_formula(build_objective_options(config)) == formula
+    )
     assert objective.needs_reference == formula.needs_reference
 
 
