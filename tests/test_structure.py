@@ -77,6 +77,7 @@ CONFIGURATION_FILES = {
 # Key of a run -> the most modules of training/ that name it. The others ask a property of the config for what it means
 # (`shards_weights`), or are handed the value.
 MOST_NAMED = {
+    "RunConfig": 55,
     "zero_stage": 6,
     "offload_optimizer": 12,
     "offload_parameters": 9,
