@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -33,17 +32,18 @@ class LayerCounts:
         layers: Sequence[Layer],
         adapter: Adapter | None,
         parts: ContextParallel,
+        rebuild: Callable[[], Sequence[Layer]],
     ) -> None:
-        """layers: as `shard_layers` makes them. adapter: put on them. parts: of sequences, of no rank in particular."""
+        """layers: as `shard_layers` makes them. adapter: put on them. parts: of sequences, of no rank in particular.
+        rebuild: returns the same layers to be counted, which moves what they share to the meta device."""
         self._config, self._architecture, self._adapter, self._parts = config, architecture, adapter, parts
-        self._given = layers
+        self._layers, self._rebuild = layers, rebuild
         self.weigh_layers = cache(self._weigh_layers)
         self._count = cache(self._count_costs)
 
     @cached_property
-    def _layers(self) -> Sequence[Layer]:
-        """A copy: counting moves what layers share to the meta device."""
-        return copy.deepcopy(self._given)
+    def _counted(self) -> Sequence[Layer]:
+        return self._rebuild()
 
     def count_costs(self, layout: Layout, seq_length: int) -> Sequence[LayerCost]:
         """Return the cost of each layer for one micro-batch of the layout, its rows `seq_length` tokens long."""
@@ -53,7 +53,7 @@ class LayerCounts:
     def _count_costs(self, rows: int, seq_length: int, splits_backward: bool) -> Sequence[LayerCost]:
         config = self._config
         return count_layers(
-            self._layers,
+            self._counted,
             self._architecture,
             MicroBatchShape(rows, seq_length, DTYPES[config.precision]),
             adapter=self._adapter,

@@ -75,10 +75,10 @@ class ResolvedModel:
     counts: LayerCounts
 
     def share_sequences(self, config: RunConfig) -> ResolvedModel:
-        """Return the same model with its sequences over as many ranks as `config` says, all other keys alike. Raises
-        UserError where they cannot be shared."""
+        """Return the model of a plan with its sequences over as many ranks as `config` says, all other keys alike.
+        Raises UserError where they cannot be shared."""
         parts = check_run_sequences(config, self.architecture, self.layers)
-        counts = LayerCounts(config, self.architecture, self.layers, self.adapter, parts)
+        counts = LayerCounts(config, self.architecture, self.layers, self.adapter, parts, lambda: self.layers)
         return replace(self, config=config, parts=parts, counts=counts)
 
     @property
@@ -121,14 +121,17 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
     """Return what is the same at any number of ranks. Raises UserError for what config and model cannot do together."""
     check_together(Run(config, target.has_accelerator))
     objective, architecture = get_objective(config), complete_architecture(config, model, target)
-    layers = build_layers(architecture, model.wrapper)
-    layers = shard_layers(architecture, layers, config.tensor_parallel_size)
+    layers = _build_sharded(config, architecture, model)
     parts = check_run_sequences(config, architecture, layers)
     check_freeze(config.freeze, layers)
     adapter = None if config.evaluate_only else _resolve_adapter(config, model, layers, target)
     if not config.evaluate_only:
         check_parameter_groups(config, layers, adapter)
     routers = build_router_options(config, architecture, layers)
+
+    def rebuild() -> list[Layer]:  # the layers of a plan are never loaded
+        return layers if target.is_planned else _build_sharded(config, architecture, model)
+
     build_run_loss(config, architecture)
     return ResolvedModel(
         config=config,
@@ -140,7 +143,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
         adapter=adapter,
         routers=routers,
         callbacks=build_callbacks(config),
-        counts=LayerCounts(config, architecture, layers, adapter, parts),
+        counts=LayerCounts(config, architecture, layers, adapter, parts, rebuild),
     )
 
 
@@ -168,6 +171,10 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
     timed = time_passes(layout, config, work, bounds, model.objective.remakes_logits)
     kept = {field.name: getattr(model, field.name) for field in fields(ResolvedModel)}
     return ResolvedRun(**kept | {"config": config}, layout=timed, bounds=bounds)
+
+
+def _build_sharded(config: RunConfig, architecture: PretrainedConfig, model: DescribedModel) -> list[Layer]:
+    return shard_layers(architecture, build_layers(architecture, model.wrapper), config.tensor_parallel_size)
 
 
 def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Layer], target: Target) -> Adapter | None:
