@@ -35,7 +35,7 @@ def run_composed(config: DictConfig) -> None:
     if config.plan is not False:
         # a plan takes seconds, most of them imports, and garbage collection would take a sixth of them
         gc.disable()
-        from training.planner.run import run_plan  # without DeepSpeed, which takes longer to import than a plan takes
+        from training.planner.run import run_plan  # without the engine
 
         run_plan(config)
         gc.freeze()  # nor at its end: no collection either

@@ -1,5 +1,5 @@
-"""`plan=true` and `plan=search`: from a composed config to a printed plan, in one process, without weights or
-DeepSpeed."""
+"""`plan=true` and `plan=search`: from a composed config to a printed plan, in one process, without weights or an
+engine."""
 
 from __future__ import annotations
 
