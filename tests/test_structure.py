@@ -75,9 +75,9 @@ CONFIGURATION_FILES = {
     "training/observability/reporters.py",
 }
 # Key of a run -> the most modules of training/ that name it. The others ask a property of the config for what it means
-# (`shards_weights`), or are handed the value.
+# (`shards_weights`), name what they read as a protocol (`LayoutKeys`), or are handed the value.
 MOST_NAMED = {
-    "RunConfig": 55,
+    "RunConfig": 34,
     "zero_stage": 6,
     "offload_optimizer": 12,
     "offload_parameters": 9,

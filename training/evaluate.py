@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from filesystem import write_atomically
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import step_of
-from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
 from training.evaluations import Evaluations
 from training.observability.metrics import Reporter, describe_evaluation
 
 
 def evaluate_checkpoint(
-    config: RunConfig,
+    eval_file: Any,
     evaluations: Evaluations,
     *,
     source: Path,
@@ -27,13 +27,13 @@ def evaluate_checkpoint(
 ) -> None:
     """Evaluate, print the record, and write it to `output_dir/evaluation.json`. All ranks call it, in a process group.
 
-    source: the folder of the weights. resume_from: the training checkpoint, if the weights are from one. reporters:
-    they get the record too, at the checkpoint's step; empty on all ranks but the main one.
+    eval_file: the key. source: the folder of the weights. resume_from: the training checkpoint, if the weights are from
+    one. reporters: they get the record too, at the checkpoint's step; empty on all ranks but the main one.
     """
     result = evaluations.run()
-    ranks.say(f"{source} on {config.eval_file}: {describe_evaluation(result)}")
+    ranks.say(f"{source} on {eval_file}: {describe_evaluation(result)}")
     if ranks.is_main:
-        described = {"model": str(source), "eval_file": config.eval_file, **result}
+        described = {"model": str(source), "eval_file": eval_file, **result}
         write_atomically(folder.path / "evaluation.json", json.dumps(described, indent=2) + "\n")
     for reporter in reporters:
         reporter.report({"step": step_of(resume_from) if resume_from else 0, **result})

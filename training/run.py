@@ -153,8 +153,8 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
         metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config))
         evaluate_checkpoint(
-            config, evaluations, source=setup.source.path, resume_from=setup.resume_from, folder=folder, ranks=ranks,
-            reporters=reporters,
+            config.eval_file, evaluations, source=setup.source.path, resume_from=setup.resume_from, folder=folder,
+            ranks=ranks, reporters=reporters,
         )  # fmt: skip
     return 0
 

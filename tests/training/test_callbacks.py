@@ -57,15 +57,15 @@ def test_a_save_in_the_background_is_announced_when_complete(run: Callable[..., 
 
 def test_an_object_that_is_not_a_callback_is_refused() -> None:
     with pytest.raises(UserError, match="callbacks, entry 1=a.B: give a mapping, such as {_target_: my_callbacks"):
-        build_callbacks(build_config("callbacks=[a.B]"))
+        build_callbacks(build_config("callbacks=[a.B]").callbacks)
     other = "callbacks=[{_target_: support.callbacks.Diary},{_target_: support.callbacks.FromAnotherTrainer}]"
     with pytest.raises(
         UserError,
         match=r"callbacks, entry 2: support.callbacks.FromAnotherTrainer must be a class with .*on_end, and no",
     ):
-        build_callbacks(build_config(other))
+        build_callbacks(build_config(other).callbacks)
     with pytest.raises(UserError, match="support.callbacks.Diary does not take these fields: .*'stop'"):
-        build_callbacks(build_config("callbacks=[{_target_: support.callbacks.Diary, stop: 3}]"))
+        build_callbacks(build_config("callbacks=[{_target_: support.callbacks.Diary, stop: 3}]").callbacks)
 
 
 @pytest.mark.full

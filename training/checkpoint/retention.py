@@ -8,12 +8,20 @@ import shutil
 from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from errors import UserError
 from training.checkpoint.manifest import find_wrong_size
 from training.checkpoint.state import TEMPORARY_PREFIX, list_checkpoints, read_state, step_of
-from training.config.criterion import Criterion
-from training.config.schema import RunConfig
+from training.config.criterion import Criterion, CriterionKeys
+
+
+class RetentionKeys(CriterionKeys, Protocol):
+    """The keys of a run that set which checkpoints it keeps."""
+
+    keep_last: int | None
+    keep_best: int | None
+    load_best_model_at_end: bool
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Retention:
     keeps_best_step: bool = False
 
     @classmethod
-    def of(cls, config: RunConfig) -> Retention:
+    def of(cls, config: RetentionKeys) -> Retention:
         return cls(config.keep_last, config.keep_best, Criterion.of(config), config.load_best_model_at_end)
 
     def choose_prunable(self, metrics: dict[int, float | None], kept: Set[int] = frozenset()) -> list[int]:

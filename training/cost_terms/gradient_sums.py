@@ -5,7 +5,7 @@ So a step of many small micro-batches takes longer than one of few large ones, w
 
 from __future__ import annotations
 
-from training.config.schema import Device, Offload, Precision, RunConfig
+from training.config.schema import Device, Offload, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, count_distinct
 from training.costs.hardware import GB
 from training.costs.memory import bytes_of
@@ -15,12 +15,17 @@ from training.costs.time import PassCost
 def compute_sums(chunk: Chunk) -> PassCost:
     """Return the time to sum gradients; in layers that were timed it is included in their times."""
     run = chunk.run
-    moved = count_sum_bytes(run.config, run.layout.gradient_accumulation_steps, run.hardware.device)
+    moved = count_sum_bytes(
+        run.config.precision,
+        run.config.offload_optimizer,
+        run.layout.gradient_accumulation_steps,
+        run.hardware.device,
+    )
     counted = count_distinct("num_trainable", [layer for layer in chunk.layers if layer.pass_seconds is None])
     return PassCost(backward_seconds=moved * counted / (run.hardware.memory_bandwidth * GB))
 
 
-def count_sum_bytes(config: RunConfig, num_micro_batches: int, device: Device) -> float:
+def count_sum_bytes(precision: Precision, offload: Offload, num_micro_batches: int, device: Device) -> float:
     """Return the bytes read and written per trained parameter to sum its gradients, per micro-batch of
     `num_micro_batches`.
 
@@ -30,12 +35,12 @@ def count_sum_bytes(config: RunConfig, num_micro_batches: int, device: Device) -
     in fp32 are the sum.
     fp32 and fp16: autograd reads the gradient and the sum, and writes the sum; the first micro-batch's are the sum.
     """
-    if config.precision is Precision.bf16:
+    if precision is Precision.bf16:
         cast = 2 + 4
         added = (2 + 4 + 4) if device is Device.cuda else cast + (4 + 4 + 4)
-        first = added if config.offload_optimizer is Offload.none else cast
+        first = added if offload is Offload.none else cast
     else:
-        added, first = 3 * bytes_of(config.precision), 0
+        added, first = 3 * bytes_of(precision), 0
     return (first + (num_micro_batches - 1) * added) / num_micro_batches
 
 

@@ -12,10 +12,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from data.options import PadTo
 from models.losses.cross_entropy import Loss
 from training.config.precision import DTYPES
-from training.config.schema import Precision, RunConfig
+from training.config.schema import Precision
 from training.distributed.process import has_accelerator
 from training.distributed.topology import Layout
-from training.engine.deepspeed_backed import DeepSpeedBacked, move_micro_batches
+from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, move_micro_batches
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
 from training.engine.engine import Engine, StepObserver
 from training.engine.executor import ScheduleEngine
@@ -29,14 +29,14 @@ from training.engine.zero_patches import (
     sum_by_one_function,
     sweep_after_backward,
 )
-from training.optim.optimizer import build_optimizer, declare_state, keeps_blocks
+from training.optim.optimizer import OptimizerKeys, build_optimizer, declare_state, keeps_blocks
 from training.optim.parameter_groups import group_trained, separate_copies
 from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
 from training.pipeline.schedules import build_schedule
 
 
-def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> Engine:
+def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trains: bool = True) -> Engine:
     """Build the engine for this rank's stage. trains: False for an engine without an optimizer, which only
     evaluates."""
     optimizer = build_optimizer(group_stage(module, config), config) if trains else None
@@ -65,7 +65,7 @@ def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, train
     return engine
 
 
-def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
+def group_stage(module: StageModule, config: OptimizerKeys) -> list[dict[str, Any]]:
     """Return the parameter groups of a stage; an empty one gets a placeholder parameter."""
     groups = group_trained(module, config)
     if keeps_blocks(config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,16 +11,22 @@ import torch.distributed as dist
 from console import progress
 from data.loading.step_totals import StepTotals
 from models.layers.documents import DocumentBounds
-from training.config.schema import RunConfig
 from training.distributed.topology import TENSOR
 from training.engine.engine import Engine
-from training.optim.lr_schedule import learning_rate_at
+from training.optim.lr_schedule import LearningRateKeys, learning_rate_at
+
+
+class StepKeys(LearningRateKeys, Protocol):
+    """The keys of a run that a step depends on, in addition to what its engine was built with."""
+
+    seed: int
+    sequence_parallel: bool
 
 
 def train_step(
     engine: Engine,
     micro_batches: Iterator[Any],
-    config: RunConfig,
+    config: StepKeys,
     step: int,
     total_steps: int,
     *,

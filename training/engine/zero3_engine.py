@@ -18,10 +18,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._python_dispatch import _disable_current_modes
 
 from models.losses.cross_entropy import Loss
-from training.config.schema import RunConfig
 from training.distributed.process import has_accelerator
 from training.distributed.topology import Layout
-from training.engine.deepspeed_backed import DeepSpeedBacked, move_micro_batches
+from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, move_micro_batches
 from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, Engine, StepObserver
 from training.engine.host_waits import avoid_host_waits
@@ -46,7 +45,7 @@ class StageWithLoss(torch.nn.Module):
         return (loss or self.stage.loss_fn)(self.stage(inputs), labels)
 
 
-def start_zero3(module: StageModule, config: RunConfig, layout: Layout) -> Engine:
+def start_zero3(module: StageModule, config: EngineKeys, layout: Layout) -> Engine:
     """Build the ZeRO-3 engine for a model of one stage, with the optimizer over its parameters."""
     groups = [group for group in group_trained(module, config) if group["params"]]  # the same on all ranks
     settings = build_deepspeed_config(config, layout, has_accelerator=has_accelerator())

@@ -5,13 +5,14 @@ docs/add_your_data.md and docs/configure.md show how to write one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
 from data.collator import Checked, Collator, PadRight
 from data.components import TARGET, build_checked_component
 from data.sample import Encoder
-from training.config.schema import DataConfig, RunConfig
+from training.config.schema import DataConfig
 
 CALLBACK_METHODS = ("on_step", "on_evaluate", "on_save", "on_end")
 COLLATOR_METHODS = ("collate_inputs", "collate_labels")
@@ -37,12 +38,12 @@ def build_collator(data: DataConfig) -> Collator:
     )
 
 
-def build_callbacks(config: RunConfig) -> list[tuple[str, Any]]:
-    """Build the callbacks of `callbacks`, each with its name for messages. Raises UserError for an object that is not a
-    callback."""
+def build_callbacks(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Build the objects of the key `callbacks`, each with its name for messages. Raises UserError for an object that
+    is not a callback."""
     need = f"a class with methods of {', '.join(CALLBACK_METHODS)}, and no other on_..."
     built = []
-    for number, spec in enumerate(config.callbacks, start=1):
+    for number, spec in enumerate(callbacks, start=1):
         key, example = f"callbacks, entry {number}", "my_callbacks.MyCallback"
         callback = build_checked_component(spec, key, example=example, fits=_is_callback, need=need)
         built.append((spec[TARGET], callback))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from errors import UserError
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
 from models.layers.layer import Layer
-from training.config.schema import RunConfig
+from training.config.schema import ParameterGroup
 from training.pipeline.module import StageModule
 from training.pipeline.weight_sharding import whole_shape
 
@@ -28,7 +28,16 @@ LR_RATIO = "lr_ratio"
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-def group_parameters(named: Named, config: RunConfig) -> list[dict[str, Any]]:
+class GroupKeys(Protocol):
+    """The keys of a run that set what is trained, and with which rate and decay."""
+
+    learning_rate: float
+    weight_decay: float
+    parameter_groups: list[ParameterGroup]
+    freeze: list[str]
+
+
+def group_parameters(named: Named, config: GroupKeys) -> list[dict[str, Any]]:
     """Return torch's parameter groups: matrices and vectors that no pattern matches, then those of each entry. A
     parameter belongs to the first entry that matches it.
 
@@ -51,7 +60,7 @@ def group_parameters(named: Named, config: RunConfig) -> list[dict[str, Any]]:
     return groups
 
 
-def group_trained(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
+def group_trained(module: StageModule, config: GroupKeys) -> list[dict[str, Any]]:
     """Return the parameter groups of a stage; some may be empty."""
     names = {id(parameter): name for name, parameter, _ in module.named_hf_parameters()}  # a loss's have no name
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -79,13 +88,13 @@ def separate_copies(groups: list[dict[str, Any]], module: StageModule) -> list[d
     ]
 
 
-def _find_entry(name: str, config: RunConfig) -> int:
+def _find_entry(name: str, config: GroupKeys) -> int:
     """The number of the first entry of `parameter_groups` that matches, from 1; 0 where none does."""
     entries = enumerate(config.parameter_groups, start=1)
     return next((number for number, entry in entries if re.search(entry.pattern, name)), 0)
 
 
-def check_group_keys(config: RunConfig) -> None:
+def check_group_keys(config: GroupKeys) -> None:
     """Raises UserError for an entry of `parameter_groups` that is wrong whatever the model is: an invalid pattern, a
     number out of range."""
     for number, entry in enumerate(config.parameter_groups, start=1):
@@ -107,7 +116,7 @@ def check_group_keys(config: RunConfig) -> None:
             )
 
 
-def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None = None) -> None:
+def check_parameter_groups(config: GroupKeys, layers: Sequence[Layer], adapter: Adapter | None = None) -> None:
     """Raises UserError for an entry of `parameter_groups` whose pattern matches no trained parameter."""
     if not config.parameter_groups:
         return
@@ -123,7 +132,7 @@ def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: 
             )
 
 
-def _list_trained(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None) -> list[str]:
+def _list_trained(config: GroupKeys, layers: Sequence[Layer], adapter: Adapter | None) -> list[str]:
     """The names of all parameters that are trained, on whichever stage."""
     names = []
     for index, layer in enumerate(layers):

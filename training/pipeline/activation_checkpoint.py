@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from training.config.schema import CheckpointMode, RunConfig
+from training.config.schema import CheckpointMode
 from training.pipeline.activation_offload import ActivationOffload
 
 # Projections, experts, and attention by each of torch's fused kernels; not the T x T products of eager attention.
@@ -86,7 +86,16 @@ class ActivationCheckpointing:
         return ActivationOffload().wrap(function) if self.offloads else function
 
 
-def build_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
+class RecomputationKeys(Protocol):
+    """The keys of a run that set what is recomputed."""
+
+    activation_checkpoint_interval: int
+    activation_checkpoint_mode: CheckpointMode
+    activation_offload: bool
+    compile: bool
+
+
+def build_activation_checkpointing(config: RecomputationKeys) -> ActivationCheckpointing:
     """Return the checkpointing that the stage does and the plan counts."""
     recompute = ActivationCheckpointing(
         config.activation_checkpoint_interval, config.activation_checkpoint_mode, config.activation_offload

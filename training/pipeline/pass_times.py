@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from models.adapters.options import AdapterName
-from training.config.schema import RunConfig
 from training.distributed.topology import Layout
 from training.pipeline.schedules import find_schedule
 from training.pipeline.zero_bubble import PassTimes
@@ -22,15 +20,21 @@ _OTHER_FORWARD, _OTHER_BACKWARD = 0.1, 0.25
 
 
 def time_passes(
-    layout: Layout, config: RunConfig, work: Sequence[int], bounds: Sequence[int], remakes_logits: bool
+    layout: Layout,
+    work: Sequence[int],
+    bounds: Sequence[int],
+    *,
+    remakes_logits: bool,
+    recomputes: bool,
+    trains_matrices: bool,
 ) -> Layout:
     """Return the layout with the times that its schedule is ordered by, where it asks for any.
 
     work: of each layer, as `compute_work` counts it. bounds: of the layout's chunks. remakes_logits: see `Objective`.
+    recomputes: whether backward passes run layers again. trains_matrices: False where only adapters are trained.
     """
     if not find_schedule(layout.schedule).splits_backward:
         return layout
-    recomputes, trains_matrices = config.activation_checkpoint_interval > 0, config.adapter.name is AdapterName.none
     times = []
     for start, stop in pairwise(bounds):
         head = work[-1] if stop == len(work) else 0

@@ -18,7 +18,7 @@ from models.experts.router import RoutedBlock, RouterMonitor, RouterOptions, fin
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.layer import Layer
 from models.parallel.shard import TensorParallel
-from training.config.schema import RunConfig
+from training.config.schema import MoEConfig
 from training.distributed.topology import PIPE, Topology, join_group
 from training.pipeline.weight_sharding import whole_parameters, whole_shape
 
@@ -27,11 +27,11 @@ MOST_LOADED, LEAST_LOADED = "expert_load_max", "expert_load_min"
 
 
 def build_router_options(
-    config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer]
+    keys: MoEConfig, architecture: PretrainedConfig, layers: Sequence[Layer]
 ) -> RouterOptions | None:
-    """Return the router options of a run; None for a dense model. Raises UserError for a key that does not apply to the
-    model."""
-    return fit_options(RouterOptions(**asdict(config.moe)), architecture, layers)
+    """Return the router options of a run, from its keys `moe`; None for a dense model. Raises UserError for a key that
+    does not apply to the model."""
+    return fit_options(RouterOptions(**asdict(keys)), architecture, layers)
 
 
 class StageRouters:

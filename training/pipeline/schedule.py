@@ -18,7 +18,6 @@ from functools import cache
 from typing import ClassVar, NamedTuple
 
 from errors import UserError
-from training.config.schema import RunConfig
 
 
 class UnitKind(StrEnum):
@@ -60,8 +59,8 @@ class Schedule:
     sends_in_flight: ClassVar[int | None] = 2
 
     @classmethod
-    def count_chunks(cls, config: RunConfig) -> int:
-        """Return V of a run with these keys."""
+    def count_chunks(cls, virtual_stages: int) -> int:
+        """Return V. virtual_stages: the key `virtual_stages_per_rank`."""
         return 1
 
     def check(self, num_layers: int) -> None:
@@ -181,8 +180,8 @@ class Interleaved(Schedule):
     """Interleaved 1F1B (2104.04473): V chunks per rank, so that the pipeline fills V times as fast."""
 
     @classmethod
-    def count_chunks(cls, config: RunConfig) -> int:
-        return config.virtual_stages_per_rank
+    def count_chunks(cls, virtual_stages: int) -> int:
+        return virtual_stages
 
     def check(self, num_layers: int) -> None:
         stages, micro_batches = self.num_stages, self.num_micro_batches

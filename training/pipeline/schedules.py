@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from errors import UserError
-from training.config.schema import RunConfig
 from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule
 from training.pipeline.zero_bubble import ZeroBubble
 
@@ -18,6 +17,14 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "interleaved": Interleaved,
     "zero_bubble": ZeroBubble,
 }
+
+
+class ScheduleKeys(Protocol):
+    """The keys of a run that set its schedule."""
+
+    schedule: str
+    schedule_memory_limit: int | None
+    virtual_stages_per_rank: int
 
 
 def find_schedule(name: str) -> type[Schedule]:
@@ -34,11 +41,12 @@ def build_schedule(layout: Layout) -> Schedule:
     return found(*sizes, *((layout.memory_limit, layout.pass_times) if found.splits_backward else ()))
 
 
-def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layout:
+def schedule_layout(layout: Layout, config: ScheduleKeys, num_layers: int) -> Layout:
     """Return the layout under `config.schedule`. Raises UserError where the schedule is unknown or cannot run it."""
     name = config.schedule
     found = find_schedule(name)
     limit = config.schedule_memory_limit if found.splits_backward else None
-    scheduled = replace(layout, schedule=name, num_chunks=found.count_chunks(config), memory_limit=limit)
+    num_chunks = found.count_chunks(config.virtual_stages_per_rank)
+    scheduled = replace(layout, schedule=name, num_chunks=num_chunks, memory_limit=limit)
     build_schedule(scheduled).check(num_layers)
     return scheduled

@@ -21,7 +21,6 @@ from functools import cache
 from typing import ClassVar, NamedTuple
 
 from errors import UserError
-from training.config.schema import RunConfig
 from training.pipeline.schedule import Schedule, Unit, UnitKind
 
 
@@ -61,7 +60,7 @@ class ZeroBubble(Schedule):
     sends_in_flight: ClassVar[int | None] = None
 
     @classmethod
-    def count_chunks(cls, config: RunConfig) -> int:
+    def count_chunks(cls, virtual_stages: int) -> int:
         return CHUNKS
 
     @property

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from models.adapters.options import AdapterName
-from training.config.schema import Precision, RunConfig
+from models.adapters.options import AdapterName, AdapterOptions
+from training.config.schema import Precision
 from training.costs.memory import bytes_of
-from training.optim.optimizer import count_state_bytes
+from training.optim.optimizer import OptimizerKeys, count_state_bytes
 from training.planner.formatting import render_bytes
+
+
+class SizeKeys(OptimizerKeys, Protocol):
+    """The keys of a run that set how large a checkpoint is."""
+
+    adapter: AdapterOptions
+    precision: Precision
+    save_weights_only: bool
+
+
+class SavingKeys(Protocol):
+    """The keys of a run that set how many checkpoints and exports are on disk at a time."""
+
+    save_steps: int | None
+    save_epochs: float | None
+    save_minutes: float | None
+    keep_last: int | None
+    keep_best: int | None
+    load_best_model_at_end: bool
+    export_steps: list[int]
 
 
 class CheckpointSize(NamedTuple):
@@ -22,7 +42,7 @@ class CheckpointSize(NamedTuple):
         return self.weights + self.optimizer
 
 
-def estimate_size(config: RunConfig, num_parameters: int, num_trainable: int) -> CheckpointSize:
+def estimate_size(config: SizeKeys, num_parameters: int, num_trainable: int) -> CheckpointSize:
     """Return the size of one checkpoint of a run; adapters are saved without the model. The counts are of all layers,
     shared parameters once."""
     saved = num_parameters if config.adapter.name is AdapterName.none else num_trainable
@@ -33,7 +53,7 @@ def estimate_size(config: RunConfig, num_parameters: int, num_trainable: int) ->
     return CheckpointSize(weights, round(num_trainable * (masters + count_state_bytes(config))))
 
 
-def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
+def count_disk_bytes(config: SavingKeys, size: CheckpointSize) -> int | None:
     """Return an upper bound of a run's disk space: the kept checkpoints, one that is being written, exports. None where
     no key limits the number of checkpoints."""
     saves_often = config.save_steps or config.save_epochs or config.save_minutes
@@ -43,7 +63,7 @@ def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
     return kept * size.total + (len(config.export_steps) + 1) * size.weights
 
 
-def render_disk(size: CheckpointSize, config: RunConfig) -> str:
+def render_disk(size: CheckpointSize, config: SavingKeys) -> str:
     whole = count_disk_bytes(config, size)
     in_all = "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} in all"
     return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.weights)} an export; {in_all}"

@@ -21,6 +21,7 @@ from errors import UserError
 from models.adapters.adapter import Adapter
 from models.adapters.build import build_adapter, check_added_tokens, check_peft_names
 from models.adapters.freeze import check_freeze
+from models.adapters.options import AdapterName
 from models.architecture.lookup import build_layers
 from models.experts.router import RouterOptions
 from models.layers.layer import Layer
@@ -127,7 +128,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
     adapter = None if config.evaluate_only else _resolve_adapter(config, model, layers, target)
     if not config.evaluate_only:
         check_parameter_groups(config, layers, adapter)
-    routers = build_router_options(config, architecture, layers)
+    routers = build_router_options(config.moe, architecture, layers)
 
     def rebuild() -> list[Layer]:  # the layers of a plan are never loaded
         return layers if target.is_planned else _build_sharded(config, architecture, model)
@@ -142,7 +143,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
         parts=parts,
         adapter=adapter,
         routers=routers,
-        callbacks=build_callbacks(config),
+        callbacks=build_callbacks(config.callbacks),
         counts=LayerCounts(config, architecture, layers, adapter, parts, rebuild),
     )
 
@@ -168,7 +169,14 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
         weights, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout)
     )
     work = model.counts.weigh_layers("balanced")
-    timed = time_passes(layout, config, work, bounds, model.objective.remakes_logits)
+    timed = time_passes(
+        layout,
+        work,
+        bounds,
+        remakes_logits=model.objective.remakes_logits,
+        recomputes=config.activation_checkpoint_interval > 0,
+        trains_matrices=config.adapter.name is AdapterName.none,
+    )
     kept = {field.name: getattr(model, field.name) for field in fields(ResolvedModel)}
     return ResolvedRun(**kept | {"config": config}, layout=timed, bounds=bounds)
 

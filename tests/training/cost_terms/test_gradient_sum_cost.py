@@ -11,7 +11,7 @@ from support.configs import build_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.config.schema import Device
+from training.config.schema import Device, Offload, Precision
 from training.cost_terms.cost_term import Chunk, PlannedRun
 from training.cost_terms.gradient_sums import compute_sums, count_sum_bytes
 from training.costs.cost import LayerCost
@@ -59,7 +59,8 @@ class MovedBytes(TorchDispatchMode):
     ],
 )
 def test_bytes_by_hand(overrides: tuple[str, ...], device: Device, micro_batches: int, expected: float) -> None:
-    assert count_sum_bytes(build_config(*overrides), micro_batches, device) == expected
+    config = build_config(*overrides)
+    assert count_sum_bytes(config.precision, config.offload_optimizer, micro_batches, device) == expected
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
@@ -73,7 +74,9 @@ def test_bytes_of_the_operations_in_bf16(offloaded: bool) -> None:
             total = add_gradient(parameter, total)
     config = build_config("precision=bf16", *([OFFLOADED] if offloaded else []))
     made = 3 * 2 * 2 * 1000  # as the counter sees `empty_like`
-    assert counter.total - made == 3 * 1000 * count_sum_bytes(config, 3, Device.cuda)
+    assert counter.total - made == 3 * 1000 * count_sum_bytes(
+        config.precision, config.offload_optimizer, 3, Device.cuda
+    )
 
 
 def test_bytes_of_the_operations_in_fp32() -> None:
@@ -83,7 +86,7 @@ def test_bytes_of_the_operations_in_fp32() -> None:
             (parameter * 2).backward(torch.ones(1000))
         moved.append(counter.total)
     summed = sum(moved) - 3 * moved[0]  # the first is not added to anything
-    assert summed == pytest.approx(3 * 1000 * count_sum_bytes(build_config("precision=fp32"), 3, Device.cuda))
+    assert summed == pytest.approx(3 * 1000 * count_sum_bytes(Precision.fp32, Offload.none, 3, Device.cuda))
 
 
 def build_chunk(*layers: LayerCost, micro_batches: int = 4) -> Chunk:

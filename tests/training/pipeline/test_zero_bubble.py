@@ -9,6 +9,7 @@ from support.configs import build_config
 from transformers import LlamaConfig
 
 from errors import UserError
+from models.adapters.options import AdapterName
 from models.architecture.lookup import build_layers
 from training.distributed.topology import Layout, Topology
 from training.pipeline.partition import balance_chunks, compute_work, split_layers, weigh_layers
@@ -106,9 +107,15 @@ def time_chunks(*overrides: str, remakes_logits: bool = False) -> tuple[list[int
     layers = build_layers(model)
     layout = Layout(Topology.of(2, pipe=2), 1, 4, num_chunks=2, schedule="zero_bubble")
     bounds = split_layers(weigh_layers(layers, "balanced"), 2, "balanced", schedule=build_schedule(layout))
-    return bounds, time_passes(
-        layout, config, [compute_work(layer) for layer in layers], bounds, remakes_logits
-    ).pass_times
+    timed = time_passes(
+        layout,
+        [compute_work(layer) for layer in layers],
+        bounds,
+        remakes_logits=remakes_logits,
+        recomputes=config.activation_checkpoint_interval > 0,
+        trains_matrices=config.adapter.name is AdapterName.none,
+    )
+    return bounds, timed.pass_times
 
 
 def test_the_order_knows_the_head_and_what_cannot_wait() -> None:
