@@ -19,9 +19,9 @@ import re, sys, threading, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from models import deepseek_v3, llama  # imports are not measured
+from models.families import deepseek_v3, llama  # imports are not measured
 from models.architecture.lookup import build_layers
-from models.conversion.convert import convert_to_pipeline, export_hugging_face
+from models.conversion.convert import WriteOptions, convert_to_pipeline, export_hugging_face
 from models.weights.vocabulary import AutoTokenizer
 from models.weights.sources import open_weights
 
@@ -44,7 +44,7 @@ threading.Thread(target=watch, daemon=True).start()
 for source, output, *dtype in steps:
     go = convert_to_pipeline if output in ("pipeline", "wide") else export_hugging_face
     peak = 0
-    go(open_weights(str(root / source)), root / output, dtype=getattr(torch, *dtype) if dtype else None)
+    go(open_weights(str(root / source)), root / output, WriteOptions(dtype=getattr(torch, *dtype) if dtype else None))
     print(peak - start)
 stop = True
 """
@@ -87,5 +87,6 @@ def measure(folder: Path, *steps: str, **environment: str) -> list[int]:
     """Return the peak of each step "source output [dtype]", in bytes."""
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(folder), *steps]
     env = os.environ | environment
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     return [int(line) for line in result.stdout.split()]
