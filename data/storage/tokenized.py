@@ -36,6 +36,7 @@ BYTES_PER_SAMPLE = sum(DTYPES[name].itemsize for name in (*SAMPLE_COLUMNS, "offs
 
 
 def load_summary(path: str | Path) -> Summary:
+    """Return the summary of a tokenized folder. Raises FileNotFoundError where there is none."""
     return Summary.from_json((Path(path) / SUMMARY_FILE).read_text())
 
 
@@ -54,10 +55,12 @@ def find_damage(path: Path) -> str | None:
 
 
 def column_file(path: str | Path, name: str) -> Path:
+    """Return the file of a column of a tokenized folder."""
     return Path(path) / f"{name}.bin"
 
 
 def map_column(path: str | Path, name: str, dtype: np.dtype) -> np.ndarray:
+    """Return a column of a tokenized folder, memory-mapped: flat, in its order on disk."""
     return np.asarray(np.memmap(column_file(path, name), dtype, mode="r"))  # a memmap is an array that is slow to slice
 
 

@@ -65,4 +65,5 @@ def _set_dtype(fields: dict[str, Any], dtypes: set[torch.dtype]) -> None:
 
 
 def write_json(fields: dict[str, Any], file: Path) -> None:
+    """Write `fields` as the other files of a Hugging Face folder are written: UTF-8, indented by two."""
     file.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

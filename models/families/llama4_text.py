@@ -53,6 +53,7 @@ class Context(MicroBatchContext):
 
 
 def scales_queries(config: Llama4TextConfig, layer_idx: int) -> bool:
+    """Returns whether a layer scales its queries by their position: one without rotary angles may."""
     return bool(config.attn_temperature_tuning) and not config.no_rope_layers[layer_idx]
 
 

@@ -314,4 +314,5 @@ def has_weights(part: nn.Module) -> bool:
 
 
 def find_name(model: nn.Module, part: nn.Module) -> str:
+    """Return the dotted name of a part of a model."""
     return next(name for name, child in model.named_modules() if child is part)

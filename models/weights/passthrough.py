@@ -53,4 +53,5 @@ def read_passthrough(folder: Path, name: str) -> torch.Tensor:
 
 
 def describe_tensor(name: str, tensor: torch.Tensor) -> TensorInfo:
+    """Return what a checkpoint's index needs of a tensor: name, shape and dtype."""
     return TensorInfo(name, tuple(tensor.shape), tensor.dtype)

@@ -36,9 +36,11 @@ class Interval:
         return self._num_steps == 0
 
     def pause(self) -> None:
+        """Stop counting time: an evaluation or a save is not training."""
         self._seconds += time.perf_counter() - self._since
 
     def resume(self) -> None:
+        """Count time again."""
         self._since = time.perf_counter()
 
     def finish(self) -> tuple[float, float, float]:

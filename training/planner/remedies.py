@@ -39,6 +39,7 @@ class Remedy(NamedTuple):
 
 
 def describe_remedies(remedies: Sequence[Remedy]) -> str:
+    """Return the alternatives as words: overrides, each with the GiB that the fullest stage then needs."""
     return " or ".join(remedy.describe() for remedy in remedies)
 
 

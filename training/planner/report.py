@@ -76,6 +76,7 @@ def list_figures(plan: Plan) -> dict[str, Any]:
 
 
 def render_table(plan: Plan, width: int | None = None) -> list[str]:
+    """Return the lines of the table of stages, in GiB and TFLOP, and its notes. width: as in `render_rows`."""
     rows = [_row(stage) for stage in plan.stages]
     notes = [
         "memory in GiB on one GPU; loss and recompute never at once; step: the optimizer step's own, "
@@ -108,6 +109,7 @@ def _row(stage: StagePlan) -> tuple[str, ...]:
 
 
 def render_step(plan: Plan, hardware: Machine) -> list[str]:
+    """Return lines on a step: the pipeline's bubble, what its time is made of, and tokens per second."""
     return [
         f"bubble {plan.bubble:.1%} = {plan.schedule.bubble_formula}; stages uneven by {plan.imbalance:.1%}; "
         f"a stage waits {plan.idle:.1%} of the pipeline's time",
@@ -163,6 +165,7 @@ def _share_of_sums(plan: Plan) -> float:
 
 
 def render_run(plan: Plan, total_steps: int | None) -> list[str]:
+    """Return a line on the whole run: steps, tokens and time; says so where `total_steps` is not known."""
     if total_steps is None:
         return ["whole run: not known; give max_steps, or a train_file of JSON lines"]
     tokens = total_steps * plan.tokens_per_step
