@@ -11,7 +11,7 @@ from training.optim.optimizer import OptimizerKeys, count_state_bytes
 from training.planner.formatting import render_bytes
 
 
-class SizeKeys(OptimizerKeys, Protocol):
+class CheckpointKeys(OptimizerKeys, Protocol):
     """The keys of a run that set how large a checkpoint is."""
 
     adapter: AdapterOptions
@@ -42,7 +42,7 @@ class CheckpointSize(NamedTuple):
         return self.weights + self.optimizer
 
 
-def estimate_size(config: SizeKeys, num_parameters: int, num_trainable: int) -> CheckpointSize:
+def estimate_size(config: CheckpointKeys, num_parameters: int, num_trainable: int) -> CheckpointSize:
     """Return the size of one checkpoint of a run; adapters are saved without the model. The counts are of all layers,
     shared parameters once."""
     saved = num_parameters if config.adapter.name is AdapterName.none else num_trainable
