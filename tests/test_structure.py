@@ -197,9 +197,7 @@ ENGINE_INSIDES = {
 }
 LOOK_INSIDE = {
     "benchmarks/peers.py",
-    "tests/support/strict_device.py",
     "tests/training/checkpoint/test_coverage.py",
-    "tests/training/observability/test_stage_timer.py",
     "tests/training/parity/test_parity.py",
     "tests/training/parity/test_zero_stages.py",
 }

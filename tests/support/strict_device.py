@@ -9,12 +9,11 @@ up once: a process that has called `start_recording` is of no use to other tests
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,25 +306,21 @@ def _set_accelerator() -> None:
 
 
 def _follow_units() -> None:
-    """Every instruction of an engine names itself in the record while it runs."""
-    from deepspeed.runtime.pipe.engine import PipelineEngine
+    """Every unit of a runner names itself in the record while it runs."""
+    from training.engine.runner import Runner
 
-    from training.engine.executor import ScheduleEngine
+    observe = Runner.observed
 
-    def follow(unit: str, execute: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(execute)
-        def run(engine: Any, **arguments: Any) -> None:
-            RECORD.unit = unit
-            try:
-                execute(engine, **arguments)
-            finally:
-                RECORD.unit = ""
+    @contextmanager
+    def follow(runner: Any, unit: str) -> Iterator[None]:
+        RECORD.unit = unit
+        try:
+            with observe(runner, unit):
+                yield
+        finally:
+            RECORD.unit = ""
 
-        return run
-
-    for engine in (PipelineEngine, ScheduleEngine):
-        for kind, execute in engine._INSTRUCTION_MAP.items():
-            engine._INSTRUCTION_MAP[kind] = follow(kind.__name__, execute)
+    Runner.observed = follow
 
 
 _HOST_GROUPS = set[str]()
@@ -343,6 +338,8 @@ def _separate_host_groups() -> None:
 
     dist.new_group = new_group
     dist.get_backend = lambda group=None: NAME
+    # torch asks the group for a backend of this device
+    dist.batch_isend_irecv = lambda operations: [each.op(each.tensor, each.peer, each.group) for each in operations]
 
 
 class _Collectives(TorchDispatchMode):

@@ -50,15 +50,10 @@ PACKAGES = {
     "hydra-core": Package("1.3.8", ">=1.3.2,<1.4"),
 }
 
-_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
-_PASSES = (
-    "_exec_load_micro_batch",
-    "_exec_forward_pass", "_exec_backward_pass", "_exec_recv_activations", "_exec_recv_grads", "_exec_send_activations",
-    "_exec_send_grads",
-)  # fmt: skip
 _BUILDING = ("_partition_layers", "_build", "_synchronize_tied_weights")
 _COMPACT = ("_get_compact_grad_partition_slice", "_use_compact_grad_partition_buffer", "copy_grads_in_partition")
 _AROUND_COMPACT = (
@@ -81,32 +76,14 @@ _BLOCK_KERNELS = (
 
 
 def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
-    # training/engine/executor.py, training/engine/pipeline_engine.py
-    yield _ENGINE, ("_INSTRUCTION_MAP", *_PASSES), "running and timing the passes of a schedule"
-    yield f"{_ENGINE}._exec_schedule", ("_INSTRUCTION_MAP",), "running and timing the passes of a schedule"
-    yield _ENGINE, ("_train_schedule", "_inference_schedule"), "giving the engine a schedule"
-    yield f"{_ENGINE}.train_batch", ("_train_schedule",), "giving the engine a schedule"
-    yield f"{_ENGINE}.eval_batch", ("_inference_schedule",), "giving the engine a schedule"
-    yield "deepspeed.runtime.pipe.schedule:PipeSchedule", ("steps", "num_pipe_buffers"), "giving the engine a schedule"
-    yield "deepspeed.runtime.pipe.schedule:PipeSchedule", ("micro_batches", "stages"), "giving the engine a schedule"
-    yield _ENGINE, ("is_last_stage", "_loss_stage_global_rank"), "finding the rank that has the loss"
-    yield f"{_ENGINE}.eval_batch", ("is_last_stage", "fwd_outputs"), "finding the rank that has the loss"
-    yield _ENGINE, ("pipe_buffers", "num_pipe_buffers", "_next_batch"), "holding the micro-batches in flight"
-    yield f"{_ENGINE}._exec_schedule", ("num_pipe_buffers", "fwd_outputs"), "holding the micro-batches in flight"
-    yield _ENGINE, ("gradient_accumulation_steps",), "a mean over micro-batches"
+    # training/optim/gradient_sums.py
     for optimizer in (_ZERO, _BF16):
         yield optimizer, ("scale_if_loss", "clear_backward_seen_flag"), "running a pass"
-    yield _ENGINE, ("reset_activation_shape", "first_output_send"), "sending shapes across stage boundaries"
-    yield _ENGINE, ("_send_tensor_meta", "_recv_tensor_meta"), "sending shapes across stage boundaries"
-    yield _ENGINE, ("_grad_layer_buf",), "sending shapes across stage boundaries"
-    yield _ENGINE, ("stage_id", "num_stages", "prev_stage", "next_stage"), "connecting the stages"
-    yield _ENGINE, ("micro_batches", "device", "global_rank", "optimizer"), "driving the engine"
-    yield _ENGINE, ("_configure_python_gc", "global_steps", "global_samples"), "driving the engine"
+    # training/engine/pipeline_engine.py, training/engine/deepspeed_backed.py
+    yield _ENGINE, ("_take_model_step", "allreduce_gradients", "set_gradient_accumulation_boundary"), "taking a step"
+    yield _ENGINE, ("_configure_python_gc", "global_steps", "global_samples", "device", "optimizer"), "taking a step"
     # training/engine/host_waits.py
     waits = "a step in which the host does not wait for the device"
-    yield _ENGINE, ("_aggregate_total_loss", "total_loss", "grid", "is_data_parallel", "dp_world_size"), waits
-    yield _ENGINE, ("is_pipe_parallel", "_loss_stage_global_rank", "_allocate_or_extend_buffers"), waits
-    yield f"{_ENGINE}.train_batch", ("_aggregate_total_loss",), waits
     yield f"{_ZERO}.get_grad_norm_direct", ("mask_nan_or_inf_with_val_inplace",), waits
     yield f"{_ZERO}.unscale_and_clip_grads", ("is_invalid_grad_norm",), waits
     yield "deepspeed.runtime.utils:get_global_norm_of_tensors", ("mask_nan_or_inf_with_val_inplace",), waits
@@ -122,20 +99,13 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield _MODULE, ("num_stages", "stage_id", "global_rank", "local_rank"), "finding a stage's place"
     yield _MODULE, ("topology", "mpu"), "finding a stage's place"
     yield _MODULE, ("tied_modules", "get_tied_weights_and_groups"), "summing the gradients of tied weights"
-    yield (
-        f"{_ENGINE}._exec_reduce_tied_grads",
-        ("get_tied_weights_and_groups",),
-        "summing the gradients of tied weights",
-    )
     yield _ZERO, ("grad_accum",), "summing the gradients of tied weights"
     yield (
         "deepspeed.runtime.utils:is_model_parallel_parameter",
         ("model_parallel",),
         "the norm under tensor parallelism",
     )
-    # training/engine/zero_patches.py
-    yield _ENGINE, ("using_bf16_optimizer", "pipeline_enable_backward_allreduce"), "not averaging a single replica"
-    yield f"{_ENGINE}._exec_reduce_grads", ("pipeline_enable_backward_allreduce",), "not averaging a single replica"
+    # training/engine/zero_patches.py, training/engine/zero_patches.py
     yield _ZERO, ("contiguous_gradients", "buffered_reduce_fallback"), "not averaging a single replica"
     yield f"{_ZERO}.reduce_ipg_grads", ("buffered_reduce_fallback",), "not averaging a single replica"
     yield _ZERO, (*_COMPACT, *_AROUND_COMPACT), "freeing gradients that are on the host"
@@ -143,10 +113,9 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_ZERO}.copy_grads_in_partition", _COMPACT[:1], "freeing gradients that are on the host"
     yield _BF16, (*_BF16_SUMS, "immediate_grad_update"), "accumulating gradients as they arrive"
     yield f"{_BF16}.create_grad_acc_hooks", _BF16_SUMS[-1:], "accumulating gradients as they arrive"
-    yield f"{_ENGINE}._exec_reduce_tied_grads", ("_hp_grad",), "summing the gradients of tied weights"
     yield _ZERO, (*_ZERO_SUMS, "use_grad_accum_attribute", "grad_accum"), "accumulating gradients as they arrive"
     yield f"{_ZERO}.process_gradients", _ZERO_SUMS[:1], "accumulating gradients as they arrive"
-    # training/engine/shard_groups.py, training/engine/executor.py
+    # training/engine/shard_groups.py, training/engine/pipeline_engine.py
     grouped = ("_configure_zero_optimizer", "_configure_bf16_optimizer", "seq_data_parallel_group")
     yield _ENGINE, grouped, "sharding within groups"
     for name in grouped[:2]:
@@ -258,6 +227,14 @@ def explain_missing(package: str, name: str, use: str) -> UserError:
         f"{package} {version(package)} has no {name}, which is needed for {use}; known to work are {package}{works} "
         "(pip install -r requirements.txt)"
     )
+
+
+def patch(patched: Any, name: str, value: Any) -> None:
+    """Replace the attribute `name` of `patched`, an object or a module. Raises UserError when it does not exist."""
+    if not hasattr(patched, name):
+        owner = getattr(patched, "__name__", type(patched).__name__)
+        raise explain_missing("deepspeed", f"{owner}.{name}", "a patch of training/engine/")
+    setattr(patched, name, value)
 
 
 def find_missing(entry: Internal) -> str | None:

@@ -12,59 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer, utils
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage_1_and_2
 
-from training.distributed.process import make_host_group
-from training.engine.zero_patches import patch
+from training.engine.deepspeed_internals import patch
 
 
-def avoid_host_waits(engine: DeepSpeedEngine) -> None:
-    """Patch DeepSpeed for this process. All ranks call it. Raises UserError when a patched name is missing."""
-    if isinstance(engine, PipelineEngine):
-        _exchange_shapes_on_host(engine)
-        patch(engine, "_aggregate_total_loss", lambda: _average_loss(engine))
+def avoid_host_waits() -> None:
+    """Patch DeepSpeed for this process. Raises UserError when a patched name is missing."""
     for module in (utils, stage_1_and_2):
         patch(module, "mask_nan_or_inf_with_val_inplace", _mask_nonfinite)
     patch(stage_1_and_2, "is_invalid_grad_norm", _build_norm_check())
     patch(bf16_optimizer, "clip_tensors_by_global_norm", _clip)
-
-
-def _exchange_shapes_on_host(engine: PipelineEngine) -> None:
-    """Shapes are sent across a boundary once per step where lengths vary. DeepSpeed sends them as a tensor on the
-    device, and reads it there number by number: over 20 waits (0.19.8, `_recv_tensor_meta`)."""
-    group = make_host_group()
-
-    def send(tensors: Sequence[torch.Tensor], stage_id: int) -> None:
-        shapes = [(list(tensor.shape), tensor.dtype) for tensor in tensors]
-        dist.send_object_list([shapes], engine.grid.stage_to_global(stage_id=stage_id), group)
-
-    def receive(stage_id: int) -> tuple[torch.Tensor, ...]:
-        received: list[Any] = [None]
-        dist.recv_object_list(received, engine.grid.stage_to_global(stage_id=stage_id), group)
-        return tuple(
-            engine._allocate_or_extend_buffers(number, shape, dtype)
-            for number, (shape, dtype) in enumerate(received[0])
-        )
-
-    patch(engine, "_send_tensor_meta", send)
-    patch(engine, "_recv_tensor_meta", receive)
-
-
-def _average_loss(engine: PipelineEngine) -> torch.Tensor:
-    """The mean loss over the step's micro-batches and replicas, a scalar, on every rank."""
-    mean = torch.zeros((), device=engine.device)
-    if engine.is_last_stage():
-        mean = (engine.total_loss.detach() / engine.gradient_accumulation_steps()).float().reshape(())
-        if engine.is_data_parallel:
-            dist.all_reduce(mean, group=engine.mpu.get_data_parallel_group())
-            mean /= engine.dp_world_size
-    if engine.is_pipe_parallel:
-        dist.broadcast(mean, engine._loss_stage_global_rank(), engine.mpu.get_pipe_parallel_group())
-    return mean
 
 
 def _mask_nonfinite(input: torch.Tensor, device: torch.device | None = None, val: float = -1.0) -> None:

@@ -1,39 +1,36 @@
-"""The `Engine` over DeepSpeed's `PipelineEngine`, in the version of `executor.py` that runs any schedule."""
+"""The `Engine` of a pipeline stage: our loop over a schedule's passes, DeepSpeed's engine for the optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from data.options import PadTo
 from models.losses.cross_entropy import Loss
 from training.config.precision import DTYPES
 from training.config.schema import Precision
 from training.distributed.process import has_accelerator
-from training.distributed.topology import Layout
+from training.distributed.topology import PIPE, Layout
 from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, move_micro_batches
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
-from training.engine.engine import Engine, StepObserver
-from training.engine.executor import ScheduleEngine
+from training.engine.deepspeed_sums import DeepSpeedSums
+from training.engine.engine import OPTIMIZER, REDUCTIONS, Engine, StepObserver
 from training.engine.host_waits import avoid_host_waits
-from training.engine.shard_groups import ShardGroups, average_parts, join_shard_groups
+from training.engine.runner import Runner
+from training.engine.shard_groups import ShardGroups, join_shard_groups, shard_within
 from training.engine.sharded_sums import ShardedSums
-from training.engine.zero2 import announce_passes, shard_sums
-from training.engine.zero_patches import (
-    free_gradients_by_bucket,
-    skip_averaging,
-    sum_by_one_function,
-    sweep_after_backward,
-)
+from training.optim.gradient_sums import GradientSums
 from training.optim.optimizer import OptimizerKeys, build_optimizer, declare_state, keeps_blocks
 from training.optim.parameter_groups import group_trained, separate_copies
 from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
 from training.pipeline.schedules import build_schedule
+from training.pipeline.transfers import Transfers
 
 
 def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trains: bool = True) -> Engine:
@@ -43,25 +40,24 @@ def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trai
     settings = build_deepspeed_config(config, layout, trains, has_accelerator())
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
     groups = join_shard_groups(layout, module.global_rank) if trains else None
-    wrapped = ScheduleEngine(module, optimizer, settings, build_schedule(layout), groups)
-    avoid_host_waits(wrapped)
-    sum_by_one_function(wrapped.optimizer)
-    free_gradients_by_bucket(wrapped.optimizer)
-    reduce_dtype = DTYPES[Precision(choose_reduce_dtype(config, layout))]
-    sums = None
-    if trains and config.shards_gradients_only:
-        sums = shard_sums(wrapped, reduce_dtype, groups)
-    elif layout.num_weight_replicas == 1:
-        skip_averaging(wrapped)
-    engine = DeepSpeedPipeline(
+    wrapped = StepEngine(module, optimizer, settings, groups)
+    avoid_host_waits()
+    sums: GradientSums | None = None
+    if trains:
+        reduce_dtype = DTYPES[Precision(choose_reduce_dtype(config, layout))]
+        sums = (
+            ShardedSums(module, wrapped.optimizer, reduce_dtype, groups)
+            if config.shards_gradients_only
+            else DeepSpeedSums(module, wrapped, layout.num_weight_replicas, reduce_dtype, groups)
+        )
+    engine = PipelineStage(
         wrapped,
         layout,
+        sums=sums,
         has_varying_lengths=config.data.pad_to is PadTo.longest,
         kept=declare_state(config) if trains else {},
-        sums=sums,
     )
-    if groups is not None:
-        engine.use_shard_groups(groups, reduce_dtype)
+    engine.saves_state = groups is None or groups.is_first
     return engine
 
 
@@ -80,72 +76,102 @@ def group_stage(module: StageModule, config: OptimizerKeys) -> list[dict[str, An
     return groups
 
 
-class DeepSpeedPipeline(DeepSpeedBacked):
+class StepEngine(DeepSpeedEngine):
+    """DeepSpeed's engine for its optimizer step alone."""
+
+    def __init__(
+        self,
+        module: StageModule,
+        optimizer: torch.optim.Optimizer | None,
+        config: dict[str, Any],
+        groups: ShardGroups | None,
+    ) -> None:
+        """Build the engine as `deepspeed.initialize` does, which would choose its pipeline engine for a
+        `PipelineModule`. groups: None where ZeRO partitions over all replicas."""
+        mpu = module.mpu()
+        self._shard_groups = groups  # which the constructor needs
+        super().__init__(
+            args=None,
+            model=module,
+            optimizer=optimizer,
+            mpu=mpu,
+            config=config,
+            config_class=DeepSpeedConfig(config, mpu),
+        )
+        self._configure_python_gc()
+        if optimizer is not None:
+            self.set_gradient_accumulation_boundary(True)  # it sees the end of a step alone
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        with shard_within(self, self._shard_groups):
+            return super()._configure_zero_optimizer(optimizer)
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        with shard_within(self, self._shard_groups):
+            return super()._configure_bf16_optimizer(optimizer)
+
+    def take_step(self) -> None:
+        """Clip the gradients, update the weights, and count the step."""
+        self._take_model_step(None)
+
+
+class PipelineStage(DeepSpeedBacked):
     """The engine of a pipeline stage.
 
-    has_varying_lengths: micro-batches of one step may be longer than those of another. kept: the declared optimizer
-    state. sums: the accumulated gradients, where they are sharded over replicas (ZeRO-2).
+    sums: of gradients; None where nothing is trained. has_varying_lengths: micro-batches of one step may be longer than
+    those of another. kept: the declared optimizer state.
     """
 
     def __init__(
         self,
-        wrapped: ScheduleEngine,
+        wrapped: StepEngine,
         layout: Layout,
+        *,
+        sums: GradientSums | None,
         has_varying_lengths: bool,
         kept: DeclaredState,
-        sums: ShardedSums | None = None,
     ) -> None:
         super().__init__(wrapped, wrapped.module, layout, kept)
-        self._has_varying_lengths, self.sums = has_varying_lengths, sums
-        executed = type(wrapped)._INSTRUCTION_MAP
-        executed = sweep_after_backward(executed) if sums is None else announce_passes(executed, sums)
-        self._instructions = self.wrapped._INSTRUCTION_MAP = executed
-
-    def use_shard_groups(self, groups: ShardGroups, reduce_dtype: torch.dtype) -> None:
-        """Set up an optimizer that partitions within shard groups, so that each part is on several ranks."""
-        self.saves_state = groups.is_first
-        optimizer = self.wrapped.optimizer
-        if self.sums is None and isinstance(optimizer, DeepSpeedZeroOptimizer):  # others average over all replicas
-            self._instructions = average_parts(self._instructions, optimizer, groups, reduce_dtype)
-            self.wrapped._INSTRUCTION_MAP = self._instructions
+        self.sums, self._has_varying_lengths = sums, has_varying_lengths
+        schedule = build_schedule(layout)
+        self._transfers = Transfers(schedule, layout.topology.groups(PIPE), self.rank, self.device)
+        self._runner = Runner(self.module, schedule, self._transfers, sums)
+        mpu = self.module.mpu()
+        self._replicas, self._stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
+        self._loss_stage = schedule.find_stage(schedule.last_chunk)
 
     def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
+        assert self.sums is not None
         self.start_step(learning_rate, seed)
         if self._has_varying_lengths:
-            self.wrapped.reset_activation_shape()  # shapes are sent once a step
-        return self.wrapped.train_batch(move_micro_batches(micro_batches, self.device))
+            self._transfers.forget_shapes()  # they are sent once a step
+        losses = self._runner.train(move_micro_batches(micro_batches, self.device))
+        share_tied, reduce = REDUCTIONS
+        with self._runner.observed(share_tied):
+            self.sums.share_tied()
+        with self._runner.observed(reduce):
+            self.sums.reduce()
+        with self._runner.observed(OPTIMIZER):
+            self.wrapped.take_step()
+        return self._average(losses)
+
+    def _average(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The mean loss over the step's micro-batches and replicas, a scalar, on every rank."""
+        mean = torch.zeros((), device=self.device)
+        if losses:
+            mean = torch.stack(losses).float().mean()
+            dist.all_reduce(mean, group=self._replicas)
+            mean /= dist.get_world_size(self._replicas)
+        dist.broadcast(mean, group=self._stages, group_src=self._loss_stage)
+        return mean
 
     def forward_only(
         self, micro_batches: Iterator[Any] | None, num_micro_batches: int, loss: Loss | None = None
     ) -> list[Any]:
-        own, self.module.loss_fn = self.module.loss_fn, loss or self.module.loss_fn
-        self.wrapped.reset_activation_shape()  # other shapes than in training
-        try:
-            outputs = self.wrapped.eval_batch(
-                move_micro_batches(micro_batches, self.device),
-                reduce_output=None,
-                bcast_loss=False,
-                num_micro_batches=num_micro_batches,
-            )
-        finally:
-            self.module.loss_fn = own
-        self.wrapped.reset_activation_shape()
-        return outputs if self.module.has_loss else []
+        self._transfers.forget_shapes()  # other shapes than in training
+        losses = self._runner.evaluate(move_micro_batches(micro_batches, self.device), num_micro_batches, loss)
+        self._transfers.forget_shapes()
+        return losses
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Wrap every entry of `_INSTRUCTION_MAP`, where `PipelineEngine._exec_schedule` looks instructions up. The map
-        belongs to this instance, so other engines are not affected (0.19.8, runtime/pipe/engine.py)."""
-        self.wrapped._INSTRUCTION_MAP = self._instructions
-        if observer is not None:
-            self.wrapped._INSTRUCTION_MAP = {
-                kind: _observed(kind.__name__, execute, observer) for kind, execute in self._instructions.items()
-            }
-
-
-def _observed(unit: str, execute: Callable[..., None], observer: StepObserver) -> Callable[..., None]:
-    def run(engine: PipelineEngine, **arguments: Any) -> None:
-        observer.before(unit)
-        execute(engine, **arguments)
-        observer.after(unit)
-
-    return run
+        self._runner.observer = observer

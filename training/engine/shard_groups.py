@@ -4,20 +4,16 @@ parts. DeepSpeed 0.19.8 has no such groups for stages 1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe import schedule as instructions
 
 from training.distributed.sharding import list_shard_groups
 from training.distributed.topology import Layout
-
-Instruction = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -53,22 +49,6 @@ def shard_within(engine: DeepSpeedEngine, groups: ShardGroups | None) -> Iterato
         engine.seq_data_parallel_group = groups.own
     yield
     engine.seq_data_parallel_group = whole
-
-
-def average_parts(
-    executed: Mapping[type, Instruction], optimizer: Any, groups: ShardGroups, reduce_dtype: torch.dtype
-) -> dict[type, Instruction]:
-    """Return an `_INSTRUCTION_MAP` that also averages over the groups' replicas, for an optimizer that averages over
-    its own group alone."""
-    reduce_own = executed[instructions.ReduceGrads]
-
-    def reduce(engine: DeepSpeedEngine) -> None:
-        reduce_own(engine)
-        for parts in optimizer.averaged_gradients.values():
-            for part in parts:
-                average(part, groups.replicas, reduce_dtype)
-
-    return {**executed, instructions.ReduceGrads: reduce}
 
 
 @torch.no_grad()

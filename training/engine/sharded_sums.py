@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 
-from training.engine.shard_groups import average
-from training.optim.gradient_sums import add_gradient
+from training.engine.shard_groups import ShardGroups, average
+from training.optim.gradient_sums import GradientSums, Half, add_gradient
+from training.pipeline.module import StageModule
+from training.pipeline.weight_gradients import list_split
 
 Parameter = torch.nn.Parameter
 
@@ -112,31 +114,26 @@ def _list_slices(
 Sent = tuple[ReduceSlice, torch.Tensor, dist.Work | None]  # its elements; the work to wait for
 
 
-class ShardedSums:
-    """This rank's part of the gradients accumulated in a step. `start_pass` and `finish_pass` enclose each backward
-    pass; `finish_step` hands the accumulated gradients to the optimizer."""
+class ShardedSums(GradientSums):
+    """This rank's part of the gradients accumulated in a step; `reduce` hands them to the optimizer."""
 
     def __init__(
-        self,
-        optimizer: Any,
-        passes: Mapping[Any, Sequence[Parameter]],
-        kept_whole: Iterable[Parameter],
-        reduce_dtype: torch.dtype,
-        replicas: dist.ProcessGroup | None = None,
+        self, module: StageModule, optimizer: Any, reduce_dtype: torch.dtype, groups: ShardGroups | None = None
     ) -> None:
         """Plan the buckets of each kind of pass, and register `add` as a hook of every trained parameter.
 
-        optimizer: DeepSpeed's `DeepSpeedZeroOptimizer`, of stage 1 and without buckets. passes: the parameters that may
-        get a gradient in each kind of pass, in the order of a forward pass. kept_whole: those that stages share.
-        replicas: the ranks of other groups with the same part, where the optimizer's group is not all replicas.
+        optimizer: DeepSpeed's `DeepSpeedZeroOptimizer`, of stage 1 and without buckets. groups: None where gradients
+        are sharded over all replicas.
         """
-        self._optimizer, self._reduce_dtype = optimizer, reduce_dtype
+        super().__init__(module, optimizer)
+        self._reduce_dtype = reduce_dtype
+        replicas = None if groups is None else groups.replicas
         self._group, self._replicas = optimizer.dp_process_group, replicas
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._part_sizes = [int(size) for size in optimizer.partition_size]
         offsets = _locate(optimizer.bit16_groups)
         self._offsets = offsets
-        self._kept_whole = [each for each in kept_whole if id(each) in offsets]
+        self._kept_whole = [weight for weight, _ in module.get_tied_weights_and_groups() if id(weight) in offsets]
         whole = {id(parameter) for parameter in self._kept_whole}
 
         def plan(parameters: Iterable[Parameter]) -> list[Bucket]:
@@ -144,7 +141,7 @@ class ShardedSums:
 
         self._buckets = {
             kind: plan(each for each in parameters if id(each) in offsets and id(each) not in whole)
-            for kind, parameters in passes.items()
+            for kind, parameters in _list_passes(module).items()
         }
         self._last_buckets = plan(self._kept_whole)
         self._whole = whole
@@ -155,12 +152,11 @@ class ShardedSums:
         for parameter in (parameter for group in optimizer.bit16_groups for parameter in group):
             parameter.register_post_accumulate_grad_hook(self.add)
 
-    def start_pass(self, kind: Any) -> None:
-        """Prepare for a backward pass; kind: a key of `passes`."""
+    def start_pass(self, chunk: int, half: Half) -> None:
         if not self.parts:
             device = self._optimizer.bit16_groups_flat[0].device
             self.parts = [torch.zeros(size, dtype=torch.float32, device=device) for size in self._part_sizes]
-        self._waiting = self._buckets[kind][::-1]
+        self._waiting = self._buckets[chunk, half][::-1]
         self._find_missing()
 
     @torch.no_grad()
@@ -185,7 +181,7 @@ class ShardedSums:
         self._finish_sent()
 
     @torch.no_grad()
-    def finish_step(self) -> None:
+    def reduce(self) -> None:
         """Reduce the gradients that stages share, which are summed over the stages by now, and hand all accumulated
         gradients to the optimizer."""
         for parameter in self._kept_whole:
@@ -251,6 +247,25 @@ class ShardedSums:
         lengths = [length for _, _, length in reduced.runs]
         for (group, start, length), received in zip(reduced.runs, gradients.split(lengths), strict=True):
             self.parts[group].narrow(0, start, length).add_(received, alpha=1 / self._size)
+
+
+def _list_passes(module: StageModule) -> dict[tuple[int, Half], list[torch.nn.Parameter]]:
+    """(chunk, half) -> the parameters that may get a gradient in it. Those outside layers (placeholders, those of a
+    loss) may get one in any backward pass but the second half."""
+    chunks = {chunk: module.list_modules(chunk) for chunk in module.chunk_numbers}
+    layers = [layer for found in chunks.values() for layer in found]
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    others = [parameter for parameter in module.parameters() if id(parameter) not in in_layers]
+    deferred = {
+        id(each) for layer in layers for _, part in list_split(layer) for each in part.parameters(recurse=False)
+    }
+    passes = {}
+    for chunk, found in chunks.items():
+        own = list({id(each): each for layer in found for each in layer.parameters() if each.requires_grad}.values())
+        passes[chunk, Half.both] = own + others
+        passes[chunk, Half.inputs] = [each for each in own if id(each) not in deferred] + others
+        passes[chunk, Half.weights] = [each for each in own if id(each) in deferred]
+    return passes
 
 
 def _flatten(elements: ParameterRange, gradient: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,9 @@ from training.distributed.process import has_accelerator
 from training.distributed.topology import Layout
 from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, move_micro_batches
 from training.engine.deepspeed_config import build_deepspeed_config
+from training.engine.deepspeed_internals import patch
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, Engine, StepObserver
 from training.engine.host_waits import avoid_host_waits
-from training.engine.zero_patches import patch
 from training.optim.optimizer import build_optimizer, declare_state
 from training.optim.parameter_groups import group_trained
 from training.pipeline.module import StageModule
@@ -59,7 +59,7 @@ def start_zero3(module: StageModule, config: EngineKeys, layout: Layout) -> Engi
         config=settings,
         config_class=DeepSpeedConfig(settings, mpu),
     )
-    avoid_host_waits(wrapped)
+    avoid_host_waits()
     hide_fetches(wrapped)
     return Zero3Engine(wrapped, module, layout, declare_state(config))
 

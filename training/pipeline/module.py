@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -393,18 +392,9 @@ class StageModule(PipelineModule):
         """
         super()._synchronize_tied_weights()
 
-    def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
-        """Return the tied weights whose gradients the stages must sum: frozen ones have none.
-
-        The engine sums what is in `.grad` (`_exec_reduce_tied_grads`, 0.19.8), and silently nothing where that
-        is None. In bf16 with offloading the optimizer keeps the gradient elsewhere until then (`grad_accum`;
-        zero/stage_1_and_2.py), so it gets that to sum.
-        """
-        shared = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
-        return [
-            (weight if getattr(weight, "grad_accum", None) is None else SimpleNamespace(grad=weight.grad_accum), group)
-            for weight, group in shared
-        ]
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
+        """Return the tied weights whose gradients the stages must sum: frozen ones have none."""
+        return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
 
     def saved_tensors(self, layer_module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer that a checkpoint keeps: all of them, or the adapter's alone."""

@@ -70,10 +70,11 @@ class DeferredGradients:
         self.products: list[Product] | None = None  # where those of the running pass go; None while none are put off
 
     @contextmanager
-    def defer(self) -> Iterator[list[Product]]:
-        """Defer the products of backward passes inside the context; yields them in their order."""
+    def defer(self, splits: bool = True) -> Iterator[list[Product]]:
+        """Defer the products of backward passes inside the context; yields them in their order. splits: False for a
+        whole backward pass, which defers none."""
         products: list[Product] = []
-        self.products = products
+        self.products = products if splits else None
         try:
             yield products
         finally:

@@ -55,9 +55,6 @@ class ZeroBubble(Schedule):
     pass_times: tuple[PassTimes, ...] = ()
 
     splits_backward: ClassVar[bool] = True
-    # A rank may run several passes of its own between two that it receives for. Waiting for the receiver could then
-    # close a ring of waiting ranks; what is sent and not received is bounded by the memory limit all the same.
-    sends_in_flight: ClassVar[int | None] = None
 
     @classmethod
     def count_chunks(cls, virtual_stages: int) -> int:

@@ -113,7 +113,7 @@ def train_on_device(case: Case) -> tuple[dict[str, Any], list[Wait]]:
     record = start_recording()
     from training.engine import pipeline_engine
 
-    train_step, waits = pipeline_engine.DeepSpeedPipeline.train_step, list[Wait]()
+    train_step, waits = pipeline_engine.PipelineStage.train_step, list[Wait]()
 
     def recorded(*args: Any) -> Any:
         record.waits.clear()
@@ -121,11 +121,11 @@ def train_on_device(case: Case) -> tuple[dict[str, Any], list[Wait]]:
         waits[:] = record.waits
         return loss
 
-    pipeline_engine.DeepSpeedPipeline.train_step = recorded
+    pipeline_engine.PipelineStage.train_step = recorded
     try:
         return train_case(case), waits
     finally:
-        pipeline_engine.DeepSpeedPipeline.train_step = train_step
+        pipeline_engine.PipelineStage.train_step = train_step
 
 
 def run_on_device(case: Case) -> tuple[list[Wait], list[Collective]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from support.workers import WorkerGroup
@@ -65,6 +66,7 @@ def sum_two_passes() -> list[torch.Tensor]:
     import torch.distributed as dist
 
     from training.engine.sharded_sums import ShardedSums
+    from training.optim.gradient_sums import Half
 
     rank = dist.get_rank()
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SIZES]
@@ -74,14 +76,20 @@ def sum_two_passes() -> list[torch.Tensor]:
         partition_size=[-(-sum(each.numel() for each in group) // 2) for group in groups],
         params_in_partition=[[], []], dp_process_group=dist.group.WORLD,
     )  # fmt: skip
-    sums = ShardedSums(optimizer, {"all": parameters}, kept_whole=[], reduce_dtype=torch.float32)
+    # A stage of one layer that has them all
+    layer = torch.nn.ParameterList(parameters)
+    module: Any = SimpleNamespace(
+        chunk_numbers=[0], list_modules=lambda chunk: [layer], parameters=layer.parameters,
+        get_tied_weights_and_groups=list,
+    )  # fmt: skip
+    sums = ShardedSums(module, optimizer, torch.float32)
     for number in range(2):
-        sums.start_pass("all")
+        sums.start_pass(0, Half.both)
         for index in (0, 1, 2, 3, 4) if number == rank else (4, 3, 2, 1, 0):
             if (rank, index) != (1, 2):
                 parameters[index].grad = draw(rank, index)
                 sums.add(parameters[index])
         sums.finish_pass()
         assert all(parameter.grad is None for parameter in parameters)
-    sums.finish_step()
+    sums.reduce()
     return [optimizer.averaged_gradients[number].flat_partition for number in range(2)]

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from deepspeed.runtime.pipe.schedule import BackwardPass
 from support.cases import CHECKPOINTED, CLIPPED, Case, merge, train_case, worst_difference
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
@@ -73,6 +72,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def train_with_deepspeeds_sums(case: Case) -> dict[str, Any]:
     """Gradients of a whole micro-batch, added when its backward pass ends, and set to zero for the next."""
+    from training.engine import deepspeed_sums
     from training.engine import pipeline_engine as engines
 
     written = engines.build_deepspeed_config
@@ -82,23 +82,19 @@ def train_with_deepspeeds_sums(case: Case) -> dict[str, Any]:
         built["bf16"] = {"enabled": True}
         return built
 
+    def start_pass(sums: Any, chunk: int, half: Any) -> None:
+        sums._optimizer.backward_prologue()
+
+    def finish_pass(sums: Any) -> None:
+        sums._optimizer.backward_epilogue()
+
     with (
         patch.object(engines, "build_deepspeed_config", build),
-        patch.object(engines, "sum_by_one_function", lambda optimizer: None),
-        patch.object(engines, "sweep_after_backward", surround_backward),
+        patch.object(deepspeed_sums, "sum_by_one_function", lambda optimizer: None),
+        patch.object(deepspeed_sums.DeepSpeedSums, "start_pass", start_pass),
+        patch.object(deepspeed_sums.DeepSpeedSums, "finish_pass", finish_pass),
     ):
         return train_case(case)
-
-
-def surround_backward(executed: dict[type, Any]) -> dict[type, Any]:
-    """A backward pass, with DeepSpeed's actions before and after it."""
-
-    def run(engine: Any, **arguments: Any) -> None:
-        engine.optimizer.backward_prologue()
-        executed[BackwardPass](engine, **arguments)
-        engine.optimizer.backward_epilogue()
-
-    return {**executed, BackwardPass: run}
 
 
 def test_a_weight_without_a_gradient_keeps_nothing_of_the_step_before(

@@ -326,7 +326,7 @@ class CountSums:
         if unit == FORWARD:
             optimizer, sums = self._engine.wrapped.optimizer, getattr(self._engine, "sums", None)
             held = [each for group in optimizer.averaged_gradients.values() for each in group or ()]
-            held += [] if sums is None else sums.parts
+            held += getattr(sums, "parts", [])
             held += [p.grad for p in self._parameters if p.grad is not None]
             self.most = max(self.most, sum(each.numel() for each in held))
 

@@ -1,0 +1,285 @@
+"""A model of NCCL, which no test can run: does a schedule end, whatever the device does?
+
+Each rank's program is recorded from the real `Runner` and `Transfers`, with stand-ins for the module, the sums of
+gradients and `torch.distributed`. Then all programs are played at once, with what NCCL and CUDA guarantee and no more:
+
+- A launch puts a kernel at the end of its stream, after all that the stream of passes holds by then. Each communicator
+  has a stream of its own; kernels of one stream run one after the other.
+- A group of sends and receives is one kernel. It runs until each of them has met its counterpart in a kernel that runs
+  at the same time. The n-th send from one rank to another meets the n-th receive. Nothing is buffered.
+- A collective runs until all its ranks run it.
+- `blocking`: the host waits after each launch until the kernel is done (CUDA_LAUNCH_BLOCKING=1). `barriers`: before a
+  call, at random, it waits until all kernels of its device are done, as it does at the first use of a kernel, or when
+  memory is freed to CUDA.
+- Messages between hosts (gloo) block both ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from training.engine.runner import Runner
+from training.pipeline import transfers
+from training.pipeline.schedule import Schedule
+from training.pipeline.transfers import Transfers
+from training.pipeline.weight_gradients import DeferredGradients
+
+PASSES = "passes"  # the stream of a rank's own kernels
+
+
+@dataclass(eq=False)
+class Kernel:
+    """stream: a communicator, or PASSES. sends, receives: the other ranks, of a group. meets: the ranks of a
+    collective."""
+
+    stream: str
+    sends: Sequence[int] = ()
+    receives: Sequence[int] = ()
+    meets: Sequence[int] = ()
+
+
+@dataclass(eq=False)
+class Wait:
+    """The stream of passes waits for a kernel."""
+
+    kernel: Kernel
+
+
+@dataclass(eq=False)
+class HostMessage:
+    """Between the hosts of two ranks."""
+
+    sends: bool
+    peer: int
+
+
+Program = list[Any]  # of one rank: kernels that are launched, waits and messages of hosts
+
+
+def record(schedule: Schedule, num_evaluated: int = 0, num_replicas: int = 1) -> list[Program]:
+    """Return the programs of all ranks, replica by replica: one step; with `num_evaluated`, an evaluation of so many
+    micro-batches instead. Replicas sum gradients after each backward pass, as at ZeRO-2 and 3, and meet in each forward
+    pass, as ranks do that share sequences or layers."""
+    programs = []
+    for replica in range(num_replicas):
+        for stage in range(schedule.num_stages):
+            meets = [schedule.num_stages * each + stage for each in range(num_replicas)]
+            base = schedule.num_stages * replica
+            ring = [base + each for each in range(schedule.num_stages)]
+            programs.append(_record_rank(schedule, stage, ring, meets, num_evaluated))
+    return programs
+
+
+def _record_rank(schedule: Schedule, stage: int, ring: list[int], meets: list[int], num_evaluated: int) -> Program:
+    program: Program = []
+
+    def run_pass() -> None:
+        program.append(Kernel(PASSES))
+        if len(meets) > 1:
+            program.append(Kernel("replicas", meets=meets))
+            program.append(Wait(program[-1]))
+
+    module: Any = _Module(stage, run_pass)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfers, "dist", _Distributed(program))
+        patch.setattr(transfers, "make_host_group", lambda: None)
+        links = Transfers(schedule, [ring], ring[stage], torch.device("cpu"))
+        del program[:]  # of connecting
+        runner = Runner(module, schedule, links, _Sums(run_pass))
+        batches = iter([((torch.zeros(1),), None)] * (num_evaluated or schedule.num_micro_batches))
+        if num_evaluated:
+            runner.evaluate(batches, num_evaluated)
+        else:
+            runner.train(batches)
+    return program
+
+
+class _Module:
+    """A stage whose passes record themselves."""
+
+    def __init__(self, stage_id: int, run_pass: Callable[[], None]) -> None:
+        self.stage_id, self._run_pass, self.deferred = stage_id, run_pass, DeferredGradients()
+
+    def __call__(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        self._run_pass()
+        return inputs[0] + torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.int32)
+
+    def loss_fn(self, outputs: tuple[torch.Tensor, ...], labels: Any) -> torch.Tensor:
+        return outputs[0].sum()
+
+    def set_active_chunk(self, chunk: int) -> None: ...
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+class _Sums:
+    def __init__(self, run_pass: Callable[[], None]) -> None:
+        self._run_pass = run_pass
+
+    def start_step(self) -> None: ...
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def start_pass(self, chunk: int, half: Any) -> None:
+        self._run_pass()
+
+    def finish_pass(self) -> None: ...
+
+    def add(self, parameter: Any) -> None: ...
+
+
+class _Distributed:
+    """`torch.distributed` as `Transfers` uses it."""
+
+    Work = Any
+    isend, irecv = "isend", "irecv"
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def new_subgroups_by_enumeration(self, rings: Any, pg_options: Any) -> tuple[str, None]:
+        return "pipeline", None
+
+    def get_backend(self) -> str:
+        return "model"
+
+    def all_reduce(self, tensor: torch.Tensor, group: str) -> None: ...
+
+    def P2POp(self, kind: str, tensor: torch.Tensor, peer: int, group: str) -> tuple[str, int]:
+        return kind, peer
+
+    def batch_isend_irecv(self, operations: Sequence[tuple[str, int]]) -> list[Any]:
+        sends, receives = ([peer for kind, peer in operations if kind == one] for one in ("isend", "irecv"))
+        kernel = Kernel("pipeline", sends, receives)
+        self._program.append(kernel)
+        wait = lambda: self._program.append(Wait(kernel))  # noqa: E731
+        return [SimpleNamespace(wait=wait, is_completed=lambda: False)]
+
+    def send_object_list(self, shapes: Any, peer: int, group: None) -> None:
+        self._program.append(HostMessage(True, peer))
+
+    def recv_object_list(self, received: list[Any], peer: int, group: None) -> None:
+        self._program.append(HostMessage(False, peer))
+        received[0] = [(torch.Size([1]), torch.float32), (torch.Size([1]), torch.int32)]
+
+
+def play(programs: Sequence[Program], *, blocking: bool = False, barriers: float = 0.0, seed: int = 0) -> list[int]:
+    """Return how many calls each rank could not make, because ranks wait for each other. barriers: the share of calls
+    before which the host waits for its device."""
+    return _Player(programs, blocking, barriers, Random(seed)).play()
+
+
+@dataclass(eq=False)
+class _Launched:
+    """A kernel in its stream. after: what it comes after. open: its sends and receives, by (from, to, number), that
+    have not met their counterparts."""
+
+    kernel: Kernel
+    after: list[_Launched]
+    open: set[tuple[bool, int, int, int]] = field(default_factory=set)
+    number: int = 0  # of a collective, on its communicator
+    is_done: bool = False
+
+
+class _Player:
+    def __init__(self, programs: Sequence[Program], blocking: bool, barriers: float, random: Random) -> None:
+        self.programs, self.blocking, self.random = programs, blocking, random
+        self.stops = [[random.random() < barriers for _ in program] for program in programs]
+        ranks = range(len(programs))
+        self.calls = [0 for _ in ranks]
+        self.streams: list[dict[str, list[_Launched]]] = [{} for _ in ranks]  # what is not done
+        self.awaited: list[list[_Launched]] = [[] for _ in ranks]  # by the next pass
+        self.launched: list[dict[Kernel, _Launched]] = [{} for _ in ranks]
+        self.counts: Counter[Any] = Counter()
+        self.host: Counter[tuple[int, int]] = Counter()  # messages on their way
+
+    def play(self) -> list[int]:
+        moved = True
+        while moved:
+            moved = False
+            for rank in self.random.sample(range(len(self.programs)), len(self.programs)):
+                while self.calls[rank] < len(self.programs[rank]) and self.makes_call(rank):
+                    self.calls[rank] += 1
+                    moved = True
+            while self.runs_kernels():
+                moved = True
+        left = [len(program) - made for program, made in zip(self.programs, self.calls)]
+        return [calls + sum(map(len, streams.values())) for calls, streams in zip(left, self.streams)]
+
+    def makes_call(self, rank: int) -> bool:
+        """False where the host has to wait."""
+        pending = any(self.streams[rank].values())
+        if pending and (self.blocking or self.stops[rank][self.calls[rank]]):
+            return False
+        call = self.programs[rank][self.calls[rank]]
+        if isinstance(call, HostMessage):
+            return self.passes_message(rank, call)
+        if isinstance(call, Wait):
+            self.awaited[rank].append(self.launched[rank][call.kernel])
+        else:
+            self.launch(rank, call)
+        return True
+
+    def passes_message(self, rank: int, call: HostMessage) -> bool:
+        """A sender goes on, and the receiver waits for it."""
+        if call.sends:
+            self.host[rank, call.peer] += 1
+            return True
+        if not self.host[call.peer, rank]:
+            return False
+        self.host[call.peer, rank] -= 1
+        return True
+
+    def launch(self, rank: int, kernel: Kernel) -> None:
+        own = self.streams[rank].setdefault(kernel.stream, [])
+        after = own[-1:] + self.streams[rank].get(PASSES, [])[-1:]
+        if kernel.stream == PASSES:
+            after, self.awaited[rank] = after + self.awaited[rank], []
+        else:
+            after = after + self.awaited[rank]
+        launched = _Launched(kernel, after)
+        for peers, is_send in ((kernel.sends, True), (kernel.receives, False)):
+            for peer in peers:
+                pair = (rank, peer) if is_send else (peer, rank)
+                launched.open.add((is_send, *pair, self.count(is_send, *pair)))
+        launched.number = self.count(rank, kernel.stream)
+        own.append(launched)
+        self.launched[rank][kernel] = launched
+
+    def count(self, *name: Any) -> int:
+        self.counts[name] += 1
+        return self.counts[name]
+
+    def runs_kernels(self) -> bool:
+        """Let every kernel that can run meet its counterparts; returns whether any ended."""
+        running = [
+            {
+                name: stream[0]
+                for name, stream in streams.items()
+                if stream and all(one.is_done for one in stream[0].after)
+            }
+            for streams in self.streams
+        ]
+        offered = {one for streams in running for launched in streams.values() for one in launched.open}
+        ended = False
+        for own in running:
+            for name, launched in own.items():
+                launched.open = {one for one in launched.open if (not one[0], *one[1:]) not in offered}
+                meets = (running[peer].get(name) for peer in launched.kernel.meets)
+                if not launched.open and all(other and other.number == launched.number for other in meets):
+                    launched.is_done = ended = True
+        for streams in self.streams:
+            for name in streams:
+                streams[name] = [launched for launched in streams[name] if not launched.is_done]
+        return ended

@@ -1,0 +1,99 @@
+"""No rank waits forever on GPUs: under blocking launches, waits for the whole device at any time, and neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from support.simulated_nccl import PASSES, Kernel, Wait, play, record
+
+from training.pipeline.exchanges import find_sender, plan_exchanges
+from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule
+from training.pipeline.zero_bubble import PassTimes, ZeroBubble
+
+WAYS = {"free": {}, "blocking": {"blocking": True}, "barriers": {"barriers": 0.3}, "rare": {"barriers": 0.03}}
+
+
+def list_schedules(most_stages: int = 8) -> Iterator[Schedule]:
+    for stages in (2, 3, 4, 8):
+        if stages > most_stages:
+            return
+        for micro_batches in sorted({1, 2, stages, stages + 1, 3 * stages}):
+            yield OneForwardOneBackward(stages, micro_batches)
+            if micro_batches % stages == 0:
+                yield Interleaved(stages, micro_batches, 2)
+                yield Interleaved(stages, micro_batches, 3)
+            if micro_batches >= stages:
+                yield ZeroBubble(stages, micro_batches)
+                uneven = tuple(PassTimes(1 + chunk % 2, 2.5, 1.5) for chunk in range(2 * stages))
+                yield ZeroBubble(stages, micro_batches, memory_limit=1, pass_times=uneven)
+
+
+SCHEDULES = list(list_schedules())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_schedule_ends(way: str) -> None:
+    for seed, schedule in enumerate(SCHEDULES):
+        assert not any(play(record(schedule), **WAYS[way], seed=seed)), schedule
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_evaluation_ends(way: str) -> None:
+    for seed, schedule in enumerate(list_schedules(4)):
+        for num_evaluated in (1, schedule.num_stages + 1):
+            assert not any(play(record(schedule, num_evaluated), **WAYS[way], seed=seed)), schedule
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_that_meet_in_every_pass_end(way: str) -> None:
+    for seed, schedule in enumerate(list_schedules(3)):
+        assert not any(play(record(schedule, num_replicas=2), **WAYS[way], seed=seed)), schedule
+
+
+def test_messages_between_two_ranks_are_received_in_the_order_of_sending() -> None:
+    for schedule in SCHEDULES:
+        for forward_only in (False, True):
+            sent, received = {}, {}
+            for stage, exchanges in enumerate(plan_exchanges(schedule, forward_only)):
+                for message in (exchange.sent for exchange in exchanges if exchange.sent):
+                    sent.setdefault((stage, schedule.find_stage(message.chunk)), []).append(message)
+                for message in (message for exchange in exchanges for message in exchange.received):
+                    received.setdefault((find_sender(schedule, message), stage), []).append(message)
+            assert sent == received and sent
+
+
+def test_the_model_locks_where_it_should() -> None:
+    """Two ranks that send and then receive; two that do so in one group do not lock, nor where nothing waits."""
+    apart = [[Kernel("p", sends=[1]), Kernel("p", receives=[1])], [Kernel("p", sends=[0]), Kernel("p", receives=[0])]]
+    assert all(play(apart))
+    together = [[Kernel("p", sends=[1 - rank], receives=[1 - rank])] for rank in (0, 1)]
+    assert not any(play(together, blocking=True))
+    early = [
+        [Kernel("back", receives=[1]), Kernel(PASSES), Kernel("forth", sends=[1])],
+        [one := Kernel("forth", receives=[0]), Wait(one), Kernel(PASSES), Kernel("back", sends=[0])],
+    ]
+    assert not any(play(early))
+    assert all(play(early, blocking=True))  # a receive posted before the pass that its message needs
+    assert all(play(early, barriers=1.0))
+
+
+def test_a_plan_that_receives_as_late_as_it_can_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is there for this: here each message is received just before the pass that needs it."""
+    from training.engine import runner
+    from training.pipeline.exchanges import Exchange, find_input, is_local
+
+    def plan_late(schedule: Schedule, forward_only: bool = False) -> list[list[Exchange]]:
+        late = []
+        for stage, exchanges in enumerate(plan_exchanges(schedule, forward_only)):
+            units = schedule.list_forward(stage) if forward_only else schedule.list_units(stage)
+            needed = [find_input(schedule, unit) for unit in units]
+            own = [(one,) if one is not None and not is_local(schedule, one) else () for one in needed]
+            late.append([exchange._replace(received=each) for exchange, each in zip(exchanges, [*own, ()])])
+        return late
+
+    monkeypatch.setattr(runner, "plan_exchanges", plan_late)
+    locked = [schedule for schedule in SCHEDULES if any(play(record(schedule), blocking=True))]
+    assert {type(schedule) for schedule in locked} >= {ZeroBubble, Interleaved}
+    assert not any(play(record(replace(SCHEDULES[0], num_micro_batches=4)), blocking=True))

@@ -1,0 +1,189 @@
+"""The loop that runs the units of a schedule on one rank: receive, run, send.
+
+Training, evaluation and first passes are this loop over different units. What a unit is comes from
+`training/pipeline/schedule.py`, what crosses a boundary when from `training/pipeline/exchanges.py`, and where a
+gradient goes from the `GradientSums` that it is given.
+
+P stages, V chunks of layers per stage, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from models.losses.cross_entropy import Loss
+from training.engine.engine import BACKWARD, FORWARD, TRANSFERS, WEIGHTS, StepObserver
+from training.optim.gradient_sums import GradientSums, Half
+from training.pipeline.exchanges import Exchange, find_input, find_output, is_local, plan_exchanges
+from training.pipeline.module import StageModule
+from training.pipeline.schedule import Schedule, Unit, UnitKind
+from training.pipeline.transfers import Tensors, Transfers
+from training.pipeline.weight_gradients import Product, compute_gradients
+
+RECEIVE_ACTIVATION, SEND_GRADIENT, SEND_ACTIVATION, RECEIVE_GRADIENT = TRANSFERS
+LOAD, POST, FINISH = "LoadMicroBatch", "StartRecv", "FinishSends"
+
+
+class Kept(NamedTuple):
+    """The tensors of a forward pass that its backward pass needs. hidden_states: received ones, which get a gradient;
+    None for a first chunk. result: the loss, or the hidden states that were sent."""
+
+    hidden_states: torch.Tensor | None
+    result: torch.Tensor
+
+
+class Program(NamedTuple):
+    """The program of a rank: an exchange, then its passes, each with the exchange after it."""
+
+    before_first: Exchange
+    passes: list[tuple[Unit, Exchange]]
+
+
+class Runner:
+    """Runs the passes of one rank."""
+
+    observer: StepObserver | None = None
+
+    def __init__(
+        self, module: StageModule, schedule: Schedule, transfers: Transfers, sums: GradientSums | None
+    ) -> None:
+        """sums: None for a stage that only evaluates."""
+        self._module, self._schedule, self._transfers, self._sums = module, schedule, transfers, sums
+        self._stage_id = module.stage_id
+        self._chunks = schedule.list_chunks(self._stage_id)
+        self._program = self._plan(schedule)
+        # Each micro-batch is loaded once: before the first chunk, on a rank that has it, else before the last.
+        self._loads_at = next((chunk for chunk in (0, schedule.last_chunk) if chunk in self._chunks), None)
+        self._kept: dict[tuple[int, int], Kept] = {}  # by chunk and micro-batch, as those below
+        self._products: dict[tuple[int, int], list[Product]] = {}
+        self._labels: dict[int, Any] = {}  # by micro-batch
+        self._losses: list[Any] = []
+        self._passes: dict[UnitKind, Callable[[Unit, Tensors], Tensors]] = {
+            UnitKind.forward: self._forward,
+            UnitKind.backward: self._backward,
+            UnitKind.input_backward: self._backward,
+            UnitKind.weight_backward: self._weight_backward,
+        }
+
+    def _plan(self, schedule: Schedule, forward_only: bool = False) -> Program:
+        stage = self._stage_id
+        units = schedule.list_forward(stage) if forward_only else schedule.list_units(stage)
+        before_first, *after = plan_exchanges(schedule, forward_only)[stage]
+        return Program(before_first, list(zip(units, after, strict=True)))
+
+    def train(self, batches: Iterator[Any]) -> list[torch.Tensor]:
+        """Run the passes of a step, up to the last gradient. Returns the losses of its micro-batches, on a rank that
+        has them.
+
+        batches: (inputs, labels) of each micro-batch, on the device; not read on a rank in the middle.
+        """
+        self._module.train()
+        self._gradients.start_step()
+        return self._run(self._program, batches, self._module.loss_fn)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Any], num_micro_batches: int, loss: Loss | None = None) -> list[Any]:
+        """Return what the loss function makes of each of `num_micro_batches`, on a rank that has it. loss: in place of
+        the module's own."""
+        self._module.eval()
+        schedule = replace(self._schedule, num_micro_batches=num_micro_batches)
+        return self._run(self._plan(schedule, forward_only=True), batches, loss or self._module.loss_fn)
+
+    def _run(self, program: Program, batches: Iterator[Any], loss: Loss | None) -> list[Any]:
+        self._losses, self._loss = [], loss
+        self._exchange(program.before_first, None, ())
+        for unit, exchange in program.passes:
+            self._exchange(exchange, unit, self._passes[unit.kind](unit, self._receive(unit, batches)))
+        with self.observed(FINISH):
+            self._transfers.finish()
+        return self._losses
+
+    def _forward(self, unit: Unit, inputs: Tensors) -> Tensors:
+        trains = torch.is_grad_enabled()
+        hidden_states = inputs[0].requires_grad_() if unit.chunk and trains else None
+        self._module.set_active_chunk(self._chunks.index(unit.chunk))
+        with self.observed(FORWARD):
+            outputs = self._module(inputs)
+            if unit.chunk == self._schedule.last_chunk:
+                assert self._loss is not None
+                outputs = (self._loss(outputs, self._labels.pop(unit.micro_batch)),)
+                self._losses.append(outputs[0].detach())
+        if trains:
+            self._kept[unit.chunk, unit.micro_batch] = Kept(hidden_states, outputs[0])
+        return outputs
+
+    def _backward(self, unit: Unit, gradients: Tensors) -> Tensors:
+        kept = self._kept.pop((unit.chunk, unit.micro_batch))
+        splits = unit.kind is UnitKind.input_backward
+        self._module.set_active_chunk(self._chunks.index(unit.chunk))
+        with self.observed(BACKWARD):
+            self._gradients.start_pass(unit.chunk, Half.inputs if splits else Half.both)
+            with self._module.deferred.defer(splits) as products:
+                if gradients:
+                    kept.result.backward(*gradients)
+                else:
+                    self._gradients.scale(kept.result / self._schedule.num_micro_batches).backward()
+            self._gradients.finish_pass()
+        if splits:
+            self._products[unit.chunk, unit.micro_batch] = products
+        if kept.hidden_states is None:
+            return ()
+        assert kept.hidden_states.grad is not None
+        return (kept.hidden_states.grad,)
+
+    def _weight_backward(self, unit: Unit, _: Tensors) -> Tensors:
+        """Run the second half of a backward pass: the gradients of weights that the first half deferred."""
+        with self.observed(WEIGHTS):
+            self._gradients.start_pass(unit.chunk, Half.weights)
+            compute_gradients(self._products.pop((unit.chunk, unit.micro_batch)), self._gradients.add)
+            self._gradients.finish_pass()
+        return ()
+
+    def _receive(self, unit: Unit, batches: Iterator[Any]) -> Tensors:
+        """Return the input of a pass, from another rank, an earlier pass of this one, or the loader."""
+        if unit.kind is UnitKind.forward and unit.chunk == self._loads_at:
+            with self.observed(LOAD):
+                inputs, labels = next(batches)
+            if self._schedule.last_chunk in self._chunks:
+                self._labels[unit.micro_batch] = labels
+            if unit.chunk == 0:
+                return inputs
+        message = find_input(self._schedule, unit)
+        if message is None:
+            return ()
+        if is_local(self._schedule, message):
+            return self._transfers.take(message)
+        with self.observed(RECEIVE_GRADIENT if message.is_gradient else RECEIVE_ACTIVATION):
+            return self._transfers.take(message)
+
+    def _exchange(self, exchange: Exchange, unit: Unit | None, result: Tensors) -> None:
+        """Pass on what the last pass made, to this rank or another, and start to receive what has to be."""
+        output = None if unit is None else find_output(self._schedule, unit)
+        if output is not None and is_local(self._schedule, output):
+            self._transfers.hand_over(output, result)
+        if exchange.sent is None:
+            if exchange.received:
+                with self.observed(POST):
+                    self._transfers.exchange(exchange, ())
+        else:
+            with self.observed(SEND_GRADIENT if exchange.sent.is_gradient else SEND_ACTIVATION):
+                self._transfers.exchange(exchange, result)
+
+    @property
+    def _gradients(self) -> GradientSums:
+        assert self._sums is not None, "this engine only evaluates"
+        return self._sums
+
+    @contextmanager
+    def observed(self, unit: str) -> Iterator[None]:
+        """Tell the observer when a unit of a step begins and ends."""
+        if self.observer is not None:
+            self.observer.before(unit)
+        yield
+        if self.observer is not None:
+            self.observer.after(unit)

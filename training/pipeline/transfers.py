@@ -1,0 +1,151 @@
+"""The messages between stages: activations from rank r to r + 1 and gradients back, around a ring, since the chunk
+after the last rank's is the first rank's.
+
+Which messages cross between which passes is planned (`training/pipeline/exchanges.py`). All of one exchange are
+launched as one group, on a communicator that carries nothing else. Both ranks of a message have it in the same order
+among those between them, so no tag is needed. Positions and segments are sent to a rank once: it keeps them for its
+later chunks.
+
+tests/training/engine/test_simulated_nccl.py runs this code for all ranks of many schedules against a model of NCCL. Run
+so far: gloo.
+
+P stages, V chunks per stage, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from training.distributed.p2p import build_options, wait_for
+from training.distributed.process import make_host_group
+from training.pipeline.exchanges import Exchange, Message, find_sender, is_local
+from training.pipeline.schedule import Schedule
+
+Tensors = tuple[torch.Tensor, ...]
+
+# Exchanges under way before a rank waits for the first: what they send stays in memory until then
+UNDER_WAY = 2
+
+
+class Arrival(NamedTuple):
+    """A message: its tensors, and what to wait for before they are read."""
+
+    tensors: Tensors
+    works: Sequence[dist.Work]
+
+
+class Transfers:
+    """The messages of one rank. After `forget_shapes` their shapes are unknown; a rank learns them from the one before
+    it, and the first rank from its own outputs."""
+
+    def __init__(self, schedule: Schedule, rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> None:
+        """Connect the ranks of each pipeline. rings: their ranks, by stage. All ranks call it."""
+        self._schedule, self._device = schedule, device
+        self._ring = next(ring for ring in rings if rank in ring)
+        self._stage_id = self._ring.index(rank)
+        self._group, _ = dist.new_subgroups_by_enumeration(rings, pg_options=build_options(dist.get_backend()))
+        self._host_group = make_host_group()
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)  # NCCL connects at the first call of all
+        self._arrivals: dict[Message, Arrival] = {}
+        self._under_way: deque[Arrival] = deque()  # what was sent
+        self._integers: dict[int, Tensors] = {}  # of each micro-batch that this rank will see again
+        self.forget_shapes()
+
+    def forget_shapes(self) -> None:
+        """The next messages may have other shapes; all ranks call it at the same time."""
+        self._shapes: list[tuple[torch.Size, torch.dtype]] | None = None  # of the tensors that cross every boundary
+        self._is_told = self._stage_id == self._schedule.num_stages - 1  # the next stage, or there is none to tell
+
+    def hand_over(self, message: Message, tensors: Tensors) -> None:
+        """Pass a message on to a later pass of this rank."""
+        self._arrivals[message] = Arrival(tuple(tensor.detach() for tensor in tensors), ())
+
+    def exchange(self, planned: Exchange, result: Tensors) -> None:
+        """Start an exchange. result: of the pass before it, (hidden states, integers, ...) or (gradient,). Every
+        boundary is crossed by the same shapes."""
+        sent = () if planned.sent is None else self._select(planned.sent, result)
+        received = [self._allocate(message) for message in planned.received]
+        if not sent and not received:
+            return
+        self._bound_sent()
+        operations = []
+        if planned.sent is not None:
+            peer = self._ring[self._schedule.find_stage(planned.sent.chunk)]
+            operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for tensor in sent]
+        for message, tensors in zip(planned.received, received, strict=True):
+            peer = self._ring[find_sender(self._schedule, message)]
+            operations += [dist.P2POp(dist.irecv, tensor, peer, self._group) for tensor in tensors]
+        works = dist.batch_isend_irecv(operations)
+        is_one = len(works) < len(operations)  # NCCL's: one work for the group
+        if sent:
+            self._under_way.append(Arrival(sent, works if is_one else works[: len(sent)]))
+        position = len(sent)
+        for message, tensors in zip(planned.received, received, strict=True):
+            self._arrivals[message] = Arrival(tensors, works if is_one else works[position : position + len(tensors)])
+            position += len(tensors)
+
+    def _bound_sent(self) -> None:
+        """Drop what has been received, and wait for the oldest where too much is under way."""
+        while self._under_way and all(work.is_completed() for work in self._under_way[0].works):
+            wait_for(self._under_way.popleft().works)
+        while len(self._under_way) >= UNDER_WAY:
+            wait_for(self._under_way.popleft().works)
+
+    def take(self, message: Message) -> Tensors:
+        """Return a message: (hidden states, integers, ...) or (gradient,). Waits for it: the host with gloo, the stream
+        with NCCL."""
+        tensors, works = self._arrivals.pop(message)
+        wait_for(works)
+        if message.is_gradient or is_local(self._schedule, message) or self._is_first(message.chunk):
+            return tensors
+        is_last = message.chunk == self._schedule.list_chunks(self._stage_id)[-1]
+        kept = self._integers.pop(message.micro_batch) if is_last else self._integers[message.micro_batch]
+        return (*tensors, *kept)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been received."""
+        while self._under_way:
+            wait_for(self._under_way.popleft().works)
+
+    def _select(self, message: Message, result: Tensors) -> Tensors:
+        """Return what the receiver lacks of a result, and keep its integers for this rank's later chunks."""
+        result = tuple(tensor.detach() for tensor in result)  # not the graph that made them
+        if message.is_gradient:
+            return result
+        shapes = [(tensor.shape, tensor.dtype) for tensor in result]
+        self._shapes = self._shapes or shapes
+        assert shapes == self._shapes, "the same shapes cross every boundary of a step"
+        if not self._is_told:
+            self._send_shapes()
+        hidden_states, *integers = result
+        if self._is_first(message.chunk - 1) and self._schedule.num_chunks > 1:
+            self._integers[message.micro_batch] = tuple(integers)
+        return result if self._is_first(message.chunk) else (hidden_states,)
+
+    def _allocate(self, message: Message) -> Tensors:
+        if self._shapes is None:
+            self._shapes = self._receive_shapes()
+        has_integers = not message.is_gradient and self._is_first(message.chunk)
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=self._device)
+            for shape, dtype in self._shapes
+            if has_integers or dtype.is_floating_point
+        )
+
+    def _is_first(self, chunk: int) -> bool:
+        return self._schedule.is_first_of_rank(chunk)
+
+    def _send_shapes(self) -> None:
+        """Through the hosts: the next rank would have to read them from its device, and wait for it."""
+        dist.send_object_list([self._shapes], self._ring[self._stage_id + 1], self._host_group)
+        self._is_told = True
+
+    def _receive_shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
+        received: list[list[tuple[torch.Size, torch.dtype]]] = [[]]
+        dist.recv_object_list(received, self._ring[self._stage_id - 1], self._host_group)
+        return received[0]
