@@ -131,7 +131,7 @@ class _Sums:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
 
-    def start_pass(self, chunk: int, half: Any) -> None:
+    def start_pass(self) -> None:
         self._run_pass()
 
     def finish_pass(self) -> None: ...

@@ -63,14 +63,13 @@ def build_deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         # ZeRO-1 even in fp32: with ZeRO-0 each stage clips by its own norm (seen in 0.19.8)
         "zero_optimization": {
-            # stage 2 of the pipeline engine is the project's own (training/engine/sharded_sums.py)
+            # below stage 3 gradients are summed and reduced by training/engine/gradient_sums.py
             "stage": 1 if config.shards_gradients_only else config.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET,
             "offload_optimizer": {"device": config.offload_optimizer.value, "pin_memory": has_accelerator},
         },
         "checkpoint": {"parallel_write": {"pipeline_stage": True}},
-        # each gradient is accumulated as soon as it is computed (training/optim/gradient_sums.py)
-        "bf16": {"enabled": config.precision is Precision.bf16, "immediate_grad_update": True},
+        "bf16": {"enabled": config.precision is Precision.bf16},
         "communication_data_type": choose_reduce_dtype(config, layout),
         "fp16": {"enabled": config.precision is Precision.fp16},
     }
@@ -82,13 +81,11 @@ def build_deepspeed_config(
         built["zero_optimization"] = {"stage": 0}
     elif config.offload_optimizer is Offload.none:
         del built["zero_optimization"]["offload_optimizer"]
-        if (
-            config.precision is Precision.fp32 or config.shards_gradients_only
-        ):  # else they are copied into a bucket first, and out of it into one more buffer
-            built["zero_optimization"]["contiguous_gradients"] = False
-    if config.precision is Precision.bf16:
-        # for fp32 gradients DeepSpeed would build an optimizer that holds all of them on each rank
-        built["data_types"] = {"grad_accum_dtype": "bf16" if trains and config.shards_gradients_only else "fp32"}
+    if trains and (config.precision is Precision.fp32 or not config.shards_weights):
+        built["zero_optimization"]["contiguous_gradients"] = False  # else they are copied into a bucket first
+    if config.precision is Precision.bf16 and trains:
+        # for fp32 DeepSpeed would sum gradients at stage 1 too, by an optimizer of another class
+        built["data_types"] = {"grad_accum_dtype": "fp32" if config.shards_weights else "bf16"}
     if trains and config.shards_weights:
         built["zero_optimization"] |= STAGE_3
         if config.offload_parameters is Offload.cpu:

@@ -53,18 +53,7 @@ PACKAGES = {
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _BUILDING = ("_partition_layers", "_build", "_synchronize_tied_weights")
-_COMPACT = ("_get_compact_grad_partition_slice", "_use_compact_grad_partition_buffer", "copy_grads_in_partition")
-_AROUND_COMPACT = (
-    "cpu_offload", "real_dp_process_group", "bit16_groups", "gradient_accumulation_dtype",
-    "is_gradient_accumulation_boundary", "get_param_id",
-)  # fmt: skip
-_BF16_SUMS = (
-    "_update_hp_grad", "fp32_groups_gradients", "fp32_groups_has_gradients", "bf16_groups", "clear_hp_grads",
-    "accumulate_hp_grads_and_remove_lp",
-)  # fmt: skip
-_ZERO_SUMS = ("_fill_param_grad_accum_attribute", "backward_epilogue")
 _KEPT_OPERATORS = (
     "_grouped_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -76,55 +65,32 @@ _BLOCK_KERNELS = (
 
 
 def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
-    # training/optim/gradient_sums.py
-    for optimizer in (_ZERO, _BF16):
-        yield optimizer, ("scale_if_loss", "clear_backward_seen_flag"), "running a pass"
+    # training/engine/gradient_sums.py
+    sums = "summing gradients and handing them to the optimizer"
+    parts = ("bit16_groups", "partition_size", "params_in_partition", "dp_process_group", "reduce_bucket_size")
+    yield _ZERO, (*parts, "averaged_gradients", "_grad_acc_hooks", "scale_if_loss"), sums
+    yield f"{_ZERO}._get_preflattened_grad_partition", ("averaged_gradients",), sums
+    yield _ZERO, ("cpu_offload", "single_partition_of_fp32_groups"), "handing gradients to an optimizer on the host"
+    norm = "the gradient's norm"
+    yield f"{_ZERO}.step", ("check_overflow", "scaled_global_norm"), norm
+    yield f"{_MODULE}._build", ("ds_pipe_replicated",), norm
     # training/engine/pipeline_engine.py, training/engine/deepspeed_backed.py
-    yield _ENGINE, ("_take_model_step", "allreduce_gradients", "set_gradient_accumulation_boundary"), "taking a step"
+    yield _ENGINE, ("_take_model_step", "set_gradient_accumulation_boundary"), "taking a step"
     yield _ENGINE, ("_configure_python_gc", "global_steps", "global_samples", "device", "optimizer"), "taking a step"
-    # training/engine/host_waits.py
-    waits = "a step in which the host does not wait for the device"
-    yield f"{_ZERO}.get_grad_norm_direct", ("mask_nan_or_inf_with_val_inplace",), waits
-    yield f"{_ZERO}.unscale_and_clip_grads", ("is_invalid_grad_norm",), waits
-    yield "deepspeed.runtime.utils:get_global_norm_of_tensors", ("mask_nan_or_inf_with_val_inplace",), waits
-    yield f"{_BF16}.step", ("clip_tensors_by_global_norm",), waits
     # training/pipeline/module.py
     yield _MODULE, (*_BUILDING, "_precompute_checkpointable_values"), "building a stage without random weights"
     yield f"{_MODULE}.__init__", _BUILDING, "building a stage without random weights"
     yield _MODULE, ("_set_bounds", "parts", "stage_owner"), "choosing the layers of a stage"
     yield f"{_MODULE}._index_tied_modules", ("stage_owner",), "choosing the layers of a stage"
-    yield f"{_MODULE}._build", ("ds_pipe_replicated",), "counting a parameter once in the gradient's norm"
     yield _MODULE, ("forward", "forward_funcs", "is_checkpointable_results"), "running a chunk of a stage"
     yield f"{_MODULE}.forward", ("forward_funcs", "is_checkpointable_results"), "running a chunk of a stage"
     yield _MODULE, ("num_stages", "stage_id", "global_rank", "local_rank"), "finding a stage's place"
     yield _MODULE, ("topology", "mpu"), "finding a stage's place"
     yield _MODULE, ("tied_modules", "get_tied_weights_and_groups"), "summing the gradients of tied weights"
-    yield _ZERO, ("grad_accum",), "summing the gradients of tied weights"
-    yield (
-        "deepspeed.runtime.utils:is_model_parallel_parameter",
-        ("model_parallel",),
-        "the norm under tensor parallelism",
-    )
-    # training/engine/zero_patches.py, training/engine/zero_patches.py
-    yield _ZERO, ("contiguous_gradients", "buffered_reduce_fallback"), "not averaging a single replica"
-    yield f"{_ZERO}.reduce_ipg_grads", ("buffered_reduce_fallback",), "not averaging a single replica"
-    yield _ZERO, (*_COMPACT, *_AROUND_COMPACT), "freeing gradients that are on the host"
-    yield f"{_ZERO}.reduce_ipg_grads", ("copy_grads_in_partition",), "freeing gradients that are on the host"
-    yield f"{_ZERO}.copy_grads_in_partition", _COMPACT[:1], "freeing gradients that are on the host"
-    yield _BF16, (*_BF16_SUMS, "immediate_grad_update"), "accumulating gradients as they arrive"
-    yield f"{_BF16}.create_grad_acc_hooks", _BF16_SUMS[-1:], "accumulating gradients as they arrive"
-    yield _ZERO, (*_ZERO_SUMS, "use_grad_accum_attribute", "grad_accum"), "accumulating gradients as they arrive"
-    yield f"{_ZERO}.process_gradients", _ZERO_SUMS[:1], "accumulating gradients as they arrive"
     # training/engine/shard_groups.py, training/engine/pipeline_engine.py
-    grouped = ("_configure_zero_optimizer", "_configure_bf16_optimizer", "seq_data_parallel_group")
-    yield _ENGINE, grouped, "sharding within groups"
-    for name in grouped[:2]:
-        yield f"{_ENGINE}.{name}", grouped[2:], "sharding within groups"
-    # training/engine/sharded_sums.py
-    parts = ("averaged_gradients", "partition_size", "params_in_partition", "bit16_groups", "bit16_groups_flat")
-    yield _ZERO, (*parts, "reduce_bucket_size", "dp_process_group"), "sharding accumulated gradients"
-    yield f"{_ZERO}._get_preflattened_grad_partition", ("averaged_gradients",), "sharding accumulated gradients"
-    yield f"{_ZERO}.scaled_global_norm", ("averaged_gradients",), "sharding accumulated gradients"
+    grouped = "sharding within groups"
+    yield _ENGINE, ("_configure_zero_optimizer", "seq_data_parallel_group"), grouped
+    yield f"{_ENGINE}._configure_zero_optimizer", ("seq_data_parallel_group",), grouped
     # training/engine/partitions.py, training/pipeline/weight_sharding.py
     stage_3 = ("fp32_partitioned_groups_flat", "grad_position", "get_param_id", "optimizer", "overflow")
     yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", stage_3, "reading what stage 3 holds"
@@ -137,8 +103,7 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload", hooks, fetching
     # training/engine/pipeline_engine.py, training/distributed/process.py
     yield "deepspeed.comm.torch:build_shm_op", ("__compatible_ops__",), "not compiling an op that nothing calls"
-    for optimizer in (_ZERO, _BF16):
-        yield optimizer, ("optimizer", "param_groups", "overflow"), "reading what the optimizer holds"
+    yield _ZERO, ("optimizer", "param_groups", "overflow"), "reading what the optimizer holds"
     yield _ZERO, ("loss_scaler",), "saving the loss scale"
     scaler = "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler"
     yield scaler, ("dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"), "saving the loss scale"
@@ -155,7 +120,7 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     groups = "torch.distributed.distributed_c10d"
     yield "torch", groups, ("_world", "_set_pg_timeout"), "limiting how long ranks wait for each other"
     yield "torch", f"{groups}:_World", ("pg_map",), "limiting how long ranks wait for each other"
-    yield "torch", "torch", ("_foreach_mul_",), "clipping many gradients at once"
+    yield "torch", "torch", ("_foreach_norm",), "the gradient's norm"
     modes = "torch.utils._python_dispatch"
     yield "torch", modes, ("_disable_current_modes",), "computing masks under selective checkpointing"
     yield "torch", modes, ("TorchDispatchMode",), "counting what selective checkpointing keeps"

@@ -18,17 +18,15 @@ from training.distributed.process import has_accelerator
 from training.distributed.topology import PIPE, Layout
 from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, move_micro_batches
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
-from training.engine.deepspeed_sums import DeepSpeedSums
 from training.engine.engine import OPTIMIZER, REDUCTIONS, Engine, StepObserver
-from training.engine.host_waits import avoid_host_waits
+from training.engine.gradient_sums import GradientSums, list_backward
 from training.engine.runner import Runner
 from training.engine.shard_groups import ShardGroups, join_shard_groups, shard_within
-from training.engine.sharded_sums import ShardedSums
-from training.optim.gradient_sums import GradientSums
 from training.optim.optimizer import OptimizerKeys, build_optimizer, declare_state, keeps_blocks
 from training.optim.parameter_groups import group_trained, separate_copies
 from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
+from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
 from training.pipeline.transfers import Transfers
 
@@ -41,18 +39,21 @@ def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trai
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
     groups = join_shard_groups(layout, module.global_rank) if trains else None
     wrapped = StepEngine(module, optimizer, settings, groups)
-    avoid_host_waits()
-    sums: GradientSums | None = None
+    schedule = build_schedule(layout)
+    sums = None
     if trains:
-        reduce_dtype = DTYPES[Precision(choose_reduce_dtype(config, layout))]
-        sums = (
-            ShardedSums(module, wrapped.optimizer, reduce_dtype, groups)
-            if config.shards_gradients_only
-            else DeepSpeedSums(module, wrapped, layout.num_weight_replicas, reduce_dtype, groups)
+        sums = GradientSums(
+            module,
+            wrapped.optimizer,
+            list_backward(schedule.list_units(module.stage_id)),
+            shards=config.shards_gradients,
+            reduce_dtype=DTYPES[Precision(choose_reduce_dtype(config, layout))],
+            groups=groups,
         )
     engine = PipelineStage(
         wrapped,
         layout,
+        schedule,
         sums=sums,
         has_varying_lengths=config.data.pad_to is PadTo.longest,
         kept=declare_state(config) if trains else {},
@@ -69,10 +70,6 @@ def group_stage(module: StageModule, config: OptimizerKeys) -> list[dict[str, An
     for group in groups:
         if not group["params"]:
             group["params"].append(module.add_placeholder())
-    counted = [each for group in groups for each in group["params"] if getattr(each, "model_parallel", False)]
-    if module.parallel.size > 1 and not counted:
-        # only the first rank counts replicated parameters in the norm; the others need some parameter to count
-        groups[1]["params"].append(module.add_placeholder())
     return groups
 
 
@@ -106,10 +103,6 @@ class StepEngine(DeepSpeedEngine):
         with shard_within(self, self._shard_groups):
             return super()._configure_zero_optimizer(optimizer)
 
-    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
-        with shard_within(self, self._shard_groups):
-            return super()._configure_bf16_optimizer(optimizer)
-
     def take_step(self) -> None:
         """Clip the gradients, update the weights, and count the step."""
         self._take_model_step(None)
@@ -126,6 +119,7 @@ class PipelineStage(DeepSpeedBacked):
         self,
         wrapped: StepEngine,
         layout: Layout,
+        schedule: Schedule,
         *,
         sums: GradientSums | None,
         has_varying_lengths: bool,
@@ -133,7 +127,6 @@ class PipelineStage(DeepSpeedBacked):
     ) -> None:
         super().__init__(wrapped, wrapped.module, layout, kept)
         self.sums, self._has_varying_lengths = sums, has_varying_lengths
-        schedule = build_schedule(layout)
         self._transfers = Transfers(schedule, layout.topology.groups(PIPE), self.rank, self.device)
         self._runner = Runner(self.module, schedule, self._transfers, sums)
         mpu = self.module.mpu()

@@ -18,7 +18,7 @@ import torch
 
 from models.losses.cross_entropy import Loss
 from training.engine.engine import BACKWARD, FORWARD, TRANSFERS, WEIGHTS, StepObserver
-from training.optim.gradient_sums import GradientSums, Half
+from training.engine.gradient_sums import GradientSums
 from training.pipeline.exchanges import Exchange, find_input, find_output, is_local, plan_exchanges
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import Schedule, Unit, UnitKind
@@ -122,7 +122,7 @@ class Runner:
         splits = unit.kind is UnitKind.input_backward
         self._module.set_active_chunk(self._chunks.index(unit.chunk))
         with self.observed(BACKWARD):
-            self._gradients.start_pass(unit.chunk, Half.inputs if splits else Half.both)
+            self._gradients.start_pass()
             with self._module.deferred.defer(splits) as products:
                 if gradients:
                     kept.result.backward(*gradients)
@@ -139,7 +139,7 @@ class Runner:
     def _weight_backward(self, unit: Unit, _: Tensors) -> Tensors:
         """Run the second half of a backward pass: the gradients of weights that the first half deferred."""
         with self.observed(WEIGHTS):
-            self._gradients.start_pass(unit.chunk, Half.weights)
+            self._gradients.start_pass()
             compute_gradients(self._products.pop((unit.chunk, unit.micro_batch)), self._gradients.add)
             self._gradients.finish_pass()
         return ()

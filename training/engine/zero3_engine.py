@@ -24,7 +24,6 @@ from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, move_m
 from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.deepspeed_internals import patch
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, Engine, StepObserver
-from training.engine.host_waits import avoid_host_waits
 from training.optim.optimizer import build_optimizer, declare_state
 from training.optim.parameter_groups import group_trained
 from training.pipeline.module import StageModule
@@ -59,7 +58,6 @@ def start_zero3(module: StageModule, config: EngineKeys, layout: Layout) -> Engi
         config=settings,
         config_class=DeepSpeedConfig(settings, mpu),
     )
-    avoid_host_waits()
     hide_fetches(wrapped)
     return Zero3Engine(wrapped, module, layout, declare_state(config))
 

@@ -377,10 +377,6 @@ class StageModule(PipelineModule):
         the engine runs its backward pass.
         """
         outputs = super().forward(forward_input)
-        if self.parallel.size > 1 and self.training and torch.is_grad_enabled():
-            # DeepSpeed's norm in bf16 wants a gradient that counts on each rank (`get_global_norm_of_tensors`, 0.19.8).
-            for placeholder in self.placeholders:
-                outputs = (outputs[0] + 0 * placeholder.sum(), *outputs[1:])
         if self.training and torch.is_grad_enabled() and not outputs[0].requires_grad:
             return (outputs[0].requires_grad_(), *outputs[1:])
         return outputs

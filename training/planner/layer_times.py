@@ -34,7 +34,7 @@ from training.cost_terms.optimizer_step import count_update_bytes
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, Machine
 from training.distributed.topology import Layout
-from training.optim.gradient_sums import add_gradient
+from training.engine.gradient_sums import add_gradient
 
 CHAIN = 4  # layers that run one after the other, so that weights and activations leave the caches as they do in a stage
 ROUNDS = 5

@@ -17,7 +17,7 @@ from training.cost_terms.gradient_sums import compute_sums, count_sum_bytes
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, Machine
 from training.distributed.topology import Layout, Topology
-from training.optim.gradient_sums import add_gradient
+from training.engine.gradient_sums import add_gradient
 
 GPU = Machine(
     name="any", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1, "fp32": 1},

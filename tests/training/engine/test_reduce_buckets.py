@@ -1,0 +1,85 @@
+"""Buckets of gradients: each element goes once to the rank that owns it, and at stage 1 when its sum is complete."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from training.engine.gradient_sums import list_backward
+from training.engine.reduce_buckets import Bucket, GroupOffset, plan_buckets, plan_reductions
+from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule, UnitKind
+from training.pipeline.weight_gradients import DeferredGradients, split_projections
+from training.pipeline.zero_bubble import ZeroBubble
+
+SIZES = ((7, 3), (5,), (11,), (2, 2), (1,))  # of parameters
+GROUPS = ((0, 2, 3), (1, 4))
+
+
+def test_buckets_hold_each_element_once_and_no_more_than_fits() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SIZES]
+    offsets, sizes = {}, []
+    for number, group in enumerate(GROUPS):
+        start = 0
+        for index in group:
+            offsets[id(parameters[index])] = GroupOffset(number, start)
+            start += parameters[index].numel()
+        sizes.append(-(-start // 3))
+    buckets = plan_buckets(parameters, offsets, sizes, limit=16)
+    assert [[each.numel() for each in bucket.parameters] for bucket in buckets] == [[1, 4, 11], [5], [21]]
+    sent: dict[tuple[int, int], list[int]] = {}  # (group, offset in it) -> the element of the parameter there
+    for bucket in buckets:
+        for reduced in bucket.slices:
+            sources = [
+                (elements.parameter, each)
+                for elements in reduced.ranges
+                for each in range(elements.first, elements.first + elements.length)
+            ]
+            targets = [
+                (group, reduced.owner * sizes[group] + each)
+                for group, start, length in reduced.runs
+                for each in range(start, start + length)
+            ]
+            for (parameter, element), target in zip(sources, targets, strict=True):
+                offset = offsets[id(parameter)]
+                assert (offset.group, offset.start + element) == target
+                sent.setdefault(target, []).append(element)
+    assert len(sent) == sum(each.numel() for each in parameters) and all(len(found) == 1 for found in sent.values())
+
+
+@pytest.mark.parametrize("schedule", [OneForwardOneBackward(2, 4), Interleaved(2, 4, 2), ZeroBubble(2, 4)], ids=repr)
+@pytest.mark.parametrize("stage_id", [0, 1])
+def test_sums_are_reduced_once_in_the_last_pass_that_adds_to_them(schedule: Schedule, stage_id: int) -> None:
+    """Of each chunk: a projection, whose gradient a split backward pass defers, and a norm; and one weight that all
+    chunks share."""
+    shared = torch.nn.LayerNorm(3)
+    chunks = {
+        chunk: torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.LayerNorm(3), shared])
+        for chunk in schedule.list_chunks(stage_id)
+    }
+    for layer in chunks.values():
+        split_projections(layer, DeferredGradients())
+    whole = torch.nn.ModuleList(chunks.values())
+    module: Any = SimpleNamespace(
+        chunk_numbers=list(chunks), list_modules=lambda chunk: [chunks[chunk]], parameters=whole.parameters
+    )
+    passes = list_backward(schedule.list_units(stage_id))
+
+    def find_last(chunk: int, *kinds: UnitKind) -> int:
+        return max(number for number, unit in enumerate(passes) if unit.chunk == chunk and unit.kind in kinds)
+
+    half = (UnitKind.backward, UnitKind.input_backward)
+    expected = {id(each): max(find_last(chunk, *half) for chunk in chunks) for each in shared.parameters()}
+    for chunk, (projection, norm, _) in chunks.items():
+        expected |= {id(each): find_last(chunk, *half) for each in norm.parameters()}
+        kinds = (UnitKind.weight_backward,) if schedule.splits_backward else (UnitKind.backward,)
+        expected |= {id(each): find_last(chunk, *kinds) for each in projection.parameters()}
+
+    def plan(parameters: Any) -> list[Bucket]:
+        return [Bucket((each,), ()) for each in parameters]
+
+    planned = plan_reductions(module, passes, once=True, plan=plan)
+    found = [(id(bucket.parameters[0]), number) for number, buckets in enumerate(planned) for bucket in buckets]
+    assert sorted(found) == sorted(expected.items())

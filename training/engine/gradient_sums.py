@@ -1,0 +1,322 @@
+"""The gradients of a step: summed over its micro-batches, reduced to the replica that owns them, handed to DeepSpeed's
+optimizer.
+
+At stage 1 a rank keeps the whole sums, and reduces a bucket of them in the last backward pass that adds to it, while
+that pass still runs. At stage 2 it keeps only its own part: a bucket of each pass is reduced, added there, and freed.
+`training/engine/reduce_buckets.py` plans the buckets. They follow from the layers and are reduced in a fixed order: all
+replicas run the same collectives, although an expert may have got no token on some of them, and a parameter without a
+gradient counts as zero. What two stages share is summed over both first, after the last pass.
+
+Sums are fp32, in fp16 runs fp16. A gradient enters them through `GradientSums.add`, whatever computed it. It has three
+callers: a hook on each parameter, as soon as autograd is done with it, so that a stage never holds a second set of
+gradients; a split backward pass, for the products that it deferred; and a sweep after each pass, for a gradient that no
+hook has seen (one that is assigned, as torch's split backward does: 2.13, torch/distributed/pipelining/_backward.py).
+Where sums have the dtype of gradients, the first one is copied to its sum, which then is the parameter's `.grad`:
+autograd itself adds the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
+
+from training.engine.deepspeed_internals import patch
+from training.engine.reduce_buckets import Bucket, ParameterRange, ReduceSlice, locate, plan_buckets, plan_reductions
+from training.engine.shard_groups import ShardGroups, average
+from training.pipeline.module import StageModule
+from training.pipeline.schedule import Unit, UnitKind
+
+Parameter = torch.nn.Parameter
+Sent = tuple[ReduceSlice, torch.Tensor, dist.Work]  # its elements; the work to wait for
+
+# Elements whose squares are summed in fp32; those sums are added in fp64
+_NORM_CHUNK = 2**20
+
+
+def add_gradient(parameter: Parameter, total: torch.Tensor, is_first: bool = False) -> None:
+    """Add the gradient of `parameter` to `total`, of its shape, and free it. is_first: `total` is overwritten.
+
+    A GPU casts while it adds, and so needs no copy of the gradient in fp32; the result is the same to the bit.
+    """
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    if is_first:
+        total.copy_(gradient)
+    else:
+        total.add_(gradient)
+
+
+class GradientSums:
+    """The sums of gradients of one rank.
+
+    `start_step`, then `start_pass` and `finish_pass` around each backward pass; after the last one `share_tied` and
+    `reduce`. parts: this rank's part of each parameter group, flat.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        optimizer: Any,
+        passes: Sequence[Unit],
+        *,
+        shards: bool,
+        reduce_dtype: torch.dtype,
+        groups: ShardGroups | None = None,
+    ) -> None:
+        """Plan the buckets, register a hook on every trained parameter, and take the place of what the optimizer does
+        with gradients.
+
+        optimizer: DeepSpeed's `DeepSpeedZeroOptimizer`. passes: the backward passes of this rank in a step, in order.
+        shards: keep only this rank's part. groups: None where gradients are partitioned over all replicas.
+        Raises UserError when a patched name is missing.
+        """
+        self._module, self._optimizer, self._reduce_dtype = module, optimizer, reduce_dtype
+        self._groups, self._group = groups, optimizer.dp_process_group
+        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._shards = shards and self._size > 1
+        self._offsets = locate(optimizer.bit16_groups)
+        self._part_sizes = [int(size) for size in optimizer.partition_size]
+        trained = [parameter for group in optimizer.bit16_groups for parameter in group]
+        self._tied = [(weight, group) for weight, group in module.get_tied_weights_and_groups()]
+        self._allocate(trained)
+        self._plan(passes)
+        self._reached: set[int] = set()  # ids of parameters whose sum has a gradient of this step
+        self._number = 0  # of the next pass
+        self._waiting: list[Bucket] = []  # of the running pass, not yet reduced; the next one last
+        self._arrived: set[int] = set()  # ids of parameters whose gradient of the running pass is there
+        self._sent: list[Sent] = []  # the slices of the bucket that is being reduced
+        self._replace_deepspeeds()
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self.add)
+
+    def _allocate(self, trained: Sequence[Parameter]) -> None:
+        """Allocate the sums, and find that of each parameter that has a whole one."""
+        device, dtype = trained[0].device, trained[0].dtype
+        self._dtype = torch.float16 if dtype is torch.float16 else torch.float32
+        sizes = [size * (1 if self._shards else self._size) for size in self._part_sizes]
+        self._flat = [torch.zeros(size, dtype=self._dtype, device=device) for size in sizes]
+        self.parts = self._flat
+        if self._shards:
+            summed = [weight for weight, _ in self._tied]
+            totals = [torch.zeros(weight.shape, dtype=self._dtype, device=device) for weight in summed]
+        else:
+            own = zip(self._flat, self._part_sizes, strict=True)
+            self.parts = [flat.narrow(0, self._rank * size, size) for flat, size in own]
+            summed = list(trained)
+            totals = [
+                self._flat[group].narrow(0, start, weight.numel()).view(weight.shape)
+                for weight in trained
+                for group, start in [self._offsets[id(weight)]]
+            ]
+        self._totals = {id(weight): (weight, total) for weight, total in zip(summed, totals, strict=True)}
+
+    def _plan(self, passes: Sequence[Unit]) -> None:
+        tied = {id(weight) for weight, _ in self._tied}
+
+        def plan(parameters: Iterable[Parameter]) -> list[Bucket]:
+            if self._size == 1:
+                return []
+            return plan_buckets(parameters, self._offsets, self._part_sizes, self._optimizer.reduce_bucket_size)
+
+        def plan_pass(parameters: Iterable[Parameter]) -> list[Bucket]:
+            return plan(each for each in parameters if id(each) in self._offsets and id(each) not in tied)
+
+        self._buckets = plan_reductions(self._module, passes, once=not self._shards, plan=plan_pass)
+        self._last_buckets = plan(weight for weight, _ in self._tied)
+
+    def _replace_deepspeeds(self) -> None:
+        """Leave DeepSpeed's optimizer the update alone. Its hooks, which it registers where its state is on the host,
+        would reduce gradients a second time. Its search for values that are not finite waits for the device, and finds
+        what the norm shows too."""
+        for hook in self._optimizer._grad_acc_hooks:
+            hook.remove()
+        patch(self._optimizer, "check_overflow", lambda **_: None)
+        patch(self._optimizer, "scaled_global_norm", self._compute_norm)
+        self._counted = [
+            chunk
+            for number, parameters in enumerate(self._optimizer.params_in_partition)
+            for parameter in parameters
+            if self._counts(parameter)
+            for chunk in self._view(parameter, number).split(_NORM_CHUNK)
+        ]
+
+    def _counts(self, parameter: Parameter) -> bool:
+        """Returns whether this rank counts a parameter in the norm: other stages and tensor-parallel ranks may have
+        the same one."""
+        is_copy = getattr(parameter, "ds_pipe_replicated", False)
+        return not is_copy and (self._module.parallel.rank == 0 or getattr(parameter, "model_parallel", False))
+
+    def start_step(self) -> None:
+        """Prepare for the first pass of a step."""
+        self._number = 0
+        self._reached.clear()
+        if self._shards:
+            for part in self.parts:
+                part.zero_()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times its scale (fp16)."""
+        return self._optimizer.scale_if_loss(loss)
+
+    def start_pass(self) -> None:
+        """Prepare for the gradients of the next backward pass."""
+        self._waiting = self._buckets[self._number][::-1]
+        self._number += 1
+        self._arrived.clear()
+        self._find_missing()
+
+    @torch.no_grad()
+    def add(self, parameter: Parameter) -> None:
+        """Add `parameter.grad`, which is complete for this pass, and reduce the buckets that are full."""
+        if parameter.grad is None:
+            return  # autograd calls hooks of parameters that an operation gave no gradient, too
+        if id(parameter) in self._totals:
+            self._add_to_total(parameter)
+        self._arrived.add(id(parameter))
+        self._missing.discard(id(parameter))
+        while self._waiting and not self._missing:
+            self._reduce(self._waiting.pop())
+            self._find_missing()
+
+    def _add_to_total(self, parameter: Parameter) -> None:
+        _, total = self._totals[id(parameter)]
+        if parameter.grad is total:
+            return  # autograd has added it
+        add_gradient(parameter, total, is_first=id(parameter) not in self._reached)
+        self._reached.add(id(parameter))
+        if total.dtype is parameter.dtype:
+            parameter.grad = total
+
+    def _find_missing(self) -> None:
+        bucket = self._waiting[-1].parameters if self._waiting else ()
+        self._missing = {id(parameter) for parameter in bucket} - self._arrived
+
+    @torch.no_grad()
+    def finish_pass(self) -> None:
+        """Add what no hook has seen, reduce the remaining buckets, and wait for those whose gradients are to be
+        freed."""
+        for parameter, total in self._totals.values():
+            if parameter.grad is not None and parameter.grad is not total:
+                self._add_to_total(parameter)
+        while self._waiting:
+            self._reduce(self._waiting.pop())
+        if self._shards:
+            self._finish_sent()
+
+    @torch.no_grad()
+    def share_tied(self) -> None:
+        """Sum the gradients of weights that stages share."""
+        for weight, group in self._tied:
+            dist.all_reduce(self._find_total(weight), group=group)
+
+    def _find_total(self, parameter: Parameter) -> torch.Tensor:
+        """The sum of a parameter, zero where this step has no gradient of it."""
+        _, total = self._totals[id(parameter)]
+        if id(parameter) not in self._reached:
+            total.zero_()
+            self._reached.add(id(parameter))
+        return total
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduce what is left, and hand this rank's parts to the optimizer."""
+        for bucket in self._last_buckets:
+            self._reduce(bucket)
+        self._finish_sent()
+        for parameter, _ in self._totals.values():
+            self._find_total(parameter)
+            parameter.grad = None
+        if self._groups is not None:
+            for part in self.parts:
+                average(part, self._groups.replicas, self._reduce_dtype)
+        for number, part in enumerate(self.parts):
+            if self._optimizer.cpu_offload:
+                self._optimizer.single_partition_of_fp32_groups[number].grad.copy_(part, non_blocking=True)
+            else:
+                self._optimizer.averaged_gradients[number] = GradPartitionBufferGroup([part], part)
+
+    def _view(self, parameter: Parameter, group: int) -> torch.Tensor:
+        """The elements of a parameter in this rank's part of a group, flat."""
+        start = self._offsets[id(parameter)].start - self._rank * self._part_sizes[group]
+        stop = min(start + parameter.numel(), self._part_sizes[group])
+        return self.parts[group].narrow(0, max(start, 0), stop - max(start, 0))
+
+    @torch.no_grad()
+    def _compute_norm(self) -> torch.Tensor:
+        """Return the norm of the whole gradient, times the loss scale (fp16): a scalar of the host, which waits for it;
+        not finite where the gradient is not."""
+        total = torch.zeros((), dtype=torch.float64, device=self.parts[0].device)
+        if self._counted:
+            norms = torch._foreach_norm([chunk.float() for chunk in self._counted])
+            total += torch.stack(norms).double().square().sum()
+        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self._module.mpu().get_model_parallel_group())
+        return total.sqrt().float().cpu()
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Start to reduce the gradients of a bucket. The previous bucket was reduced while this one was filled."""
+        self._finish_sent()
+        self._sent = [self._send(each) for each in bucket.slices]
+        if self._shards:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _send(self, reduced: ReduceSlice) -> Sent:
+        gradients = self._collect(reduced)
+        work = dist.reduce(gradients, group=self._group, group_dst=reduced.owner, async_op=True)
+        return reduced, gradients, work
+
+    def _collect(self, reduced: ReduceSlice) -> torch.Tensor:
+        """The gradients of a slice, concatenated, in the reduce dtype. One piece that has the dtype is not copied."""
+        sources = [self._find_source(each) for each in reduced.ranges]
+        dtype, is_one = self._reduce_dtype, len(reduced.runs) == 1
+        if is_one and not self._shards and dtype is self._dtype:
+            (group, start, length), owner = reduced.runs[0], reduced.owner
+            return self._flat[group].narrow(0, owner * self._part_sizes[group] + start, length)
+        if len(sources) == 1 and sources[0] is not None:
+            return sources[0].to(dtype)
+        lengths = [each.length for each in reduced.ranges]
+        gradients = torch.empty(sum(lengths), dtype=dtype, device=self._flat[0].device)
+        for source, target in zip(sources, gradients.split(lengths), strict=True):
+            if source is None:
+                target.zero_()
+            else:
+                target.copy_(source)
+        return gradients
+
+    def _find_source(self, elements: ParameterRange) -> torch.Tensor | None:
+        """What is reduced of a parameter, flat: its sum, or at stage 2 its gradient of the pass, if it has one."""
+        parameter, first, length = elements
+        whole = self._find_total(parameter) if id(parameter) in self._totals else parameter.grad
+        return None if whole is None else whole.reshape(-1).narrow(0, first, length)
+
+    def _finish_sent(self) -> None:
+        """Wait for the bucket that is being reduced, and take over what this rank owns of it."""
+        for reduced, gradients, work in self._sent:
+            work.wait()
+            if reduced.owner == self._rank:
+                self._take(reduced, gradients)
+        self._sent = []
+
+    def _take(self, reduced: ReduceSlice, gradients: torch.Tensor) -> None:
+        for target, received in self._list_targets(reduced, gradients):
+            if self._shards:
+                target.add_(received, alpha=1 / self._size)
+            else:
+                if target.data_ptr() != received.data_ptr():
+                    target.copy_(received)
+                target.div_(self._size)
+
+    def _list_targets(self, reduced: ReduceSlice, gradients: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        lengths = [length for _, _, length in reduced.runs]
+        for (group, start, length), received in zip(reduced.runs, gradients.split(lengths), strict=True):
+            yield self.parts[group].narrow(0, start, length), received
+
+
+def list_backward(units: Iterable[Unit]) -> list[Unit]:
+    """Return the passes that compute gradients, in order."""
+    return [unit for unit in units if unit.kind is not UnitKind.forward]
