@@ -156,16 +156,12 @@ class _Chunk(nn.Module):
         return activations[0]
 
 
-def build_torch(work: Work, bounds: Sequence[int], is_folded: bool = False) -> Step:
-    """`torch.distributed.pipelining`: 1F1B with a chunk of layers a rank, interleaved 1F1B with several, or, folded,
-    zero bubble in the shape of a V."""
+def build_torch(work: Work, bounds: Sequence[int], folded: str | None = None) -> Step:
+    """`torch.distributed.pipelining`: 1F1B with a chunk of layers a rank, interleaved 1F1B with several. folded: the
+    name of a schedule in the shape of a V."""
     import torch.distributed as dist
-    from torch.distributed.pipelining import (
-        PipelineStage,
-        Schedule1F1B,
-        ScheduleInterleaved1F1B,
-        ScheduleZBVZeroBubble,
-    )
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
     from models.losses.cross_entropy import causal_lm_loss
 
@@ -175,7 +171,7 @@ def build_torch(work: Work, bounds: Sequence[int], is_folded: bool = False) -> S
             update.sweep()
 
     rank, ranks, num_chunks = dist.get_rank(), dist.get_world_size(), len(bounds) - 1
-    held = (rank, num_chunks - 1 - rank) if is_folded else range(rank, num_chunks, ranks)
+    held = (rank, num_chunks - 1 - rank) if folded else range(rank, num_chunks, ranks)
     chunks = {i: _Chunk(work.build(range(bounds[i], bounds[i + 1]))) for i in held}
     stages = [SummingStage(chunk, i, num_chunks, work.device) for i, chunk in chunks.items()]
     (input_ids, *_), (labels, denominator) = next(work.repeat())
@@ -183,7 +179,7 @@ def build_torch(work: Work, bounds: Sequence[int], is_folded: bool = False) -> S
 
     def loss(hidden_states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         weight = chunks[num_chunks - 1].layers[-1].weight
-        if is_folded:  # it runs the loss' backward pass twice, which ours does not allow
+        if folded:  # it runs the loss' backward pass twice, which ours does not allow
             logits = nn.functional.linear(hidden_states, weight).flatten(0, 1)
             return nn.functional.cross_entropy(logits, target.flatten(), reduction="sum") / denominator
         return causal_lm_loss((hidden_states, weight), (target, denominator))
@@ -191,8 +187,8 @@ def build_torch(work: Work, bounds: Sequence[int], is_folded: bool = False) -> S
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if len(stages) == 1:
         schedule: Any = Schedule1F1B(stages[0], work.micro_batches, **options)
-    elif is_folded:
-        schedule = ScheduleZBVZeroBubble(stages, work.micro_batches, **options)
+    elif folded:
+        schedule = getattr(pipelining, folded)(stages, work.micro_batches, **options)
     else:
         schedule = ScheduleInterleaved1F1B(stages, work.micro_batches, **options)
     inputs = (input_ids.repeat(work.micro_batches, 1),) if rank == 0 else ()

@@ -17,6 +17,7 @@ micro-batches and AdamW:
     torch-default   the same with as many layers on either stage; it has no split of its own, and this is the usual one
     interleaved     the same in four chunks, two a process, interleaved 1F1B, with our split
     zbv             the same, zero bubble in the shape of a V, with the split of ours
+    torch-dualpipev the same, its DualPipeV
     dualpipev       DeepSpeed's `DualPipeVModule`, four chunks, with the split of our zero bubble
     trainer         the `Trainer` of transformers in one process on both cores
 
@@ -59,6 +60,7 @@ RUNNERS = (
     "torch-default",
     "interleaved",
     "zbv",
+    "torch-dualpipev",
     "dualpipev",
     "trainer",
 )
@@ -209,7 +211,8 @@ def build_runners(
                 weigh_layers(layers, split), NUM_STAGES, split, schedule=Interleaved(NUM_STAGES, NUM_STAGES, 2)
             ),
         ),
-        "zbv": lambda: peers.build_torch(shared, folded, is_folded=True),
+        "zbv": lambda: peers.build_torch(shared, folded, "ScheduleZBVZeroBubble"),
+        "torch-dualpipev": lambda: peers.build_torch(shared, folded, "ScheduleDualPipeV"),
         "dualpipev": lambda: peers.build_dualpipev(shared, folded),
         "trainer": lambda: trainer_peer.build_trainer(trainer if dist.get_rank() == 0 else None),
     }

@@ -93,7 +93,7 @@ def _record_rank(schedule: Schedule, stage: int, ring: list[int], meets: list[in
         patch.setattr(transfers, "make_host_group", lambda: None)
         links = Transfers(schedule, [ring], ring[stage], torch.device("cpu"))
         del program[:]  # of connecting
-        runner = Runner(module, schedule, links, _Sums(run_pass))
+        runner = Runner(module, schedule, links, _Sums(run_pass), lambda: None)
         batches = iter([((torch.zeros(1),), None)] * (num_evaluated or schedule.num_micro_batches))
         if num_evaluated:
             runner.evaluate(batches, num_evaluated)
@@ -135,6 +135,10 @@ class _Sums:
         self._run_pass()
 
     def finish_pass(self) -> None: ...
+
+    def share_tied(self) -> None: ...
+
+    def reduce(self) -> None: ...
 
     def add(self, parameter: Any) -> None: ...
 

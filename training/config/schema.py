@@ -402,7 +402,7 @@ class RunConfig:
 
     @property
     def shards_gradients_only(self) -> bool:
-        """Whether gradients are sharded and weights whole: by `training/engine/sharded_sums.py`, not by DeepSpeed."""
+        """Whether gradients are sharded and weights whole: by `training/engine/gradient_sums.py`, not by DeepSpeed."""
         return self.shards_gradients and not self.shards_weights
 
 

@@ -28,7 +28,7 @@ def count_on_the_way(stage: Stage) -> int:
 
     Unless that is in fp32, 4 bytes an element are added: a CPU's copy of it in fp32, to be added
     (`add_gradient`); a GPU makes none, and has that much for what is not counted. Stage 2 copies gradients by buckets
-    (`sharded_sums.py`). The head is not among the widest: its result is in the loss.
+    (`gradient_sums.py`). The head is not among the widest: its result is in the loss.
     """
     layers = stage.layers[:-1] if stage.has_loss else stage.layers
     widest = max((layer.widest_bytes for layer in layers), default=0)

@@ -1,16 +1,14 @@
-"""Model states: weights, gradients and optimizer under ZeRO (1910.02054), as DeepSpeed 0.19.8 allocates them.
+"""Model states: weights, gradients and optimizer under ZeRO (1910.02054).
 
 Stage 1: whole weights and sums of gradients on each rank, fp32 master weights and moments cut into dp parts. Stage 2
-cuts the sums of gradients too, stage 3 the weights. Which of DeepSpeed's two optimizers runs, and whether its gradients
-go through buckets, follows from precision and offload.
+cuts the sums of gradients too, stage 3 the weights. Below stage 3 the sums are the project's
+(`training/engine/gradient_sums.py`), all else as DeepSpeed 0.19.8 allocates it.
 docs/plan.md names the lines behind each term.
 
 n trainable parameters of the stage, dp replicas.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 from training.config.schema import Device, Offload, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage, count_distinct
@@ -20,10 +18,6 @@ from training.distributed.pinned_memory import pinned_bytes
 from training.engine.deepspeed_config import MAX_LIVE, REDUCE_BUCKET
 from training.optim.optimizer import count_state_bytes, count_update_buffers
 
-ALLREDUCE_BUCKET = (
-    500_000_000  # elements that `BF16_Optimizer` reduces by: MEMORY_OPT_ALLREDUCE_SIZE of runtime/pipe/engine.py
-)
-
 
 def compute_model_states(stage: Stage) -> Memory:
     """Return the bytes of weights, gradients, optimizer state and the optimizer step of a stage."""
@@ -32,49 +26,49 @@ def compute_model_states(stage: Stage) -> Memory:
     if config.shards_weights:
         return held + _allocate_zero3(stage)
     weights = Memory(weights=stage.run.weight_bytes * stage.num_parameters)
-    if config.shards_gradients:
-        return weights + held + _allocate_zero2(stage)
     if config.offload_optimizer is Offload.cpu:
-        return weights + _allocate_on_host(stage)
-    allocate = {Precision.bf16: _allocate_bf16, Precision.fp32: _allocate_fp32, Precision.fp16: _allocate_fp16}
-    allocated = allocate[config.precision](stage)
-    step = max(allocated.step, count_update_buffers(config, _part(stage)))  # gradients are reduced by then
-    return weights + held + dataclasses.replace(allocated, step=step)
+        held = _allocate_on_host(stage)
+    return weights + held + _allocate_sums(stage)
 
 
-def _allocate_zero2(stage: Stage) -> Memory:
-    """`training/engine/sharded_sums.py`: sums of gradients in fp32, this rank's part, and buckets of a micro-batch's
-    own. The step takes the norm of each parameter's in fp64."""
-    run, part, largest = stage.run, _part(stage), stage.largest_trainable
+def _allocate_sums(stage: Stage) -> Memory:
+    """`training/engine/gradient_sums.py`: the sums of gradients, at stage 2 this rank's part, and a bucket that is
+    reduced. In fp16 the part is copied in fp32 for the step."""
+    run, part = stage.run, _part(stage)
+    copied = 4 * part if run.config.precision is Precision.fp16 else 0
+    updated = 0 if run.config.offload_optimizer is Offload.cpu else count_update_buffers(run.config, part)
     return Memory(
-        gradients=4 * part,
-        buffers=max(_count_in_buckets(stage, chunk) for chunk in stage.chunks),
-        step=max(8 * min(part, largest), count_update_buffers(run.config, part)),
+        gradients=run.gradient_bytes * (part if run.config.shards_gradients else stage.num_trainable),
+        buffers=max(_count_in_buckets(stage, chunk) for chunk in stage.chunks) if run.layout.num_shards > 1 else 0,
+        step=max(copied, updated),
     )
 
 
 def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
     """The bytes by which a bucket, and its copy to be reduced, exceed what the backward pass has freed when it is full,
-    and the gradients that `layers.py` counts.
+    and the gradients that `layers.py` counts. At stage 1 a bucket is of sums that are there anyway, and is copied only
+    where it is cast.
 
     Where layers are recomputed, a bucket is full while one is, but for one that takes all and waits for the end of the
     pass.
     """
     run, n = stage.run, count_distinct("num_trainable", chunk.layers)
-    on_the_way = count_on_the_way(stage)
+    held, copy_bytes, on_the_way = run.weight_bytes, run.reduce_bytes, count_on_the_way(stage)
+    if not run.config.shards_gradients:
+        held, copy_bytes = 0, 0 if run.reduce_bytes == run.gradient_bytes else run.reduce_bytes
     if run.config.activation_checkpoint_interval:
         in_bucket = max(min(n, REDUCE_BUCKET), stage.largest_trainable)
-        copied = run.reduce_bytes * in_bucket
+        copied = copy_bytes * in_bucket
         if n <= REDUCE_BUCKET:
             copied = max(0, copied - _count_recomputed(chunk))
-        return max(0, run.weight_bytes * in_bucket + copied - on_the_way)
+        return max(0, held * in_bucket + copied - on_the_way)
     most = waiting = freed = 0
     for layer in reversed(chunk.layers):
         waiting += layer.num_trainable
         in_bucket = max(min(waiting, REDUCE_BUCKET), layer.largest_trainable)
         is_full = waiting >= REDUCE_BUCKET or layer is chunk.layers[0]
         share = in_bucket / waiting if waiting else 1  # of the layer, that is done when the bucket is full
-        taken = (run.weight_bytes + is_full * run.reduce_bytes) * in_bucket
+        taken = (held + is_full * copy_bytes) * in_bucket
         most = max(most, taken - on_the_way - freed - round(share * layer.saved_bytes))
         freed += layer.saved_bytes
         waiting %= REDUCE_BUCKET
@@ -118,55 +112,12 @@ def _allocate_zero3(stage: Stage) -> Memory:
     )
 
 
-def _allocate_bf16(stage: Stage) -> Memory:
-    """`BF16_Optimizer`: the sum of gradients in fp32; a micro-batch's own enter it as they arrive (`layers.py` has the
-    one in flight). Between replicas the sum is flattened first where matrices and vectors together fill less than one
-    bucket, and cast to bf16 where it is reduced in that."""
-    n = stage.num_trainable
-    copies = _cast_bytes(stage) * n + (4 * n if n <= ALLREDUCE_BUCKET else 0)
-    return Memory(gradients=4 * n, step=copies if stage.run.layout.num_weight_replicas > 1 else 0)
-
-
-def _allocate_fp32(stage: Stage) -> Memory:
-    """`DeepSpeedZeroOptimizer` without buckets: as many gradients as one has places for are flattened, and cast, then
-    all of this rank's part is flattened."""
-    n = stage.num_trainable
-    reduced = (4 + _cast_bytes(stage)) * max(min(n, REDUCE_BUCKET), stage.largest_trainable)
-    return Memory(gradients=4 * n, step=max(4 * _part(stage), reduced))
-
-
-def _allocate_fp16(stage: Stage) -> Memory:
-    """`DeepSpeedZeroOptimizer`: gradients leave their bucket for this rank's part, which is then copied in fp32."""
-    part, in_bucket = _part(stage), min(stage.num_trainable, REDUCE_BUCKET)
-    waiting, filling = _buckets(stage, element=2)
-    step = max(filling + 2 * part + (_cast_bytes(stage) - 2) * in_bucket, (4 + 2) * part)
-    return Memory(gradients=2 * stage.num_trainable, buffers=waiting, step=step)
-
-
 def _allocate_on_host(stage: Stage) -> Memory:
-    """`DeepSpeedZeroOptimizer` with its state on the host: gradients leave their bucket for it.
-
-    In bf16 gradients are summed in fp32; a bucket is copied, cast where it is reduced in bf16, and copied again, this
-    rank's part of it (training/engine/zero_patches.py). A matrix larger than a bucket is reduced by itself. A GPU also
-    has a buffer for the largest gradient, which a CPU never writes to.
-    """
-    run, n, part = stage.run, stage.num_trainable, _part(stage)
-    in_bucket, largest = min(n, REDUCE_BUCKET), stage.largest_trainable
-    is_bf16 = run.config.precision is Precision.bf16
-    element = 4 if is_bf16 else run.weight_bytes
-
-    def copy(reduced: int) -> int:
-        return (4 + _cast_bytes(stage)) * reduced + 4 * min(part, reduced) if is_bf16 else 0
-
-    waiting, filling = _buckets(stage, element)
-    alone = copy(largest) if largest > REDUCE_BUCKET else 0
-    one_gradient = run.weight_bytes * largest if run.hardware.device is Device.cuda else 0
-    return Memory(
-        gradients=element * n,
-        buffers=waiting + one_gradient,
-        step=filling + max(copy(in_bucket) - element * in_bucket, alone),
-        host=_moments(stage) + _pin(stage),
-    )
+    """`DeepSpeedZeroOptimizer` with its state on the host. A GPU also has a buffer for the largest gradient, which
+    nothing is written to."""
+    run = stage.run
+    one_gradient = run.weight_bytes * stage.largest_trainable if run.hardware.device is Device.cuda else 0
+    return Memory(buffers=one_gradient, host=_moments(stage) + _pin(stage))
 
 
 def _pin(stage: Stage) -> int:
@@ -179,22 +130,6 @@ def _pin(stage: Stage) -> int:
     if stage.run.hardware.device is not Device.cuda:
         return sum(tensors)
     return sum(pinned_bytes(nbytes) for nbytes in [*tensors, element * stage.largest_trainable])
-
-
-def _buckets(stage: Stage, element: int) -> tuple[int, int]:
-    """Bytes of (the bucket that is there from the first backward pass on, the one that is filled at the step).
-
-    Buckets hold the bytes of what is put in. A GPU's allocator gives a whole one at once, a CPU only the pages that are
-    written.
-    """
-    if stage.run.hardware.device is Device.cuda:
-        return element * REDUCE_BUCKET, element * REDUCE_BUCKET
-    return 0, element * min(stage.num_trainable, REDUCE_BUCKET)
-
-
-def _cast_bytes(stage: Stage) -> int:
-    """Bytes per element of a gradient's copy in the dtype that it is reduced in, where that is not its own."""
-    return 0 if stage.run.reduce_bytes == stage.run.gradient_bytes else stage.run.reduce_bytes
 
 
 def _part(stage: Stage) -> int:

@@ -16,7 +16,7 @@ def compute_update(stage: Stage) -> StepCost:
     run = stage.run
     config, hardware = run.config, run.hardware
     part = stage.num_trainable / run.layout.num_shards
-    moved = count_update_bytes(count_state_bytes(config), config.precision) * part
+    moved = count_update_bytes(count_state_bytes(config), config.precision, config.shards_weights) * part
     if config.offload_optimizer is Offload.none:
         return StepCost(optimizer_seconds=moved / (hardware.memory_bandwidth * GB))
     ranks_on_node = min(run.layout.world_size, hardware.cards_per_node)
@@ -24,17 +24,18 @@ def compute_update(stage: Stage) -> StepCost:
     return StepCost(optimizer_seconds=across + moved * ranks_on_node / (hardware.host_memory_bandwidth * GB))
 
 
-def count_update_bytes(state_bytes: float, precision: Precision) -> float:
+def count_update_bytes(state_bytes: float, precision: Precision, shards_weights: bool = False) -> float:
     """Return the bytes that an optimizer step reads and writes per trained parameter, as deepspeed 0.19.8 does it.
 
     state_bytes: of the optimizer's state per parameter, which it reads and writes.
 
-    `BF16_Optimizer` takes the norm of the fp32 gradient, clips it, and sets it and its bf16 part to zero;
-    `DeepSpeedZeroOptimizer` takes the norm in fp64, copies the gradient and clips that. Then the gradient is read,
-    master weight and state read and written, and the weight copied from its master.
+    The norm reads the gradient, and clipping reads and writes it; fp16 casts it first, stage 3 takes the norm in fp64
+    and copies the gradient. Then the gradient is read, master weight and state read and written, and the weight copied
+    from its master.
     """
-    gradient = 4 + (4 + 4) + (4 + 4) if precision is Precision.bf16 else (4 + 8 + 8) + (4 + 4) + (4 + 4)
-    return gradient + 4 + (4 + 4) + 2 * state_bytes + 4 + bytes_of(precision)
+    cast = 2 + 4 if precision is Precision.fp16 else 0
+    norm = (4 + 8 + 8) + (4 + 4) if shards_weights else 4
+    return cast + norm + (4 + 4) + 4 + (4 + 4) + 2 * state_bytes + 4 + bytes_of(precision)
 
 
 OPTIMIZER_STEP = CostTerm(stage_cost=compute_update)

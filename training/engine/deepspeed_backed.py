@@ -46,6 +46,10 @@ class DeepSpeedBacked(Engine):
         torch.manual_seed(seed)
 
     def gradient_norm(self) -> torch.Tensor:
+        """Return infinity for a skipped step, of which some of DeepSpeed's optimizers keep no norm (0.19.8,
+        zero/stage3.py, `step`)."""
+        if self.has_skipped_step():
+            return torch.tensor(float("inf"), dtype=torch.float64)
         return torch.as_tensor(self.wrapped.get_global_grad_norm(), dtype=torch.float64)
 
     def has_skipped_step(self) -> bool:

@@ -38,6 +38,9 @@ class DeepSpeedKeys(ReductionKeys, Protocol):
     deepspeed: dict[str, Any]
 
     @property
+    def shards_gradients(self) -> bool: ...
+
+    @property
     def shards_gradients_only(self) -> bool: ...
 
     @property

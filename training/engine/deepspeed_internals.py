@@ -72,7 +72,7 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_ZERO}._get_preflattened_grad_partition", ("averaged_gradients",), sums
     yield _ZERO, ("cpu_offload", "single_partition_of_fp32_groups"), "handing gradients to an optimizer on the host"
     norm = "the gradient's norm"
-    yield f"{_ZERO}.step", ("check_overflow", "scaled_global_norm"), norm
+    yield f"{_ZERO}.step", ("check_grad_overflow", "check_overflow", "scaled_global_norm"), norm
     yield f"{_MODULE}._build", ("ds_pipe_replicated",), norm
     # training/engine/pipeline_engine.py, training/engine/deepspeed_backed.py
     yield _ENGINE, ("_take_model_step", "set_gradient_accumulation_boundary"), "taking a step"

@@ -17,12 +17,12 @@ autograd itself adds the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 
 from training.engine.deepspeed_internals import patch
 from training.engine.reduce_buckets import Bucket, ParameterRange, ReduceSlice, locate, plan_buckets, plan_reductions
@@ -78,6 +78,8 @@ class GradientSums:
         self._groups, self._group = groups, optimizer.dp_process_group
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._shards = shards and self._size > 1
+        sum_dtype = torch.float16 if optimizer.bit16_groups[0][0].dtype is torch.float16 else torch.float32
+        self._dtype, self._copies = sum_dtype, self._shards or reduce_dtype is not sum_dtype
         self._offsets = locate(optimizer.bit16_groups)
         self._part_sizes = [int(size) for size in optimizer.partition_size]
         trained = [parameter for group in optimizer.bit16_groups for parameter in group]
@@ -88,15 +90,14 @@ class GradientSums:
         self._number = 0  # of the next pass
         self._waiting: list[Bucket] = []  # of the running pass, not yet reduced; the next one last
         self._arrived: set[int] = set()  # ids of parameters whose gradient of the running pass is there
-        self._sent: list[Sent] = []  # the slices of the bucket that is being reduced
+        self._sent: list[Sent] = []  # slices that are being reduced
         self._replace_deepspeeds()
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self.add)
 
     def _allocate(self, trained: Sequence[Parameter]) -> None:
         """Allocate the sums, and find that of each parameter that has a whole one."""
-        device, dtype = trained[0].device, trained[0].dtype
-        self._dtype = torch.float16 if dtype is torch.float16 else torch.float32
+        device = trained[0].device
         sizes = [size * (1 if self._shards else self._size) for size in self._part_sizes]
         self._flat = [torch.zeros(size, dtype=self._dtype, device=device) for size in sizes]
         self.parts = self._flat
@@ -120,7 +121,8 @@ class GradientSums:
         def plan(parameters: Iterable[Parameter]) -> list[Bucket]:
             if self._size == 1:
                 return []
-            return plan_buckets(parameters, self._offsets, self._part_sizes, self._optimizer.reduce_bucket_size)
+            limit = self._optimizer.reduce_bucket_size
+            return plan_buckets(parameters, self._offsets, self._part_sizes, limit, by_group=not self._shards)
 
         def plan_pass(parameters: Iterable[Parameter]) -> list[Bucket]:
             return plan(each for each in parameters if id(each) in self._offsets and id(each) not in tied)
@@ -130,12 +132,13 @@ class GradientSums:
 
     def _replace_deepspeeds(self) -> None:
         """Leave DeepSpeed's optimizer the update alone. Its hooks, which it registers where its state is on the host,
-        would reduce gradients a second time. Its search for values that are not finite waits for the device, and finds
-        what the norm shows too."""
+        would reduce gradients a second time; its search for values that are not finite, before it takes the norm, would
+        read them a second time and wait for the device once more."""
         for hook in self._optimizer._grad_acc_hooks:
             hook.remove()
-        patch(self._optimizer, "check_overflow", lambda **_: None)
-        patch(self._optimizer, "scaled_global_norm", self._compute_norm)
+        patch(self._optimizer, "check_grad_overflow", True)
+        patch(self._optimizer, "check_overflow", self._check_norm)
+        patch(self._optimizer, "scaled_global_norm", lambda: self._norm)
         self._counted = [
             chunk
             for number, parameters in enumerate(self._optimizer.params_in_partition)
@@ -197,8 +200,7 @@ class GradientSums:
 
     @torch.no_grad()
     def finish_pass(self) -> None:
-        """Add what no hook has seen, reduce the remaining buckets, and wait for those whose gradients are to be
-        freed."""
+        """Add what no hook has seen, reduce the remaining buckets, and wait for those that are to be freed."""
         for parameter, total in self._totals.values():
             if parameter.grad is not None and parameter.grad is not total:
                 self._add_to_total(parameter)
@@ -237,7 +239,7 @@ class GradientSums:
             if self._optimizer.cpu_offload:
                 self._optimizer.single_partition_of_fp32_groups[number].grad.copy_(part, non_blocking=True)
             else:
-                self._optimizer.averaged_gradients[number] = GradPartitionBufferGroup([part], part)
+                self._optimizer.averaged_gradients[number] = SimpleNamespace(flat_partition=part)
 
     def _view(self, parameter: Parameter, group: int) -> torch.Tensor:
         """The elements of a parameter in this rank's part of a group, flat."""
@@ -245,10 +247,15 @@ class GradientSums:
         stop = min(start + parameter.numel(), self._part_sizes[group])
         return self.parts[group].narrow(0, max(start, 0), stop - max(start, 0))
 
+    def _check_norm(self, **_: Any) -> None:
+        """Take the norm, and have the optimizer skip its step where that is not finite."""
+        self._norm = self._compute_norm()
+        self._optimizer.overflow = not self._norm.isfinite()
+
     @torch.no_grad()
     def _compute_norm(self) -> torch.Tensor:
-        """Return the norm of the whole gradient, times the loss scale (fp16): a scalar of the host, which waits for it;
-        not finite where the gradient is not."""
+        """Return the norm of the whole gradient, times the loss scale (fp16): a scalar of the host, which waits for
+        it."""
         total = torch.zeros((), dtype=torch.float64, device=self.parts[0].device)
         if self._counted:
             norms = torch._foreach_norm([chunk.float() for chunk in self._counted])
@@ -258,9 +265,11 @@ class GradientSums:
         return total.sqrt().float().cpu()
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Start to reduce the gradients of a bucket. The previous bucket was reduced while this one was filled."""
-        self._finish_sent()
-        self._sent = [self._send(each) for each in bucket.slices]
+        """Start to reduce the gradients of a bucket. One that is a copy was reduced while the next one was filled; what
+        is reduced in place is waited for at the end of the step."""
+        if self._copies:
+            self._finish_sent()
+        self._sent += [self._send(each) for each in bucket.slices]
         if self._shards:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -273,8 +282,8 @@ class GradientSums:
     def _collect(self, reduced: ReduceSlice) -> torch.Tensor:
         """The gradients of a slice, concatenated, in the reduce dtype. One piece that has the dtype is not copied."""
         sources = [self._find_source(each) for each in reduced.ranges]
-        dtype, is_one = self._reduce_dtype, len(reduced.runs) == 1
-        if is_one and not self._shards and dtype is self._dtype:
+        dtype = self._reduce_dtype
+        if len(reduced.runs) == 1 and not self._copies:
             (group, start, length), owner = reduced.runs[0], reduced.owner
             return self._flat[group].narrow(0, owner * self._part_sizes[group] + start, length)
         if len(sources) == 1 and sources[0] is not None:
@@ -289,13 +298,14 @@ class GradientSums:
         return gradients
 
     def _find_source(self, elements: ParameterRange) -> torch.Tensor | None:
-        """What is reduced of a parameter, flat: its sum, or at stage 2 its gradient of the pass, if it has one."""
+        """Return what is reduced of a parameter, flat: its sum, or at stage 2 its gradient of the pass, where it has
+        one."""
         parameter, first, length = elements
         whole = self._find_total(parameter) if id(parameter) in self._totals else parameter.grad
         return None if whole is None else whole.reshape(-1).narrow(0, first, length)
 
     def _finish_sent(self) -> None:
-        """Wait for the bucket that is being reduced, and take over what this rank owns of it."""
+        """Wait for what is being reduced, and take over what this rank owns of it."""
         for reduced, gradients, work in self._sent:
             work.wait()
             if reduced.owner == self._rank:
@@ -303,18 +313,15 @@ class GradientSums:
         self._sent = []
 
     def _take(self, reduced: ReduceSlice, gradients: torch.Tensor) -> None:
-        for target, received in self._list_targets(reduced, gradients):
-            if self._shards:
-                target.add_(received, alpha=1 / self._size)
-            else:
-                if target.data_ptr() != received.data_ptr():
-                    target.copy_(received)
-                target.div_(self._size)
-
-    def _list_targets(self, reduced: ReduceSlice, gradients: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         lengths = [length for _, _, length in reduced.runs]
         for (group, start, length), received in zip(reduced.runs, gradients.split(lengths), strict=True):
-            yield self.parts[group].narrow(0, start, length), received
+            target = self.parts[group].narrow(0, start, length)
+            if self._shards:
+                target.add_(received, alpha=1 / self._size)
+                continue
+            if target.data_ptr() != received.data_ptr():
+                target.copy_(received)
+            target.div_(self._size)
 
 
 def list_backward(units: Iterable[Unit]) -> list[Unit]:

@@ -18,7 +18,7 @@ from training.distributed.process import has_accelerator
 from training.distributed.topology import PIPE, Layout
 from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, move_micro_batches
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
-from training.engine.engine import OPTIMIZER, REDUCTIONS, Engine, StepObserver
+from training.engine.engine import Engine, StepObserver
 from training.engine.gradient_sums import GradientSums, list_backward
 from training.engine.runner import Runner
 from training.engine.shard_groups import ShardGroups, join_shard_groups, shard_within
@@ -128,25 +128,16 @@ class PipelineStage(DeepSpeedBacked):
         super().__init__(wrapped, wrapped.module, layout, kept)
         self.sums, self._has_varying_lengths = sums, has_varying_lengths
         self._transfers = Transfers(schedule, layout.topology.groups(PIPE), self.rank, self.device)
-        self._runner = Runner(self.module, schedule, self._transfers, sums)
+        self._runner = Runner(self.module, schedule, self._transfers, sums, wrapped.take_step)
         mpu = self.module.mpu()
         self._replicas, self._stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
         self._loss_stage = schedule.find_stage(schedule.last_chunk)
 
     def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
-        assert self.sums is not None
         self.start_step(learning_rate, seed)
         if self._has_varying_lengths:
             self._transfers.forget_shapes()  # they are sent once a step
-        losses = self._runner.train(move_micro_batches(micro_batches, self.device))
-        share_tied, reduce = REDUCTIONS
-        with self._runner.observed(share_tied):
-            self.sums.share_tied()
-        with self._runner.observed(reduce):
-            self.sums.reduce()
-        with self._runner.observed(OPTIMIZER):
-            self.wrapped.take_step()
-        return self._average(losses)
+        return self._average(self._runner.train(move_micro_batches(micro_batches, self.device)))
 
     def _average(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean loss over the step's micro-batches and replicas, a scalar, on every rank."""

@@ -77,13 +77,18 @@ def locate(groups: Iterable[Iterable[Parameter]]) -> dict[int, GroupOffset]:
 
 
 def plan_buckets(
-    parameters: Iterable[Parameter], offsets: Mapping[int, GroupOffset], part_sizes: Sequence[int], limit: int
+    parameters: Iterable[Parameter],
+    offsets: Mapping[int, GroupOffset],
+    part_sizes: Sequence[int],
+    limit: int,
+    *,
+    by_group: bool = False,
 ) -> list[Bucket]:
     """Return buckets of up to `limit` elements, or of one larger parameter, in the order in which a backward pass fills
     them.
 
     parameters: in the order of a forward pass. offsets: by the id of a parameter. part_sizes: of each group, in
-    elements.
+    elements. by_group: a slice for each group, so that what it sends is in one piece where a group's sums are.
     """
     filled: list[list[Parameter]] = []
     room = 0
@@ -93,20 +98,20 @@ def plan_buckets(
             room = limit
         filled[-1].append(parameter)
         room -= parameter.numel()
-    return [Bucket(tuple(bucket), tuple(_list_slices(bucket, offsets, part_sizes))) for bucket in filled]
+    return [Bucket(tuple(bucket), tuple(_list_slices(bucket, offsets, part_sizes, by_group))) for bucket in filled]
 
 
 def _list_slices(
-    bucket: Sequence[Parameter], offsets: Mapping[int, GroupOffset], part_sizes: Sequence[int]
+    bucket: Sequence[Parameter], offsets: Mapping[int, GroupOffset], part_sizes: Sequence[int], by_group: bool
 ) -> Iterable[ReduceSlice]:
-    slices: dict[int, ReduceSlice] = {}
+    slices: dict[tuple[int, int], ReduceSlice] = {}
     for parameter in sorted(bucket, key=lambda each: offsets[id(each)]):
         group, start = offsets[id(parameter)]
         first = 0
         while first < parameter.numel():
             owner, in_part = divmod(start + first, part_sizes[group])
             length = min(parameter.numel() - first, part_sizes[group] - in_part)
-            owned = slices.setdefault(owner, ReduceSlice(owner))
+            owned = slices.setdefault((owner, group if by_group else 0), ReduceSlice(owner))
             owned.append(ParameterRange(parameter, first, length), group, in_part)
             first += length
     return slices.values()

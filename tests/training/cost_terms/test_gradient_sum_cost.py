@@ -11,7 +11,7 @@ from support.configs import build_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.config.schema import Device, Offload, Precision
+from training.config.schema import Device, Precision
 from training.cost_terms.cost_term import Chunk, PlannedRun
 from training.cost_terms.gradient_sums import compute_sums, count_sum_bytes
 from training.costs.cost import LayerCost
@@ -28,7 +28,6 @@ LAYER = LayerCost(
     name="x", num_parameters=10**9, num_trainable=10**9, num_active=1, largest_trainable=1, forward_flops=1.0,
     attention_width=0, saved_bytes=1, output_bytes=1,
 )  # fmt: skip
-OFFLOADED = "offload_optimizer=cpu"
 
 
 class MovedBytes(TorchDispatchMode):
@@ -46,37 +45,29 @@ class MovedBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "device", "micro_batches", "expected"),
+    ("precision", "device", "micro_batches", "expected"),
     [
-        (("precision=bf16",), Device.cuda, 1, 10),
-        (("precision=bf16",), Device.cuda, 8, 10),
-        (("precision=bf16",), Device.cpu, 8, 18),
-        (("precision=bf16", OFFLOADED), Device.cuda, 1, 6),
-        (("precision=bf16", OFFLOADED), Device.cuda, 4, (6 + 3 * 10) / 4),
-        (("precision=fp32",), Device.cuda, 1, 0),
-        (("precision=fp32", OFFLOADED), Device.cpu, 4, 3 / 4 * 12),
-        (("precision=fp16",), Device.cuda, 2, 1 / 2 * 6),
+        ("bf16", Device.cuda, 1, 6),
+        ("bf16", Device.cuda, 4, (6 + 3 * 10) / 4),
+        ("bf16", Device.cpu, 8, (6 + 7 * 18) / 8),
+        ("fp32", Device.cuda, 1, 8),
+        ("fp32", Device.cpu, 4, (8 + 3 * 12) / 4),
+        ("fp16", Device.cuda, 2, (4 + 6) / 2),
     ],
 )
-def test_bytes_by_hand(overrides: tuple[str, ...], device: Device, micro_batches: int, expected: float) -> None:
-    config = build_config(*overrides)
-    assert count_sum_bytes(config.precision, config.offload_optimizer, micro_batches, device) == expected
+def test_bytes_by_hand(precision: str, device: Device, micro_batches: int, expected: float) -> None:
+    assert count_sum_bytes(Precision(precision), micro_batches, device) == expected
 
 
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_bytes_of_the_operations_in_bf16(offloaded: bool) -> None:
-    """An operation on two dtypes reads each in its own, as on a GPU."""
-    parameter = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
-    total = None if offloaded else torch.zeros(1000)
+def test_bytes_of_the_operations_in_bf16() -> None:
+    """An operation on two dtypes reads each in its own, as on a GPU; a copy does not read what it overwrites."""
+    parameter, total = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)), torch.zeros(1000)
     with MovedBytes() as counter:
-        for _ in range(3):
+        for number in range(3):
             parameter.grad = torch.empty_like(parameter)
-            total = add_gradient(parameter, total)
-    config = build_config("precision=bf16", *([OFFLOADED] if offloaded else []))
-    made = 3 * 2 * 2 * 1000  # as the counter sees `empty_like`
-    assert counter.total - made == 3 * 1000 * count_sum_bytes(
-        config.precision, config.offload_optimizer, 3, Device.cuda
-    )
+            add_gradient(parameter, total, is_first=number == 0)
+    made, overwritten = 3 * 2 * 2 * 1000, 4 * 1000  # as the counter sees `empty_like` and `copy_`
+    assert counter.total - made - overwritten == 3 * 1000 * count_sum_bytes(Precision.bf16, 3, Device.cuda)
 
 
 def test_bytes_of_the_operations_in_fp32() -> None:
@@ -86,7 +77,8 @@ def test_bytes_of_the_operations_in_fp32() -> None:
             (parameter * 2).backward(torch.ones(1000))
         moved.append(counter.total)
     summed = sum(moved) - 3 * moved[0]  # the first is not added to anything
-    assert summed == pytest.approx(3 * 1000 * count_sum_bytes(Precision.fp32, Offload.none, 3, Device.cuda))
+    copied = 8 * 1000  # the first, to its sum
+    assert summed + copied == pytest.approx(3 * 1000 * count_sum_bytes(Precision.fp32, 3, Device.cuda))
 
 
 def build_chunk(*layers: LayerCost, micro_batches: int = 4) -> Chunk:
@@ -96,9 +88,10 @@ def build_chunk(*layers: LayerCost, micro_batches: int = 4) -> Chunk:
 
 
 def test_seconds_of_a_pass() -> None:
-    assert compute_sums(build_chunk(LAYER)).backward_seconds == pytest.approx(10 * 10**9 / (100 * GB))
+    moved = (6 + 3 * 10) / 4
+    assert compute_sums(build_chunk(LAYER)).backward_seconds == pytest.approx(moved * 10**9 / (100 * GB))
     lora = replace(LAYER, num_trainable=10**6)
-    assert compute_sums(build_chunk(lora, lora)).backward_seconds == pytest.approx(10 * 2 * 10**6 / (100 * GB))
+    assert compute_sums(build_chunk(lora, lora)).backward_seconds == pytest.approx(moved * 2 * 10**6 / (100 * GB))
 
 
 def test_a_tied_module_is_summed_once_and_a_timed_layer_has_it_in_its_time() -> None:

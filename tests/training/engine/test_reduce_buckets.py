@@ -52,8 +52,7 @@ def test_buckets_hold_each_element_once_and_no_more_than_fits() -> None:
 @pytest.mark.parametrize("schedule", [OneForwardOneBackward(2, 4), Interleaved(2, 4, 2), ZeroBubble(2, 4)], ids=repr)
 @pytest.mark.parametrize("stage_id", [0, 1])
 def test_sums_are_reduced_once_in_the_last_pass_that_adds_to_them(schedule: Schedule, stage_id: int) -> None:
-    """Of each chunk: a projection, whose gradient a split backward pass defers, and a norm; and one weight that all
-    chunks share."""
+    """A chunk has a projection, whose gradient a split backward pass defers, a norm, and one that all chunks share."""
     shared = torch.nn.LayerNorm(3)
     chunks = {
         chunk: torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.LayerNorm(3), shared])

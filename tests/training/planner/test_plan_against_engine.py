@@ -62,8 +62,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
-    import deepspeed.runtime.pipe.engine
-
     from training.engine import pipeline_engine as engines
     from training.engine import zero3_engine as plain_engine
 
@@ -78,7 +76,6 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
         patch.object(chunks, "CHUNK_SIZE", SMALL_BUCKET),
         patch.object(engines, "build_deepspeed_config", build),
         patch.object(plain_engine, "build_deepspeed_config", build),
-        patch.object(deepspeed.runtime.pipe.engine, "MEMORY_OPT_ALLREDUCE_SIZE", num_elements),
     ):
         yield
 
@@ -243,8 +240,7 @@ def compare_peaks(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch, bucket: int,
 ) -> None:  # fmt: skip
-    for name in ("ALLREDUCE_BUCKET", "REDUCE_BUCKET"):
-        monkeypatch.setattr(f"training.cost_terms.model_states.{name}", bucket)
+    monkeypatch.setattr("training.cost_terms.model_states.REDUCE_BUCKET", bucket)
     monkeypatch.setattr(chunks, "CHUNK_SIZE", SMALL_BUCKET)
     # the CPU pins nothing, so nothing is rounded up
     monkeypatch.setattr("training.cost_terms.model_states.pinned_bytes", lambda nbytes: nbytes)
