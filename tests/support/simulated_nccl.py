@@ -1,7 +1,8 @@
 """A model of NCCL, which no test can run: does a schedule end, whatever the device does?
 
-Each rank's program is recorded from the real `Runner` and `Transfers`, with stand-ins for the module, the sums of
-gradients and `torch.distributed`. Then all programs are played at once, with what NCCL and CUDA guarantee and no more:
+Each rank's program is recorded from the real `Runner`, `Transfers` and `GradientSums`, with stand-ins for the module,
+DeepSpeed's optimizer and `torch.distributed`. Then all programs are played at once, with what NCCL and CUDA guarantee
+and no more:
 
 - A launch puts a kernel at the end of its stream, after all that the stream of passes holds by then. Each communicator
   has a stream of its own; kernels of one stream run one after the other.
@@ -26,6 +27,8 @@ from typing import Any
 import pytest
 import torch
 
+from training.engine import gradient_sums
+from training.engine.gradient_sums import GradientSums, list_backward
 from training.engine.runner import Runner
 from training.pipeline import transfers
 from training.pipeline.schedule import Schedule
@@ -64,83 +67,111 @@ class HostMessage:
 Program = list[Any]  # of one rank: kernels that are launched, waits and messages of hosts
 
 
-def record(schedule: Schedule, num_evaluated: int = 0, num_replicas: int = 1) -> list[Program]:
+def record(
+    schedule: Schedule, num_evaluated: int = 0, num_replicas: int = 1, *, meets_in_passes: bool = False, zero_stage: int = 1
+) -> list[Program]:
     """Return the programs of all ranks, replica by replica: one step; with `num_evaluated`, an evaluation of so many
-    micro-batches instead. Replicas sum gradients after each backward pass, as at ZeRO-2 and 3, and meet in each forward
-    pass, as ranks do that share sequences or layers."""
+    micro-batches instead. Replicas reduce gradients as at `zero_stage` 1 or 2. meets_in_passes: and meet in each pass,
+    as ranks do that share weights (stage 3), sequences (ring, all-to-all) or layers."""
     programs = []
     for replica in range(num_replicas):
         for stage in range(schedule.num_stages):
-            meets = [schedule.num_stages * each + stage for each in range(num_replicas)]
+            replicas = [schedule.num_stages * each + stage for each in range(num_replicas)]
             base = schedule.num_stages * replica
             ring = [base + each for each in range(schedule.num_stages)]
-            programs.append(_record_rank(schedule, stage, ring, meets, num_evaluated))
+            rank = _Rank(stage, ring, replicas, meets_in_passes, zero_stage)
+            programs.append(rank.record(schedule, num_evaluated))
     return programs
 
 
-def _record_rank(schedule: Schedule, stage: int, ring: list[int], meets: list[int], num_evaluated: int) -> Program:
-    program: Program = []
+@dataclass
+class _Rank:
+    """A rank that is recorded. ring, replicas: the ranks of its pipeline and those with the same layers."""
 
-    def run_pass() -> None:
-        program.append(Kernel(PASSES))
-        if len(meets) > 1:
-            program.append(Kernel("replicas", meets=meets))
-            program.append(Wait(program[-1]))
+    stage: int
+    ring: list[int]
+    replicas: list[int]
+    meets_in_passes: bool
+    zero_stage: int
+    program: Program = field(default_factory=list)
 
-    module: Any = _Module(stage, run_pass)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfers, "dist", _Distributed(program))
-        patch.setattr(transfers, "make_host_group", lambda: None)
-        links = Transfers(schedule, [ring], ring[stage], torch.device("cpu"))
-        del program[:]  # of connecting
-        runner = Runner(module, schedule, links, _Sums(run_pass), lambda: None)
-        batches = iter([((torch.zeros(1),), None)] * (num_evaluated or schedule.num_micro_batches))
-        if num_evaluated:
-            runner.evaluate(batches, num_evaluated)
-        else:
-            runner.train(batches)
-    return program
+    def record(self, schedule: Schedule, num_evaluated: int) -> Program:
+        module: Any = _Module(self.stage, schedule.list_chunks(self.stage), self.run_pass)
+        number = self.replicas.index(self.ring[self.stage])
+        with pytest.MonkeyPatch.context() as patch:
+            distributed = _Distributed(self.program, self.replicas, number)
+            patch.setattr(transfers, "dist", distributed)
+            patch.setattr(gradient_sums, "dist", distributed)
+            patch.setattr(transfers, "make_host_group", lambda: None)
+            links = Transfers(schedule, [self.ring], self.ring[self.stage], torch.device("cpu"))
+            runner = Runner(module, schedule, links, self.build_sums(module, schedule, number), lambda: None)
+            del self.program[:]  # of connecting
+            batches = iter([((torch.zeros(1),), None)] * (num_evaluated or schedule.num_micro_batches))
+            if num_evaluated:
+                runner.evaluate(batches, num_evaluated)
+            else:
+                runner.train(batches)
+        return self.program
+
+    def run_pass(self) -> None:
+        self.program.append(Kernel(PASSES))
+        if self.meets_in_passes and len(self.replicas) > 1:
+            self.program.append(Kernel("layers", meets=self.replicas))
+            self.program.append(Wait(self.program[-1]))
+
+    def build_sums(self, module: Any, schedule: Schedule, number: int) -> GradientSums:
+        parameters = list(module.parameters())
+        size = -(-len(parameters) // len(self.replicas))
+        optimizer = SimpleNamespace(
+            bit16_groups=[parameters], partition_size=[size], reduce_bucket_size=1, cpu_offload=False,
+            params_in_partition=[parameters[size * number : size * (number + 1)]], averaged_gradients={},
+            dp_process_group="replicas", _grad_acc_hooks=[], check_grad_overflow=True, check_overflow=None,
+            scaled_global_norm=None, scale_if_loss=lambda loss: loss,
+        )  # fmt: skip
+        passes = list_backward(schedule.list_units(self.stage))
+        return GradientSums(module, optimizer, passes, shards=self.zero_stage == 2, reduce_dtype=torch.float32)
 
 
-class _Module:
-    """A stage whose passes record themselves."""
+class _Module(torch.nn.Module):
+    """A stage whose passes record themselves, with a weight in each chunk."""
 
-    def __init__(self, stage_id: int, run_pass: Callable[[], None]) -> None:
-        self.stage_id, self._run_pass, self.deferred = stage_id, run_pass, DeferredGradients()
+    parallel = SimpleNamespace(rank=0)
 
-    def __call__(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        self._run_pass()
-        return inputs[0] + torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.int32)
+    def __init__(self, stage_id: int, chunks: Sequence[int], run_pass: Callable[[], None]) -> None:
+        super().__init__()
+        self.stage_id, self.chunk_numbers, self._run_pass = stage_id, chunks, run_pass
+        self.deferred, self._active = DeferredGradients(), 0
+        self.layers = torch.nn.ModuleList(_Layer(run_pass) for _ in chunks)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers[self._active](inputs[0]), torch.zeros(1, dtype=torch.int32)
 
     def loss_fn(self, outputs: tuple[torch.Tensor, ...], labels: Any) -> torch.Tensor:
         return outputs[0].sum()
 
-    def set_active_chunk(self, chunk: int) -> None: ...
+    def set_active_chunk(self, chunk: int) -> None:
+        self._active = chunk
 
-    def train(self) -> None: ...
+    def list_modules(self, chunk: int) -> list[torch.nn.Module]:
+        return [self.layers[self.chunk_numbers.index(chunk)]]
 
-    def eval(self) -> None: ...
+    def get_tied_weights_and_groups(self) -> list[Any]:
+        return []
 
 
-class _Sums:
+class _Layer(torch.nn.Module):
+    """y = x + w; both passes record themselves."""
+
     def __init__(self, run_pass: Callable[[], None]) -> None:
-        self._run_pass = run_pass
+        super().__init__()
+        self.weight, self._run_pass = torch.nn.Parameter(torch.zeros(1)), run_pass
 
-    def start_step(self) -> None: ...
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
-
-    def start_pass(self) -> None:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._run_pass()
-
-    def finish_pass(self) -> None: ...
-
-    def share_tied(self) -> None: ...
-
-    def reduce(self) -> None: ...
-
-    def add(self, parameter: Any) -> None: ...
+        y = x + self.weight
+        if y.requires_grad:
+            y.register_hook(lambda _: self._run_pass())
+        return y
 
 
 class _Distributed:
@@ -149,8 +180,21 @@ class _Distributed:
     Work = Any
     isend, irecv = "isend", "irecv"
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, replicas: Sequence[int], number: int) -> None:
+        self._program, self._replicas, self._number = program, replicas, number
+
+    def get_rank(self, group: str) -> int:
+        return self._number
+
+    def get_world_size(self, group: str) -> int:
+        return len(self._replicas)
+
+    def reduce(self, tensor: torch.Tensor, group: str, group_dst: int, async_op: bool) -> Any:
+        return self._launch(Kernel(group, meets=self._replicas))
+
+    def _launch(self, kernel: Kernel) -> Any:
+        self._program.append(kernel)
+        return SimpleNamespace(wait=lambda: self._program.append(Wait(kernel)), is_completed=lambda: False)
 
     def new_subgroups_by_enumeration(self, rings: Any, pg_options: Any) -> tuple[str, None]:
         return "pipeline", None
@@ -165,10 +209,7 @@ class _Distributed:
 
     def batch_isend_irecv(self, operations: Sequence[tuple[str, int]]) -> list[Any]:
         sends, receives = ([peer for kind, peer in operations if kind == one] for one in ("isend", "irecv"))
-        kernel = Kernel("pipeline", sends, receives)
-        self._program.append(kernel)
-        wait = lambda: self._program.append(Wait(kernel))  # noqa: E731
-        return [SimpleNamespace(wait=wait, is_completed=lambda: False)]
+        return [self._launch(Kernel("pipeline", sends, receives))]
 
     def send_object_list(self, shapes: Any, peer: int, group: None) -> None:
         self._program.append(HostMessage(True, peer))

@@ -46,10 +46,16 @@ def test_every_evaluation_ends(way: str) -> None:
             assert not any(play(record(schedule, num_evaluated), **WAYS[way], seed=seed)), schedule
 
 
+@pytest.mark.parametrize("meets_in_passes", [False, True])
+@pytest.mark.parametrize("zero_stage", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_replicas_that_meet_in_every_pass_end(way: str) -> None:
+def test_replicas_end(way: str, zero_stage: int, meets_in_passes: bool) -> None:
     for seed, schedule in enumerate(list_schedules(3)):
-        assert not any(play(record(schedule, num_replicas=2), **WAYS[way], seed=seed)), schedule
+        programs = record(schedule, num_replicas=2, zero_stage=zero_stage, meets_in_passes=meets_in_passes)
+        reduced = sum(isinstance(call, Kernel) and call.stream == "replicas" for call in programs[0])
+        passes = schedule.num_micro_batches if zero_stage == 2 else 1
+        assert reduced == len(schedule.list_chunks(0)) * passes
+        assert not any(play(programs, **WAYS[way], seed=seed)), schedule
 
 
 def test_messages_between_two_ranks_are_received_in_the_order_of_sending() -> None:
