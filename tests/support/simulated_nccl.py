@@ -29,7 +29,7 @@ import torch
 
 from training.engine import gradient_sums
 from training.engine.gradient_sums import GradientSums, list_backward
-from training.engine.runner import Runner
+from training.engine.runner import Runner, StageWithLoss
 from training.pipeline import transfers
 from training.pipeline.schedule import Schedule
 from training.pipeline.transfers import Transfers
@@ -68,7 +68,12 @@ Program = list[Any]  # of one rank: kernels that are launched, waits and message
 
 
 def record(
-    schedule: Schedule, num_evaluated: int = 0, num_replicas: int = 1, *, meets_in_passes: bool = False, zero_stage: int = 1
+    schedule: Schedule,
+    num_evaluated: int = 0,
+    num_replicas: int = 1,
+    *,
+    meets_in_passes: bool = False,
+    zero_stage: int = 1,
 ) -> list[Program]:
     """Return the programs of all ranks, replica by replica: one step; with `num_evaluated`, an evaluation of so many
     micro-batches instead. Replicas reduce gradients as at `zero_stage` 1 or 2. meets_in_passes: and meet in each pass,
@@ -104,7 +109,8 @@ class _Rank:
             patch.setattr(gradient_sums, "dist", distributed)
             patch.setattr(transfers, "make_host_group", lambda: None)
             links = Transfers(schedule, [self.ring], self.ring[self.stage], torch.device("cpu"))
-            runner = Runner(module, schedule, links, self.build_sums(module, schedule, number), lambda: None)
+            gradients = self.build_sums(module, schedule, number)
+            runner = Runner(module, StageWithLoss(module), schedule, links, gradients, lambda: None)
             del self.program[:]  # of connecting
             batches = iter([((torch.zeros(1),), None)] * (num_evaluated or schedule.num_micro_batches))
             if num_evaluated:

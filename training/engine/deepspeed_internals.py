@@ -96,7 +96,7 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", stage_3, "reading what stage 3 holds"
     sharded = "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param"
     yield sharded, ("ds_tensor", "ds_shape", "ds_numel", "ds_zero_partition_rank"), "reading what stage 3 holds"
-    # training/engine/zero3_engine.py
+    # training/engine/zero3.py
     hooks = ("pre_sub_module_forward_function", "post_sub_module_forward_function")
     fetching = "fetching weights under selective checkpointing"
     yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", ("parameter_offload",), fetching

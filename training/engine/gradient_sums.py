@@ -51,11 +51,7 @@ def add_gradient(parameter: Parameter, total: torch.Tensor, is_first: bool = Fal
 
 
 class GradientSums:
-    """The sums of gradients of one rank.
-
-    `start_step`, then `start_pass` and `finish_pass` around each backward pass; after the last one `share_tied` and
-    `reduce`. parts: this rank's part of each parameter group, flat.
-    """
+    """The sums of gradients of one rank (`StepGradients`). parts: its part of each parameter group, flat."""
 
     def __init__(
         self,
@@ -154,19 +150,16 @@ class GradientSums:
         return not is_copy and (self._module.parallel.rank == 0 or getattr(parameter, "model_parallel", False))
 
     def start_step(self) -> None:
-        """Prepare for the first pass of a step."""
         self._number = 0
         self._reached.clear()
         if self._shards:
             for part in self.parts:
                 part.zero_()
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times its scale (fp16)."""
-        return self._optimizer.scale_if_loss(loss)
+    def backward(self, loss: torch.Tensor) -> None:
+        self._optimizer.scale_if_loss(loss).backward()
 
     def start_pass(self) -> None:
-        """Prepare for the gradients of the next backward pass."""
         self._waiting = self._buckets[self._number][::-1]
         self._number += 1
         self._arrived.clear()
@@ -211,7 +204,6 @@ class GradientSums:
 
     @torch.no_grad()
     def share_tied(self) -> None:
-        """Sum the gradients of weights that stages share."""
         for weight, group in self._tied:
             dist.all_reduce(self._find_total(weight), group=group)
 
@@ -225,7 +217,6 @@ class GradientSums:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce what is left, and hand this rank's parts to the optimizer."""
         for bucket in self._last_buckets:
             self._reduce(bucket)
         self._finish_sent()

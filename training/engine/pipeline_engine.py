@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,13 +20,11 @@ from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, move_m
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
 from training.engine.engine import Engine, StepObserver
 from training.engine.gradient_sums import GradientSums, list_backward
-from training.engine.runner import Runner
+from training.engine.runner import Runner, StageWithLoss, StepGradients
 from training.engine.shard_groups import ShardGroups, join_shard_groups, shard_within
 from training.optim.optimizer import OptimizerKeys, build_optimizer, declare_state, keeps_blocks
 from training.optim.parameter_groups import group_trained, separate_copies
-from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
-from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
 from training.pipeline.transfers import Transfers
 
@@ -39,24 +37,18 @@ def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trai
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
     groups = join_shard_groups(layout, module.global_rank) if trains else None
     wrapped = StepEngine(module, optimizer, settings, groups)
-    schedule = build_schedule(layout)
-    sums = None
+    gradients = None
     if trains:
-        sums = GradientSums(
+        gradients = GradientSums(
             module,
             wrapped.optimizer,
-            list_backward(schedule.list_units(module.stage_id)),
+            list_backward(build_schedule(layout).list_units(module.stage_id)),
             shards=config.shards_gradients,
             reduce_dtype=DTYPES[Precision(choose_reduce_dtype(config, layout))],
             groups=groups,
         )
     engine = PipelineStage(
-        wrapped,
-        layout,
-        schedule,
-        sums=sums,
-        has_varying_lengths=config.data.pad_to is PadTo.longest,
-        kept=declare_state(config) if trains else {},
+        wrapped, module, layout, config, model=StageWithLoss(module), gradients=gradients, update=wrapped.take_step
     )
     engine.saves_state = groups is None or groups.is_first
     return engine
@@ -109,26 +101,25 @@ class StepEngine(DeepSpeedEngine):
 
 
 class PipelineStage(DeepSpeedBacked):
-    """The engine of a pipeline stage.
-
-    sums: of gradients; None where nothing is trained. has_varying_lengths: micro-batches of one step may be longer than
-    those of another. kept: the declared optimizer state.
-    """
+    """The engine of a pipeline stage; a model in one stage is one too."""
 
     def __init__(
         self,
-        wrapped: StepEngine,
+        wrapped: DeepSpeedEngine,
+        module: StageModule,
         layout: Layout,
-        schedule: Schedule,
+        config: EngineKeys,
         *,
-        sums: GradientSums | None,
-        has_varying_lengths: bool,
-        kept: DeclaredState,
+        model: torch.nn.Module,
+        gradients: StepGradients | None,
+        update: Callable[[], None],
     ) -> None:
-        super().__init__(wrapped, wrapped.module, layout, kept)
-        self.sums, self._has_varying_lengths = sums, has_varying_lengths
+        """model, gradients, update: as the `Runner` needs them."""
+        super().__init__(wrapped, module, layout, {} if gradients is None else declare_state(config))
+        self.gradients, self._has_varying_lengths = gradients, config.data.pad_to is PadTo.longest
+        schedule = build_schedule(layout)
         self._transfers = Transfers(schedule, layout.topology.groups(PIPE), self.rank, self.device)
-        self._runner = Runner(self.module, schedule, self._transfers, sums, wrapped.take_step)
+        self._runner = Runner(module, model, schedule, self._transfers, gradients, update)
         mpu = self.module.mpu()
         self._replicas, self._stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
         self._loss_stage = schedule.find_stage(schedule.last_chunk)

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from models.losses.cross_entropy import Loss
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS, StepObserver
-from training.engine.gradient_sums import GradientSums
 from training.pipeline.exchanges import Exchange, find_input, find_output, is_local, plan_exchanges
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import Schedule, Unit, UnitKind
@@ -46,6 +45,44 @@ class Program(NamedTuple):
     passes: list[tuple[Unit, Exchange]]
 
 
+class StageWithLoss(torch.nn.Module):
+    """A stage, and the loss after its last chunk, as one module, which DeepSpeed can wrap."""
+
+    def __init__(self, stage: StageModule) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, inputs: Tensors, labels: Any = None, loss: Loss | None = None) -> Any:
+        """Run the active chunk. loss: None for one that is not the last."""
+        outputs = self.stage(inputs)
+        return outputs if loss is None else loss(outputs, labels)
+
+
+class StepGradients(Protocol):
+    """The path of a step's gradients from autograd to the optimizer."""
+
+    def start_step(self) -> None:
+        """Prepare for the first pass of a step."""
+
+    def start_pass(self) -> None:
+        """Prepare for the gradients of the next backward pass, or of one of its halves."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass of a loss, times its scale (fp16)."""
+
+    def add(self, parameter: torch.nn.Parameter) -> None:
+        """Add `parameter.grad`, which is complete for this pass and which no hook of autograd has seen."""
+
+    def finish_pass(self) -> None:
+        """Add what has not been added of the pass."""
+
+    def share_tied(self) -> None:
+        """Sum the gradients of weights that stages share."""
+
+    def reduce(self) -> None:
+        """Finish the reduction over replicas, and hand this rank's part to the optimizer."""
+
+
 class Runner:
     """Runs the steps and evaluations of one rank."""
 
@@ -53,17 +90,18 @@ class Runner:
 
     def __init__(
         self,
-        module: StageModule,
+        stage: StageModule,
+        model: torch.nn.Module,
         schedule: Schedule,
         transfers: Transfers,
-        sums: GradientSums | None,
+        gradients: StepGradients | None,
         update: Callable[[], None],
     ) -> None:
-        """sums: None for a stage that only evaluates. update: takes the optimizer's step."""
-        self._module, self._schedule, self._transfers = module, schedule, transfers
-        self._sums, self._update = sums, update
-        self._stage_id = module.stage_id
-        self._chunks = schedule.list_chunks(self._stage_id)
+        """model: the stage with its loss, or DeepSpeed's engine around that. gradients: None for a stage that only
+        evaluates. update: takes the optimizer's step."""
+        self._stage, self._model, self._schedule, self._transfers = stage, model, schedule, transfers
+        self._sums, self._update = gradients, update
+        self._chunks = schedule.list_chunks(stage.stage_id)
         self._program = self._plan(schedule)
         # Each micro-batch is loaded once: before the first chunk, on a rank that has it, else before the last.
         self._loads_at = next((chunk for chunk in (0, schedule.last_chunk) if chunk in self._chunks), None)
@@ -79,7 +117,7 @@ class Runner:
         }
 
     def _plan(self, schedule: Schedule, forward_only: bool = False) -> Program:
-        stage = self._stage_id
+        stage = self._stage.stage_id
         units = schedule.list_forward(stage) if forward_only else schedule.list_units(stage)
         before_first, *after = plan_exchanges(schedule, forward_only)[stage]
         return Program(before_first, list(zip(units, after, strict=True)))
@@ -89,9 +127,9 @@ class Runner:
 
         batches: (inputs, labels) of each micro-batch, on the device; not read on a rank in the middle.
         """
-        self._module.train()
+        self._model.train()
         self._gradients.start_step()
-        losses = self._run(self._program, batches, self._module.loss_fn)
+        losses = self._run(self._program, batches, self._stage.loss_fn)
         with self.observed(SHARE_TIED):
             self._gradients.share_tied()
         with self.observed(REDUCE):
@@ -104,9 +142,9 @@ class Runner:
     def evaluate(self, batches: Iterator[Any], num_micro_batches: int, loss: Loss | None = None) -> list[Any]:
         """Return what the loss function makes of each of `num_micro_batches`, on a rank that has it. loss: in place of
         the module's own."""
-        self._module.eval()
+        self._model.eval()
         schedule = replace(self._schedule, num_micro_batches=num_micro_batches)
-        return self._run(self._plan(schedule, forward_only=True), batches, loss or self._module.loss_fn)
+        return self._run(self._plan(schedule, forward_only=True), batches, loss or self._stage.loss_fn)
 
     def _run(self, program: Program, batches: Iterator[Any], loss: Loss | None) -> list[Any]:
         self._losses, self._loss = [], loss
@@ -120,13 +158,13 @@ class Runner:
     def _forward(self, unit: Unit, inputs: Tensors) -> Tensors:
         trains = torch.is_grad_enabled()
         hidden_states = inputs[0].requires_grad_() if unit.chunk and trains else None
-        self._module.set_active_chunk(self._chunks.index(unit.chunk))
+        self._stage.set_active_chunk(self._chunks.index(unit.chunk))
         with self.observed(FORWARD):
-            outputs = self._module(inputs)
             if unit.chunk == self._schedule.last_chunk:
-                assert self._loss is not None
-                outputs = (self._loss(outputs, self._labels.pop(unit.micro_batch)),)
+                outputs = (self._model(inputs, self._labels.pop(unit.micro_batch), self._loss),)
                 self._losses.append(outputs[0].detach())
+            else:
+                outputs = self._model(inputs)
         if trains:
             self._kept[unit.chunk, unit.micro_batch] = Kept(hidden_states, outputs[0])
         return outputs
@@ -134,14 +172,14 @@ class Runner:
     def _backward(self, unit: Unit, gradients: Tensors) -> Tensors:
         kept = self._kept.pop((unit.chunk, unit.micro_batch))
         splits = unit.kind is UnitKind.input_backward
-        self._module.set_active_chunk(self._chunks.index(unit.chunk))
+        self._stage.set_active_chunk(self._chunks.index(unit.chunk))
         with self.observed(BACKWARD):
             self._gradients.start_pass()
-            with self._module.deferred.defer(splits) as products:
+            with self._stage.deferred.defer(splits) as products:
                 if gradients:
                     kept.result.backward(*gradients)
                 else:
-                    self._gradients.scale(kept.result / self._schedule.num_micro_batches).backward()
+                    self._gradients.backward(kept.result / self._schedule.num_micro_batches)
             self._gradients.finish_pass()
         if splits:
             self._products[unit.chunk, unit.micro_batch] = products
@@ -189,7 +227,7 @@ class Runner:
                 self._transfers.exchange(exchange, result)
 
     @property
-    def _gradients(self) -> GradientSums:
+    def _gradients(self) -> StepGradients:
         assert self._sums is not None, "this engine only evaluates"
         return self._sums
 

@@ -6,7 +6,7 @@ from training.distributed.topology import Layout
 from training.engine.deepspeed_backed import EngineKeys
 from training.engine.engine import Engine
 from training.engine.pipeline_engine import start_pipeline
-from training.engine.zero3_engine import start_zero3
+from training.engine.zero3 import start_zero3
 from training.pipeline.module import StageModule
 
 

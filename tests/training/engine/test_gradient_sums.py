@@ -84,8 +84,8 @@ class DeepSpeedsSums:
     def start_step(self) -> None:
         self.optimizer.clear_backward_seen_flag()
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def start_pass(self) -> None:
         self.optimizer.backward_prologue()

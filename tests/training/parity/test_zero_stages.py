@@ -169,21 +169,21 @@ def test_offloaded_weights_equal_hugging_face(workers, material, kind: str, tied
 
 def train_offloaded(case: Case) -> dict[str, Any]:
     """Check that the weights go to the host: when they are sharded, and in the optimizer."""
-    from training.engine import zero3_engine as plain_engine
+    from training.engine import zero3
     from training.pipeline import weight_sharding
 
     asked: list[Any] = []
-    init, start = weight_sharding.Init, plain_engine.Zero3Engine
+    init, start = weight_sharding.Init, zero3.PipelineStage
 
     def shard(**arguments: Any) -> Any:
         asked.append(arguments.get("remote_device"))
         return init(**arguments)
 
-    def begin(wrapped: Any, *others: Any) -> Any:
+    def begin(wrapped: Any, *others: Any, **named: Any) -> Any:
         assert wrapped.optimizer.offload_param
-        return start(wrapped, *others)
+        return start(wrapped, *others, **named)
 
-    with patch.object(weight_sharding, "Init", shard), patch.object(plain_engine, "Zero3Engine", begin):
+    with patch.object(weight_sharding, "Init", shard), patch.object(zero3, "PipelineStage", begin):
         result = train_case(case)
     assert asked and {*asked} == {"cpu"}
     return result
@@ -324,7 +324,7 @@ class CountSums:
         from training.engine.engine import FORWARD
 
         if unit == FORWARD:
-            optimizer, sums = self._engine.wrapped.optimizer, getattr(self._engine, "sums", None)
+            optimizer, sums = self._engine.wrapped.optimizer, self._engine.gradients
             held = [each for group in optimizer.averaged_gradients.values() for each in group or ()]
             held += getattr(sums, "parts", [])
             held += [p.grad for p in self._parameters if p.grad is not None]

@@ -63,7 +63,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
     from training.engine import pipeline_engine as engines
-    from training.engine import zero3_engine as plain_engine
+    from training.engine import zero3
 
     written = engines.build_deepspeed_config
 
@@ -75,7 +75,7 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
     with (
         patch.object(chunks, "CHUNK_SIZE", SMALL_BUCKET),
         patch.object(engines, "build_deepspeed_config", build),
-        patch.object(plain_engine, "build_deepspeed_config", build),
+        patch.object(zero3, "build_deepspeed_config", build),
     ):
         yield
 
