@@ -14,10 +14,8 @@ from training.config.ranges import check_ranges
 from training.config.schema import OptimizerConfig, OptimizerName, RunConfig, StateDtype
 from training.config.sources import list_evaluations, parse_files, read_files
 
-# Releases before 0.19.4 have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed;
-# tests/training/parity/test_parity.py guards the newer ones). Those before 0.19.8 have no `_train_schedule` to override
-# and a BF16_Optimizer that does not say when it skips a step (training/engine/deepspeed_internals.py lists such names).
-MIN_DEEPSPEED = "0.19.8"
+# docs/inside.md has the table of versions that were tried
+MIN_DEEPSPEED = "0.19.4"
 
 # Half of a step of bf16 is at most 1/256: so an average in bf16 always comes down when what it averages is 0.
 MAX_BF16_BETA = 0.996
@@ -35,9 +33,8 @@ def check_deepspeed_version(installed: str | None = None) -> None:
     installed = installed or version("deepspeed")
     if Version(installed) < Version(MIN_DEEPSPEED):
         raise UserError(
-            f"deepspeed {installed} is too old: releases before 0.19.4 compute wrong gradients with pipeline stages, "
-            f"and those before {MIN_DEEPSPEED} lack what this project builds on; install deepspeed>={MIN_DEEPSPEED},"
-            "<0.20 (pip install -r requirements.txt)"
+            f"deepspeed {installed} is too old: releases before {MIN_DEEPSPEED} lack what this project builds on; "
+            f"install deepspeed>={MIN_DEEPSPEED},<0.20 (pip install -r requirements.txt)"
         )
 
 

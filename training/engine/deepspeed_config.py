@@ -100,6 +100,8 @@ def build_deepspeed_config(
                 "instead"
             )
         built[key] = value
+    # else stage 3 waits for the device at the start and end of each micro-batch (0.19.8, utils/timer.py)
+    built.setdefault("timers", {"throughput": {"enabled": False}})
     return built
 
 

@@ -43,7 +43,7 @@ class Internal:
 
 
 PACKAGES = {
-    "deepspeed": Package("0.19.8", ">=0.19.8,<0.20"),
+    "deepspeed": Package("0.19.8", ">=0.19.4,<0.20"),
     "torch": Package("2.13.0", ">=2.11"),
     "transformers": Package("5.23.0", ">=5.21,<6"),
     "peft": Package("0.21.2", ">=0.18"),
@@ -76,7 +76,7 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_MODULE}._build", ("ds_pipe_replicated",), norm
     # training/engine/pipeline_engine.py, training/engine/deepspeed_backed.py
     yield _ENGINE, ("_take_model_step", "set_gradient_accumulation_boundary"), "taking a step"
-    yield _ENGINE, ("_configure_python_gc", "global_steps", "global_samples", "device", "optimizer"), "taking a step"
+    yield _ENGINE, ("global_steps", "global_samples", "device", "optimizer"), "taking a step"
     # training/pipeline/module.py
     yield _MODULE, (*_BUILDING, "_precompute_checkpointable_values"), "building a stage without random weights"
     yield f"{_MODULE}.__init__", _BUILDING, "building a stage without random weights"

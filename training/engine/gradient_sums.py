@@ -17,6 +17,7 @@ autograd itself adds the next.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -88,8 +89,20 @@ class GradientSums:
         self._arrived: set[int] = set()  # ids of parameters whose gradient of the running pass is there
         self._sent: list[Sent] = []  # slices that are being reduced
         self._replace_deepspeeds()
+        self._register_hooks(trained)
+
+    def _register_hooks(self, trained: Sequence[Parameter]) -> None:
+        """Call `add` for each gradient, by a weak reference: Python's garbage collection does not see circles through
+        hooks, so parameters would keep this object, its buffers and process groups forever."""
+        reference = weakref.ref(self)
+
+        def add(parameter: Parameter) -> None:
+            sums = reference()
+            if sums is not None:
+                sums.add(parameter)
+
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self.add)
+            parameter.register_post_accumulate_grad_hook(add)
 
     def _allocate(self, trained: Sequence[Parameter]) -> None:
         """Allocate the sums, and find that of each parameter that has a whole one."""

@@ -16,7 +16,7 @@ from training.config.precision import DTYPES
 from training.config.schema import Precision
 from training.distributed.process import has_accelerator
 from training.distributed.topology import PIPE, Layout
-from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, move_micro_batches
+from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, configure_gc, move_micro_batches
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
 from training.engine.engine import Engine, StepObserver
 from training.engine.gradient_sums import GradientSums, list_backward
@@ -37,6 +37,7 @@ def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trai
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
     groups = join_shard_groups(layout, module.global_rank) if trains else None
     wrapped = StepEngine(module, optimizer, settings, groups)
+    configure_gc(settings)
     gradients = None
     if trains:
         gradients = GradientSums(
@@ -87,7 +88,6 @@ class StepEngine(DeepSpeedEngine):
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
-        self._configure_python_gc()
         if optimizer is not None:
             self.set_gradient_accumulation_boundary(True)  # it sees the end of a step alone
 

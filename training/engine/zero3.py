@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from training.distributed.process import has_accelerator
 from training.distributed.topology import Layout
-from training.engine.deepspeed_backed import EngineKeys
+from training.engine.deepspeed_backed import EngineKeys, configure_gc
 from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.deepspeed_internals import patch
 from training.engine.engine import Engine
@@ -44,6 +44,7 @@ def start_zero3(module: StageModule, config: EngineKeys, layout: Layout) -> Engi
         config=settings,
         config_class=DeepSpeedConfig(settings, mpu),
     )
+    configure_gc(settings)
     hide_fetches(wrapped)
     return PipelineStage(
         wrapped,

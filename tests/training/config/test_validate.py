@@ -13,13 +13,13 @@ from training.config.validate import MIN_DEEPSPEED, check_config, check_deepspee
 from training.setup import check_compiler
 
 
-@pytest.mark.parametrize("installed", ["0.16.9", "0.18.9", "0.19.2", "0.19.3", "0.9.0", "0.19.7", "0.19.8rc1"])
+@pytest.mark.parametrize("installed", ["0.16.9", "0.18.9", "0.19.2", "0.19.3", "0.9.0", "0.19.4rc1"])
 def test_a_deepspeed_that_is_too_old_is_refused(installed: str) -> None:
     with pytest.raises(UserError, match=f"deepspeed {installed} is too old: .*; install deepspeed>={MIN_DEEPSPEED},<0"):
         check_deepspeed_version(installed)
 
 
-@pytest.mark.parametrize("installed", ["0.19.8", "0.19.10", "0.20.0", "1.0", "0.19.8+cu128"])
+@pytest.mark.parametrize("installed", ["0.19.4", "0.19.8", "0.19.10", "0.20.0", "1.0", "0.19.8+cu128"])
 def test_a_newer_deepspeed_is_accepted(installed: str) -> None:
     check_deepspeed_version(installed)
 

@@ -83,6 +83,14 @@ def test_deepspeed_itself_takes_it() -> None:
 
 def test_the_group_adds_keys() -> None:
     assert build("+deepspeed.comms_logger.enabled=true")["comms_logger"] == {"enabled": True}
+    assert build("+deepspeed.timers.throughput.enabled=true")["timers"] == {"throughput": {"enabled": True}}
+
+
+def test_no_timer_waits_for_the_device() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    read = DeepSpeedConfig({**build("zero_stage=3"), "train_batch_size": 15})
+    assert not read.timers_config.enabled
 
 
 @pytest.mark.parametrize("key", ["zero_optimization.stage", "bf16.enabled", "train_batch_size", "gradient_clipping"])

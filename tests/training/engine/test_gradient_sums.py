@@ -79,6 +79,7 @@ class DeepSpeedsSums:
 
     def __init__(self, module: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         self.module, self.optimizer = module, optimizer
+        vars(optimizer).setdefault("overflow", False)  # which BF16_Optimizer has from 0.19.8 on
         self.is_flat = hasattr(optimizer, "fp32_groups_gradients")
 
     def start_step(self) -> None:
@@ -397,3 +398,17 @@ def record_reductions(case: Case) -> tuple[list[tuple[str, int]], int]:
     with patch.object(gradient_sums.dist, "reduce", recorded):
         train_step(engine, loader.iterate(0, 1), config, 0, 1)
     return calls, sum(parameter.numel() for parameter in engine.module.parameters())
+
+
+def test_an_engine_that_is_gone_leaves_no_process_groups(workers: Callable[[int], WorkerGroup], root: Path) -> None:
+    """Each has threads that wake a hundred times a second."""
+    case = build_case(root, False, 2, 2)
+    _, after_one, after_two, after_three = (workers(2).run(train_and_count_threads, case)[0] for _ in range(4))
+    assert after_one == after_two == after_three  # the first one may start autograd's own
+
+
+def train_and_count_threads(case: Case) -> int:
+    """Threads of the process before the case, with those of its default process group."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    train_case(case)
+    return threads
