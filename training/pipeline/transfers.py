@@ -89,10 +89,14 @@ class Transfers:
             self._arrivals[message] = Arrival(tensors, works if is_one else works[position : position + len(tensors)])
             position += len(tensors)
 
-    def _bound_sent(self) -> None:
-        """Drop what has been received, and wait for the oldest where too much is under way."""
+    def _drop_received(self) -> None:
+        """Free what was sent and has been received."""
         while self._under_way and all(work.is_completed() for work in self._under_way[0].works):
             wait_for(self._under_way.popleft().works)
+
+    def _bound_sent(self) -> None:
+        """Wait for the oldest where too much is under way."""
+        self._drop_received()
         while len(self._under_way) >= UNDER_WAY:
             wait_for(self._under_way.popleft().works)
 
@@ -101,6 +105,7 @@ class Transfers:
         with NCCL."""
         tensors, works = self._arrivals.pop(message)
         wait_for(works)
+        self._drop_received()
         if message.is_gradient or is_local(self._schedule, message) or self._is_first(message.chunk):
             return tensors
         is_last = message.chunk == self._schedule.list_chunks(self._stage_id)[-1]
