@@ -186,7 +186,7 @@ def test_one_assembly() -> None:
 # compare with, and tests that prove something about DeepSpeed.
 ENGINE_INSIDES = {
     "wrapped",
-    "_INSTRUCTION_MAP",
+    "_take_model_step",
     "train_batch",
     "eval_batch",
     "global_steps",

@@ -9,8 +9,8 @@ from training.config.schema import Offload, Precision, ReduceDtype
 from training.distributed.topology import Layout
 
 _NEVER = 10**9  # steps_per_print takes no "off"
-# Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32; two such buckets are on the
-# GPU at a time. DeepSpeed's default is ten times as much; what that would gain on a network was not measured.
+# Elements of gradients that are reduced at a time: 200 MB in fp32. DeepSpeed's default is ten times as much; what that
+# would gain on a network was not measured.
 REDUCE_BUCKET = 50_000_000
 # memory_efficient_linear would replace torch's function by one of DeepSpeed's, in the whole process.
 MAX_LIVE = 1_000_000_000  # elements of weights that are gathered at a time, and within which they are kept for reuse
@@ -76,10 +76,6 @@ def build_deepspeed_config(
         "communication_data_type": choose_reduce_dtype(config, layout),
         "fp16": {"enabled": config.precision is Precision.fp16},
     }
-    if (
-        layout.tensor_parallel_size > 1
-    ):  # each rank of a group sends the whole hidden states to its counterpart in the next stage
-        built["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if not trains:
         built["zero_optimization"] = {"stage": 0}
     elif config.offload_optimizer is Offload.none:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from training.distributed.p2p import wait_for
 from training.engine.deepspeed_internals import patch
 from training.engine.reduce_buckets import Bucket, ParameterRange, ReduceSlice, locate, plan_buckets, plan_reductions
 from training.engine.shard_groups import ShardGroups, average
@@ -311,7 +312,7 @@ class GradientSums:
     def _finish_sent(self) -> None:
         """Wait for what is being reduced, and take over what this rank owns of it."""
         for reduced, gradients, work in self._sent:
-            work.wait()
+            wait_for([work])
             if reduced.owner == self._rank:
                 self._take(reduced, gradients)
         self._sent = []

@@ -412,3 +412,32 @@ def train_and_count_threads(case: Case) -> int:
     threads = len(list(Path("/proc/self/task").iterdir()))
     train_case(case)
     return threads
+
+
+def test_a_rank_that_waits_for_a_reduction_is_seen_to_wait(workers: Callable[[int], WorkerGroup], root: Path) -> None:
+    """The watchdog must not name it as the one that is stuck."""
+    case = build_case(root, False, 1, 2)
+    for waits in workers(2).run(find_waits, case):
+        assert waits and all(waits)
+
+
+def find_waits(case: Case) -> list[bool]:
+    import sys
+
+    from training.distributed.watchdog import find_place
+    from training.engine import gradient_sums
+
+    seen: list[bool] = []
+    reduce = gradient_sums.dist.reduce
+
+    class Work:
+        def __init__(self, work: Any) -> None:
+            self._work = work
+
+        def wait(self) -> None:
+            seen.append(find_place(sys._getframe(1))[1])
+            self._work.wait()
+
+    with patch.object(gradient_sums.dist, "reduce", lambda *given, **named: Work(reduce(*given, **named))):
+        train_case(case)
+    return seen
