@@ -7,6 +7,7 @@ libraries to a log. A new bar replaces the one before it until it ends.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import textwrap
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -40,10 +41,22 @@ def redirect_to_console(log: Path) -> None:
     """Redirects stdout and stderr of this process, native libraries included, to `log`; output of this module is not
     redirected."""
     global _kept
-    _kept = open(os.dup(stream().fileno()), "w", buffering=1, errors="backslashreplace")
+    screen = io.BufferedWriter(_Screen(os.dup(stream().fileno()), "w"))
+    _kept = io.TextIOWrapper(screen, stream().encoding, errors="backslashreplace", line_buffering=True)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+
+
+class _Screen(io.FileIO):
+    """A terminal, or a pipe, that may go away: Ctrl-C ends the `tee` of `deepspeed ... | tee log` too, and what nobody
+    reads must not keep a run from its save."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 def is_terminal() -> bool:

@@ -22,6 +22,7 @@ from training.cli.command_line import asks_for_sweep, check_command_line, clean_
 from training.cli.sweep import build_launch, plan_sweep, run_sweep
 from training.config.schema import register_schema
 from training.distributed.host_share import set_allocator_defaults
+from training.distributed.launcher import end_with_launcher
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error, read_ranks
 from training.engine.deepspeed_internals import check_internals
 from training.pipeline.schedules import find_schedule
@@ -74,6 +75,7 @@ def main() -> None:
     if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
         sys.exit(sweep())
     ranks = read_ranks()
+    end_with_launcher(ranks)
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()

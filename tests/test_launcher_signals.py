@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
-from support.launching import Ended, Launch, run_deepspeed, run_torchrun
+from support.launching import SECONDS, Ended, Launch, run_deepspeed, run_slurm, run_supervised, run_torchrun
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
+
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 def signal_launcher(launch: Launch, signum: int) -> None:
+    """As `kill`, systemd's KillMode=process and many schedulers do."""
     launch.process.send_signal(signum)
-
-
-def signal_tree(launch: Launch, signum: int) -> None:
-    """As a scheduler does: every process of the job, the workers first."""
-    signal_ranks(launch, signum)
-    signal_launcher(launch, signum)
 
 
 def signal_ranks(launch: Launch, signum: int) -> None:
@@ -28,21 +27,41 @@ def signal_ranks(launch: Launch, signum: int) -> None:
         os.kill(pid, signum)
 
 
+def signal_tree(launch: Launch, signum: int) -> None:
+    """As a terminal and most schedulers do: every process of the job, the workers first."""
+    signal_ranks(launch, signum)
+    signal_launcher(launch, signum)
+
+
+def start(launcher: str, given: Sequence[str], out: Path, folder: Path, interrupt: Callable[[Launch], None]) -> Ended:
+    if launcher == "supervise":
+        return run_supervised(out, given, folder, interrupt)
+    run = {"deepspeed": run_deepspeed, "torchrun": run_torchrun, "slurm": run_slurm}[launcher]
+    return run(given, folder, while_running=interrupt)
+
+
+# What the launcher returns. That of `deepspeed` itself ends at once, that of torchrun has no other code than 1.
+CODES = {
+    "deepspeed": lambda signum: -signum,
+    "torchrun": lambda signum: 1,
+    "supervise": lambda signum: 128 + signum,
+    "slurm": lambda signum: 128 + signum,
+}
+SENT = [*product(("deepspeed", "torchrun", "supervise"), (signal_launcher, signal_tree)), ("slurm", signal_ranks)]
+MATRIX = [(*sent, signum, workers) for sent, signum, workers in product(SENT, (TERM, INT), (0, 2))]
+ALSO = [("torchrun", signal_ranks, TERM, 2), ("deepspeed", signal_tree, HUP, 2)]
+SHORT = [("torchrun", signal_tree, TERM, 2), ("deepspeed", signal_launcher, TERM, 0)]
+
+
 @pytest.mark.parametrize(
-    ("launcher", "send", "signum", "code"),
-    [
-        (run_torchrun, signal_tree, signal.SIGTERM, 1),  # torchrun has no other code than 1
-        pytest.param(run_torchrun, signal_launcher, signal.SIGTERM, 1, marks=pytest.mark.full),
-        pytest.param(run_torchrun, signal_ranks, signal.SIGTERM, 1, marks=pytest.mark.full),
-        pytest.param(run_torchrun, signal_tree, signal.SIGINT, 1, marks=pytest.mark.full),
-        pytest.param(run_deepspeed, signal_tree, signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.full),
-    ],
+    ("launcher", "send", "signum", "num_workers"),
+    [*SHORT, *(pytest.param(*case, marks=pytest.mark.full) for case in (*MATRIX, *ALSO) if case not in SHORT)],
 )
-def test_a_signal_to_all_processes_saves(
-    launcher: Callable[..., Ended],
+def test_a_signal_saves_and_nothing_is_left(
+    launcher: str,
     send: Callable[[Launch, int], None],
     signum: signal.Signals,
-    code: int,
+    num_workers: int,
     root: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -51,14 +70,24 @@ def test_a_signal_to_all_processes_saves(
     def interrupt(launch: Launch) -> None:
         launch.wait_for("step 2/")
         send(launch, signum)
+        wait_for_end(launch)
 
-    ended = launcher(
-        arguments(root, out, "max_steps=100000", "num_workers=2", "save_steps=null"), tmp_path, while_running=interrupt
-    )
+    given = arguments(root, out, "max_steps=100000", f"num_workers={num_workers}", "save_steps=null")
+    ended = start(launcher, given, out, tmp_path, interrupt)
     assert (ended.left_alive, ended.errors()) == ([], []), ended.output
     step = int(read_metrics(out)[-1]["step"])
-    assert f"stopped by {signum.name} at step {step}; continue with resume=latest" in ended.output
+    # The ranks of a launcher that is gone end as if they had received SIGTERM.
+    name = TERM.name if (launcher, send) == ("deepspeed", signal_launcher) else signum.name
+    assert f"stopped by {name} at step {step}; continue with resume=latest" in ended.output
     assert (out / "checkpoints" / "latest").read_text() == f"global_step{step}"
-    assert ended.code == code, ended.output
-    if send is signal_ranks:  # the launcher says how the first of them ended, and ends the others
+    assert ended.code == CODES[launcher](signum), ended.output
+    if (launcher, send) == ("torchrun", signal_ranks):  # it says how the first of them ended, and ends the others
         assert f"exitcode  : {128 + signum} " in ended.output, ended.output
+
+
+def wait_for_end(launch: Launch) -> None:
+    """Until no process of the launch is alive: a launcher may end before its ranks do."""
+    deadline = time.monotonic() + SECONDS
+    while launch.process.poll() is None or launch.processes():
+        assert time.monotonic() < deadline, launch.processes()
+        time.sleep(0.1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from errors import UserError
@@ -46,13 +46,14 @@ class Evaluations:
     def __bool__(self) -> bool:
         return bool(self._loaders)
 
-    def run(self) -> Record:
+    def run(self, check: Callable[[], None] = lambda: None) -> Record:
         """Evaluate, and return `eval_loss`, the objective's metrics and `eval_tokens`, the same on every rank.
 
+        check: called by all ranks now and then, to end the evaluation by an exception.
         Several files have separate fields (`eval_NAME_loss`, ...), and `eval_loss` is the mean over the targets, or the
         pairs, of all files, as if they were one.
         """
-        found = {name: self._evaluate(name) for name in self._loaders}
+        found = {name: self._evaluate(name, check) for name in self._loaders}
         if list(found) == [""]:
             return found[""]
         terms = {name: self._sizes[name].terms for name in found}
@@ -64,10 +65,13 @@ class Evaluations:
         }
         return {"eval_loss": loss, **named, "eval_tokens": sum(size.targets for size in self._sizes.values())}
 
-    def _evaluate(self, name: str) -> Record:
+    def _evaluate(self, name: str, check: Callable[[], None]) -> Record:
         loader, size = self._loaders[name], self._sizes[name]
+        check()
         if self._first_pass is not None:
-            self._first_pass(loader.first.iterate(), len(loader.first), size.terms)
-        loss = evaluate(self._engine, loader.iterate(), len(loader), size.terms, bounds=size.documents)
+            self._first_pass(loader.first.iterate(), len(loader.first), size.terms, check)
+        loss = evaluate(
+            self._engine, loader.iterate(), len(loader), size.terms, bounds=size.documents, check=check
+        )  # fmt: skip
         metrics = self._metrics.finish_evaluation() if self._metrics is not None else {}
         return {"eval_loss": loss, **metrics, "eval_tokens": size.targets}

@@ -22,7 +22,7 @@ from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
 from training.config.criterion import Criterion
 from training.config.schema import OnNonfinite, Precision, RunConfig
-from training.distributed.interrupts import Interrupt, Interrupts, tolerate_dead_workers
+from training.distributed.interrupts import EvaluationInterrupted, Interrupt, Interrupts, tolerate_dead_workers
 from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
@@ -117,7 +117,7 @@ class TrainingLoop:
         room for a checkpoint.
         """
         self._writer.check_room(count_state_bytes(self.config))
-        if self.config.eval_on_start and self._evaluations and self.state.step == 0:
+        if self._lacks_evaluation():
             self._evaluate()
         micro_batches = self._iterate(self.train_loader)
         self._first_batches = self._iterate(self.train_loader.first) if self._first_pass is not None else None
@@ -130,12 +130,20 @@ class TrainingLoop:
                 self._step_and_after(micro_batches)
             # Launchers repeat their signals, and the next one would kill a rank without a handler.
             self._wait_for_save()
+            self._notice_signal()
             self._callbacks.finish_save()
             self._callbacks.update_view(ended_by=self.ended_by)
             self._callbacks.call("on_end")
         finally:
             self._interrupts.close()
         return self.state
+
+    def _lacks_evaluation(self) -> bool:
+        """Returns whether the run evaluates before its first step: at its start, or after its last step, where a signal
+        has ended that evaluation."""
+        at_start = self.config.eval_on_start and self.state.step == 0
+        was_interrupted = self.state.step == self.budget.last_step > 0 and not self.state.evaluation
+        return bool(self._evaluations) and (at_start or was_interrupted)
 
     def _iterate(self, loader: Any) -> Any:
         return iterate_trained(loader, self.state.step, self.budget.last_step, self.config.skip_data_intervals)
@@ -192,14 +200,16 @@ class TrainingLoop:
         if self._evaluations and (is_due(step, self._eval_every) or self.ended_by) and not request.signum:
             self._untimed(self._evaluate)
             asks_to_save |= self._handle_requests()
+            self._notice_signal()
         if self.ended_by:
             tolerate_dead_workers()  # no further step needs one
             self._report_interval()  # where an evaluation or a callback has ended the run
         is_asked = request.save or asks_to_save or self._is_best_to_keep()
-        is_final = bool(self.ended_by) and (self.config.save_final or bool(request.signum))
+        is_final = bool(self.ended_by) and (self.config.save_final or bool(self.signum))
         if is_due(step, self._save_every) or is_final or is_asked or step in self.config.export_steps:
             self._untimed(self._save)
             self._interrupts.saved()
+            self._notice_signal()
 
     def _find_end(self, request: Interrupt) -> str:
         """Return why the run ends with this step; empty when it continues."""
@@ -208,6 +218,12 @@ class TrainingLoop:
         if self.state.step < self.budget.last_step:
             return ""
         return "the last step" if self.budget.last_step == self.budget.total_steps else "stop_after_steps"
+
+    def _notice_signal(self) -> None:
+        """End the run with this step when a signal has arrived during an evaluation or a save."""
+        self.signum = self._interrupts.agree_on_signal()
+        if self.signum:
+            self.ended_by = signal.Signals(self.signum).name
 
     def _handle_requests(self) -> bool:
         """Return whether a callback has asked for a save; end the run with this step when one has asked to stop."""
@@ -225,7 +241,7 @@ class TrainingLoop:
             console.say(f"early stopping: {describe_patience(best, self.config.early_stopping_threshold)}")
 
     def _wait_for_save(self) -> None:
-        with self._hooks.pause_watchdog():
+        with self._interrupts.saving(), self._hooks.pause_watchdog():
             self._writer.wait()
 
     def _is_best_to_keep(self) -> bool:
@@ -307,7 +323,10 @@ class TrainingLoop:
         return counted | ({"loss_scale": scaler["cur_scale"]} if scaler else {})
 
     def _evaluate(self) -> None:
-        found, step = self._evaluations.run(), self.state.step
+        try:
+            found, step = self._evaluations.run(self._interrupts.check_evaluation), self.state.step
+        except EvaluationInterrupted:
+            return  # the run ends with this step
         self.last_eval = {"step": step, **found}
         self._report(self.last_eval)
         check_metric(self._criterion.metric, found, is_main=bool(self.reporters))
@@ -323,7 +342,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self._callbacks.finish_save()  # the previous one
-        with self._hooks.pause_watchdog():
+        with self._interrupts.saving(), self._hooks.pause_watchdog():
             self._writer.save(self.state)
         self._callbacks.expect_save(self.folder.checkpoints / f"global_step{self.state.step}")
 

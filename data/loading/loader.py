@@ -333,7 +333,7 @@ class _MicroBatches(Dataset):
         return self._build_batch(index)
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # which make a rank save and leave
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which make a rank save and leave
 
 
 def _iterate(build_batch: Callable[[int], Batch], indices: range, options: LoaderOptions) -> Iterator[Batch]:

@@ -70,6 +70,33 @@ def run_torchrun(
     return run([*launcher, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd, while_running)
 
 
+SRUN = """#!{python}
+import os, subprocess, sys
+command = sys.argv[next(place for place, word in enumerate(sys.argv) if place and not word.startswith("--")):]
+tasks = [
+    subprocess.Popen(command, env={{**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}})
+    for rank in range(2)
+]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def run_slurm(arguments: Sequence[str], cwd: Path, while_running: Callable[[Launch], None] | None = None) -> Ended:
+    """scripts/slurm.sh over a stand-in for srun, which starts two tasks and returns the highest of their codes."""
+    stand_ins = cwd / "bin"
+    stand_ins.mkdir()
+    for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", "#!/bin/sh\necho 127.0.0.1\n")):
+        (stand_ins / name).write_text(text)
+        (stand_ins / name).chmod(0o755)
+    variables = {
+        "PATH": f"{stand_ins}:{BIN}:{os.environ['PATH']}", "MASTER_PORT": free_port(), "SLURM_SUBMIT_DIR": ROOT,
+        "SLURM_JOB_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 1,
+        "SLURM_STEP_TASKS_PER_NODE": 2,
+    }  # fmt: skip
+    words = [f"{name}={value}" for name, value in variables.items()]
+    return run(["env", *words, "bash", str(ROOT / "scripts" / "slurm.sh"), *arguments], cwd, while_running)
+
+
 def run_alone(arguments: Sequence[str], cwd: Path) -> Ended:
     return run([sys.executable, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd)
 

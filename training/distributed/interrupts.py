@@ -1,12 +1,13 @@
-"""Requests to a run from outside: SIGTERM, SIGINT, the files STOP and SAVE in output_dir, and the interval
+"""Requests to a run from outside: SIGTERM, SIGINT, SIGHUP, the files STOP and SAVE in output_dir, and the interval
 `save_minutes`.
 
 Whichever rank receives one, all ranks act at the same step boundary: one all-reduce of four numbers on the host, at a
-point where the ranks have just synchronized anyway (the gradient norm and the loss are reduced over all of them).
+point where the ranks have just synchronized anyway (the gradient norm and the loss are reduced over all of them). An
+evaluation and a save are asked for signals too, since a step may be long after them.
 
 A signal may arrive while the main thread is in a collective, where Python runs no handler: the interpreter's C handler
-writes a byte into a socket, and a thread reads it. If the step does not end within `grace_seconds`, the process exits
-and no checkpoint is touched: the one being written has its temporary name.
+writes a byte into a socket, and a thread reads it. If the step does not end within `grace_seconds`, in which saves do
+not count, the process exits and no checkpoint is touched: the one being written has its temporary name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +28,8 @@ import torch.distributed as dist
 import console
 
 STOP_NAME, SAVE_NAME = "STOP", "SAVE"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SECONDS_BETWEEN_LOOKS = 0.1
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,10 @@ class Interrupt:
     @property
     def ends(self) -> bool:
         return self.stop or self.signum > 0
+
+
+class EvaluationInterrupted(Exception):
+    """A signal ends the run during an evaluation; raised on all ranks at the same point."""
 
 
 class Interrupts:
@@ -57,8 +65,8 @@ class Interrupts:
         self._output_dir, self._grace_seconds, self._is_main = output_dir, grace_seconds, is_main
         self._save_seconds = None if save_minutes is None else 60 * save_minutes
         self._group = group
-        self._numbers = torch.zeros(4, dtype=torch.int32)
         self._signum = 0
+        self._is_saving = False
         self._agreed = threading.Event()
         self._last_save = time.monotonic()
 
@@ -66,7 +74,9 @@ class Interrupts:
         """Install the signal handlers, and start the thread that receives signals. Returns self."""
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._handlers = {signum: signal.signal(signum, _wake) for signum in _SIGNALS}
+        # One that is ignored stays ignored, such as SIGHUP under nohup
+        received = [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+        self._handlers = {signum: signal.signal(signum, _wake) for signum in received}
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(self._reader,), daemon=True).start()
         return self
@@ -87,18 +97,41 @@ class Interrupts:
         """
         stop = self._is_main and (self._output_dir / STOP_NAME).exists()
         save = self._is_main and ((self._output_dir / SAVE_NAME).exists() or self._is_time())
-        for place, number in enumerate((self._signum, stop, save, nonfinite)):
-            self._numbers[place] = int(number)
-        dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group)
-        signum, *requested = self._numbers.tolist()
+        signum, *requested = self._reduce(self._signum, stop, save, nonfinite)
         request = Interrupt(signum, *map(bool, requested))
-        if request.ends:
+        if request.stop:
             self._agreed.set()
         if self._is_main:
             for name, is_requested in ((STOP_NAME, request.stop), (SAVE_NAME, request.save)):
                 if is_requested:
                     (self._output_dir / name).unlink(missing_ok=True)
         return request
+
+    def agree_on_signal(self) -> int:
+        """Return the number of the signal that some rank has received, the same on all ranks; 0 for none."""
+        (signum,) = self._reduce(self._signum)
+        return signum
+
+    def check_evaluation(self) -> None:
+        """Raise EvaluationInterrupted on all ranks when any has received a signal. All ranks call it."""
+        if self.agree_on_signal():
+            raise EvaluationInterrupted
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within this context `grace_seconds` does not run: a save is finished."""
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
+
+    def _reduce(self, signum: int, *flags: bool) -> list[int]:
+        numbers = torch.tensor([signum, *flags], dtype=torch.int32)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
+        if numbers[0]:
+            self._agreed.set()
+        return numbers.tolist()
 
     def saved(self) -> None:
         """Restart the interval `save_minutes`."""
@@ -118,12 +151,22 @@ class Interrupts:
         name = signal.Signals(self._signum).name
         if self._is_main:
             _say(f"{name}: saving at the end of this step, then leaving")
-        if not self._agreed.wait(self._grace_seconds):
+        if not self._is_agreed_in_time():
             _say(
                 f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without "
                 "a save, continue with resume=latest"
             )
             os._exit(exit_code(self._signum))
+
+    def _is_agreed_in_time(self) -> bool:
+        seconds_left = self._grace_seconds
+        while seconds_left > 0:
+            started = time.monotonic()
+            if self._agreed.wait(min(_SECONDS_BETWEEN_LOOKS, seconds_left)):
+                return True
+            if not self._is_saving:
+                seconds_left -= time.monotonic() - started
+        return False
 
 
 def exit_code(signum: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,23 @@ import torch.distributed as dist
 from models.layers.documents import DocumentBounds
 from training.config.schema import RunConfig
 from training.engine.engine import Engine
+from training.engine.steps import forward_in_groups
 from training.objectives.objective import FirstPass
 from training.objectives.registry import get_objective
 
-RunFirstPass = Callable[[Iterator[Any] | None, int, int], None]
-"""Arguments: the micro-batches of a loader's `first`, how many one pipeline has, and the number of samples of all. All
-ranks call it, before a step or an evaluation."""
+
+class RunFirstPass(Protocol):
+    """The first pass of a step or an evaluation; all ranks call it before that."""
+
+    def __call__(
+        self,
+        micro_batches: Iterator[Any] | None,
+        num_micro_batches: int,
+        num_samples: int,
+        check: Callable[[], None] = ...,
+    ) -> None:
+        """micro_batches: of a loader's `first`. num_micro_batches: of one pipeline. num_samples: of all pipelines.
+        check: as in `forward_in_groups`."""
 
 
 def build_first_pass(engine: Engine, config: RunConfig) -> RunFirstPass | None:
@@ -44,13 +55,14 @@ def _run_first_pass(
     micro_batches: Iterator[Any] | None,
     num_micro_batches: int,
     num_samples: int,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Pass the mean over `num_samples` samples to the loss of each rank. bounds: those of any micro-batch's documents;
     None if unknown.
     """
     engine.module.expect_documents(bounds)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for output in engine.forward_only(micro_batches, num_micro_batches, plan.measure):
+    for output in forward_in_groups(engine, micro_batches, num_micro_batches, plan.measure, check=check):
         if engine.module.reports_loss:
             total += output
     dist.all_reduce(total)

@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cases import Case, train_run
@@ -148,6 +150,72 @@ def test_a_run_that_ends_is_saved_without_its_data_workers(root: Path, tmp_path:
         group.run(train_with_workers_killed, case, signum)
     trained, saved = steps_of(out)
     assert saved == [trained[-1]]
+
+
+def train_and_signal(case: Case, place: str) -> tuple[int, int]:
+    """On a rank: a run that rank 1 sends SIGTERM to, in an evaluation or in a save. Returns how many groups of
+    micro-batches were evaluated, and the signal that ended the run."""
+    from unittest.mock import patch
+
+    from training.checkpoint import writer
+    from training.engine.pipeline_engine import PipelineStage
+    from training.loop import TrainingLoop
+
+    groups, signums, is_signalled = 0, [0], os.environ["RANK"] == "1"
+    forward_only, write_share, run = PipelineStage.forward_only, writer.write_share, TrainingLoop.run
+
+    def evaluate_group(*arguments: Any) -> list[Any]:
+        nonlocal groups
+        groups += 1
+        if place == "evaluation" and groups == 2 and is_signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward_only(*arguments)
+
+    def write_slowly(*arguments: Any, **named: Any) -> Any:
+        if place == "save" and is_signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2)
+        return write_share(*arguments, **named)
+
+    def run_and_keep(loop: TrainingLoop) -> TrainerState:
+        state = run(loop)
+        signums.append(loop.signum)
+        return state
+
+    with (
+        patch.object(PipelineStage, "forward_only", evaluate_group),
+        patch.object(writer, "write_share", write_slowly),
+        patch.object(TrainingLoop, "run", run_and_keep),
+    ):
+        train_run(case)
+    return groups, signums[-1]
+
+
+def test_a_signal_ends_an_evaluation(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> None:
+    out, records = tmp_path / "out", root / "many.jsonl"
+    save_records(records, 200)
+    overrides = (f"output_dir={out}", f"eval_file={records}", "eval_on_start=false", "eval_steps=3", *EVERY)
+    case = Case(root / "hf", root / "train.jsonl", root, 2, 2, 3, overrides)
+    results = workers(2).run(train_and_signal, case, "evaluation")
+    assert results == [(2, signal.SIGTERM)] * 2  # of 13 groups
+    assert steps_of(out) == ([1, 2, 3], [3]) and not (out / "completed.json").exists()
+
+    # Continued, it evaluates what it has not, and exports
+    case = replace(case, overrides=(*overrides, "resume=latest"))
+    results = workers(2).run(train_and_signal, case, "")
+    assert results == [(13, 0)] * 2
+    assert json.loads((out / "completed.json").read_text())["eval_loss"] > 0 and (out / "hf" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["in between", "at the end"])
+def test_a_save_is_finished_and_the_signal_acted_on_after_it(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, ends: bool
+) -> None:
+    out = tmp_path / "out"
+    overrides = (f"output_dir={out}", "save_steps=2", "grace_seconds=0.5", f"async_save={ends}", *EVERY)
+    case = Case(root / "hf", root / "train.jsonl", root, 2, 2, 2 if ends else NEVER, overrides)
+    assert workers(2).run(train_and_signal, case, "save") == [(0, signal.SIGTERM)] * 2
+    assert steps_of(out) == ([1, 2], [2]) and not (out / "completed.json").exists()
 
 
 STUCK = """
