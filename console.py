@@ -12,7 +12,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -27,6 +27,7 @@ _COUNT = "{desc} {n_fmt}{unit}, {elapsed}"  # when the total is not known
 Item = TypeVar("Item")
 
 _kept: TextIO | None = None
+_listeners: list[Callable[[], None]] = []  # to progress
 _alive: list[Progress] = []  # the last of them is visible
 
 
@@ -126,6 +127,16 @@ def render_panel(title: str, facts: Mapping[str, str], width: int | None, rule: 
     return "\n".join([*lines, rule * width])
 
 
+@contextmanager
+def listen_to_progress(listener: Callable[[], None]) -> Iterator[None]:
+    """Within this context `listener` is called whenever anything in this process advances, whether shown or not."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
 class Progress:
     """The progress of a task: a bar on a terminal, elsewhere a line from time to time if it takes long."""
 
@@ -169,6 +180,9 @@ class Progress:
 
     def reach(self, done: float, total: float | None = None) -> None:
         """Sets the progress to `done`. total: where it was not known before."""
+        if done != self._done:
+            for listener in _listeners:
+                listener()
         self._done, self._total = done, total or self._total
         if self._bar is not None:
             if self._total != self._bar.total:

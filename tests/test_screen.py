@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -137,3 +138,30 @@ def test_libraries_write_to_the_log_and_their_warnings_are_said_once_by_the_main
         text in written
         for text in ("before there was a log\n", "look out", "will change", "from another language\n", "printed\n")
     )
+
+
+UNREAD = """
+import sys
+from pathlib import Path
+import console
+console.redirect_to_console(Path("log"))
+sys.stdin.read()
+for number in range(3):
+    console.say("nobody reads this")
+with console.progress("working", 3, "steps") as bar:
+    bar.advance()
+console.say_last("nor this")
+Path("saved").touch()
+"""
+
+
+def test_a_reader_of_the_screen_that_is_gone_ends_no_run(tmp_path: Path) -> None:
+    """As `tee` is in `deepspeed ... | tee log` after Ctrl-C."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", UNREAD], cwd=tmp_path, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stderr is not None
+    process.stderr.close()
+    process.stdin.close()
+    assert process.wait(60) == 0 and (tmp_path / "saved").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,12 +54,11 @@ class Reporting:
 class Hooks:
     """Functions that the loop calls at its events.
 
-    callbacks: user-defined, each with its name. pause_watchdog: returns the context in which the run waits for the
-    disk. export_step: called in the save thread of the main rank, at the steps of `export_steps`.
+    callbacks: user-defined, each with its name. export_step: called in the save thread of the main rank, at the steps
+    of `export_steps`.
     """
 
     callbacks: Sequence[tuple[str, Any]] = ()
-    pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext
     export_step: Callable[[int], None] = lambda step: None
 
 
@@ -241,7 +239,7 @@ class TrainingLoop:
             console.say(f"early stopping: {describe_patience(best, self.config.early_stopping_threshold)}")
 
     def _wait_for_save(self) -> None:
-        with self._interrupts.saving(), self._hooks.pause_watchdog():
+        with self._interrupts.saving():
             self._writer.wait()
 
     def _is_best_to_keep(self) -> bool:
@@ -342,7 +340,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self._callbacks.finish_save()  # the previous one
-        with self._interrupts.saving(), self._hooks.pause_watchdog():
+        with self._interrupts.saving():
             self._writer.save(self.state)
         self._callbacks.expect_save(self.folder.checkpoints / f"global_step{self.state.step}")
 

@@ -125,10 +125,10 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = TrainingLoop(
             engine, config, budget, start, folder, loaders=loaders, reporting=Reporting(reporters, telemetry),
-            hooks=Hooks(setup.callbacks, watchdog.paused, partial(export_step, setup, folder)),
+            hooks=Hooks(setup.callbacks, partial(export_step, setup, folder)),
         )  # fmt: skip
         watchdog.limit_collectives()  # including those of the loop's group
-        with watchdog.watching(engine.module):
+        with watchdog.following(engine.module):
             loop.run()
         conclude(config, setup, folder, ranks, loop, telemetry=telemetry, totals=totals)
     folder.release_lock()
@@ -138,7 +138,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
 def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
     """Join the ranks, build and evaluate, instead of `train`. Returns 0."""
     tokenizer = join_ranks(config, setup, ranks)
-    with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank):
+    with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank) as watchdog:
         datasets = tokenize(config, tokenizer)
         setup = load_resumed(setup, config, ranks.say)
         sizes = process.broadcast_from_main(lambda: measure_evaluations(config, setup.layout, datasets), ranks)
@@ -152,10 +152,12 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
         loaders = build_eval_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), sizes)
         metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config))
-        evaluate_checkpoint(
-            config.eval_file, evaluations, source=setup.source.path, resume_from=setup.resume_from, folder=folder,
-            ranks=ranks, reporters=reporters,
-        )  # fmt: skip
+        watchdog.limit_collectives()
+        with watchdog.following(engine.module):
+            evaluate_checkpoint(
+                config.eval_file, evaluations, source=setup.source.path, resume_from=setup.resume_from, folder=folder,
+                ranks=ranks, reporters=reporters,
+            )  # fmt: skip
     return 0
 
 

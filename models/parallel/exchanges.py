@@ -1,11 +1,24 @@
-"""Measures how long a rank waits for the ranks that split its sequences: an observer is called
-around every exchange."""
+"""Waiting for other ranks, and measuring how long a rank waits for those that split its sequences: an observer is
+called around every exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
+
+
+class Pending(Protocol):
+    """Another rank's part: torch's `Work` of a transfer, or an event."""
+
+    def wait(self) -> bool: ...
+
+
+def wait_for(works: Sequence[Pending]) -> None:
+    """Wait for other ranks. All waiting for other ranks is done here, so that the watchdog can distinguish a rank that
+    waits from one that is stuck."""
+    for work in works:
+        work.wait()
 
 
 class ExchangeObserver(Protocol):

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from models.parallel.blocks import Block, BlockAttention, SequenceMask
+from models.parallel.exchanges import wait_for
 from models.parallel.shard import ContextParallel
 
 _BLOCKS, _GRADIENTS = 0, 1  # tags, for backends that need them: two may be in flight between two ranks
@@ -156,6 +157,5 @@ class Transfer:
 
     def receive(self) -> torch.Tensor:
         with self._exchanges.observed():
-            for work in self._works:
-                work.wait()
+            wait_for(self._works)
         return self._received

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from errors import UserError
 from models.architecture.lookup import find_sequence_obstacle, has_ring_attention
 from models.parallel.ring import RingAttention
-from models.parallel.shard import ContextParallel
+from models.parallel.shard import NO_CP, ContextParallel
 
 NAME = "context_parallel"  # of the attention function
 
@@ -36,9 +36,11 @@ def choose_parts(config: PretrainedConfig, mode: str, size: int, tensor_parallel
 
     mode: `context_parallel_mode`. auto: by heads where there are enough, else around a ring.
     """
+    if size == 1:  # the only one for a model without heads
+        return NO_CP
     enough_heads = _count_heads(config, tensor_parallel_size) % size == 0
     is_ring = mode == "ring" or (mode == "auto" and not enough_heads and has_ring_attention(config))
-    return ContextParallel(size=size, is_ring=is_ring and size > 1)
+    return ContextParallel(size=size, is_ring=is_ring)
 
 
 def check_sequences(

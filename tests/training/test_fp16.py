@@ -25,9 +25,9 @@ STEPS = 6
 def train_in_fp16(case: Case, initial_scale_power: int = 21) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    from training import setup
     from training.config import validate
     from training.engine import pipeline_engine as engines
+    from training.resolution import resolve
 
     written = engines.build_deepspeed_config
 
@@ -37,8 +37,8 @@ def train_in_fp16(case: Case, initial_scale_power: int = 21) -> None:
     with (
         patch.object(engines, "build_deepspeed_config", build),
         patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True),
-        patch.object(setup, "check_together", lambda run: None),
         patch.object(validate, "check_together", lambda run: None),
+        patch.object(resolve, "check_together", lambda run: None),
     ):
         train_run(case)
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import threading
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -29,6 +30,7 @@ from console import progress
 from errors import UserError
 from filesystem import exchange, sync_to_disk, write_atomically
 from models.conversion.convert import ENGINE_STATE, ENGINE_STATE_NAME
+from models.parallel.exchanges import wait_for
 from models.storage.folders import check_disk_space
 from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
 from models.storage.torch_writer import save_torch
@@ -111,6 +113,7 @@ class CheckpointWriter:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._group = make_group_with_timeout(_SLOWEST_RANK)
         self._thread: threading.Thread | None = None
+        self._is_share_written, self._has_ended = threading.Event(), threading.Event()
         self._error: UserError | None = None
         self._copies: dict[str, ShareFile] = {}  # of the last save, by file
         self._held = 0  # bytes of host memory that they take
@@ -157,6 +160,8 @@ class CheckpointWriter:
             self._held, share = copied, list(self._copies.values())
             synchronize()  # once, for all tensors: training must not change them before
         self._what, self._num_bytes, self._written = f"saving step {state.step}", sum(file.nbytes for file in share), 0
+        self._is_share_written.clear()
+        self._has_ended.clear()
         self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
         self._thread.start()
         if not (self._asynchronous and fits):
@@ -173,9 +178,10 @@ class CheckpointWriter:
         if thread is None:
             return
         with progress(self._what, self._num_bytes, "B", shown=self._rank == 0) as bar:
-            while thread.is_alive():
-                thread.join(_SECONDS_BETWEEN_POLLS)
+            while not self._is_share_written.wait(_SECONDS_BETWEEN_POLLS):
                 bar.reach(self._written)
+            wait_for([self._has_ended])
+        thread.join()
         raise_together(self._error)
 
     def _count(self, num_bytes: int) -> None:
@@ -217,26 +223,30 @@ class CheckpointWriter:
                 records = write_share(folder, share, writes_engine_state=self._rank == 0, wrote=self._count)
         except Exception as mistake:  # of any kind: the other ranks must not wait for this one
             error = _explain(mistake, folder)
+        self._is_share_written.set()
         gathered: list[Any] = [None] * self._world_size
         try:
             dist.all_gather_object(gathered, (records, error), group=self._group)
-        except RuntimeError as mistake:  # a rank is gone, or has not written its share in time
+            ended = [next((error for _, error in gathered if error is not None), None)]
+            if self._rank == 0 and ended == [None]:
+                ended = [self._complete(folder, state, dict(ChainMap(*(part for part, _ in gathered))))]
+            dist.broadcast_object_list(ended, src=0, group=self._group)
+            self._error = ended[0]
+        except RuntimeError as mistake:  # a rank is gone, or has not done its part in time
             self._error = _explain(mistake, folder)
-            return
-        errors = [error for _, error in gathered if error is not None]
-        if self._rank == 0 and not errors:
-            try:
-                publish(
-                    folder,
-                    self._checkpoints,
-                    state,
-                    {name: record for part, _ in gathered for name, record in part.items()},
-                )
-                self._export(state.step)
-                prune_checkpoints(self._checkpoints / f"global_step{state.step}", self._retention)
-            except Exception as mistake:
-                errors = [_explain(mistake, folder)]
-        self._error = errors[0] if errors else None
+        finally:
+            self._has_ended.set()
+
+    def _complete(self, folder: Path, state: TrainerState, records: dict[str, FileRecord]) -> UserError | None:
+        """On rank 0: make the folder a checkpoint, export it where that is due, and delete older ones. Returns what
+        went wrong."""
+        try:
+            publish(folder, self._checkpoints, state, records)
+            self._export(state.step)
+            prune_checkpoints(self._checkpoints / f"global_step{state.step}", self._retention)
+        except Exception as mistake:
+            return _explain(mistake, folder)
+        return None
 
 
 def have_room(ranks: list[tuple[int, int, int]]) -> bool:

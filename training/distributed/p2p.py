@@ -1,9 +1,8 @@
-"""Transfers between ranks: waiting for them, and the options of their communicator."""
+"""The options of the communicator of a pipeline's transfers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,13 +12,6 @@ import torch.distributed as dist
 # measured: on an H100 four should carry some 80 GB/s of NVLink.
 MOST_CTAS = 4
 _CHOSEN_BY_USER = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
-
-
-def wait_for(works: Sequence[dist.Work]) -> None:
-    """Wait for transfers. All waiting for other ranks is done here, so that the watchdog can distinguish a rank that
-    waits from one that is stuck."""
-    for work in works:
-        work.wait()
 
 
 def build_options(backend: str) -> Any | None:

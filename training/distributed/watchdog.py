@@ -5,10 +5,11 @@ collective, silently.
 groups. A connection that closes without notice means that the rank was killed; a rank that sends nothing for
 `stuck_minutes` is stopped, or its host is gone. Nothing that the main threads wait for delays this.
 
-*Stuck.* A rank whose main thread has run no forward pass for `stuck_minutes` inspects that thread's stack. In a
-collective it waits for another rank, and gives that one a quarter of the time more to report itself; anywhere else it
-is the stuck one, and names the line. With NCCL the host waits for the GPU anywhere in the engine, so there the first
-rank reports what it knows.
+*Stuck.* A rank that has made no progress for `stuck_minutes`, neither by a forward pass nor in anything that has a bar
+(weights loaded, files checked, bytes saved or exported), inspects its main thread's stack. In a collective it waits for
+another rank, and gives that one a quarter of the time more to report itself; anywhere else it is the stuck one, and
+names the line. With NCCL the host waits for the GPU anywhere in the engine, so there the first rank reports what it
+knows, once no rank makes progress.
 
 The last resort is the timeout of the process groups themselves, over twice as long: for a C call that never returns to
 the interpreter.
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -33,7 +34,6 @@ import torch.distributed as dist
 
 import console
 from training.distributed import process
-from training.distributed.p2p import wait_for
 from training.distributed.ranks import SECONDS_FOR_ANOTHER_TO_REPORT, Ranks, is_lost_peer
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +56,8 @@ class Watchdog:
         self._status, self._answer = _HERE, _HERE
         self._hurry, self._ended = threading.Event(), threading.Event()
         self._is_watched, self._last_progress = False, time.monotonic()
+        self._listening = ExitStack()
+        self._idle_others = math.inf  # on rank 0: seconds since any of them made progress
         self._main_thread = threading.get_ident()
         self._threads = [threading.Thread(target=self._watch_progress, daemon=True)]
         if ranks.world_size > 1:
@@ -66,6 +68,9 @@ class Watchdog:
             self._threads.append(threading.Thread(target=self._exchange_beats, daemon=True))
 
     def __enter__(self) -> Watchdog:
+        self._listening.enter_context(console.listen_to_progress(self._progress))
+        self._progress()
+        self._is_watched = True
         for thread in self._threads:
             thread.start()
         return self
@@ -75,6 +80,7 @@ class Watchdog:
     ) -> None:
         """Wait for the other ranks, however long; with an error, notify them that this one is about to leave."""
         self._is_watched = False
+        self._listening.close()
         if not is_lost_peer(error):  # else the thread is about to find out who that was
             self._status = _DONE if error is None else _LEAVING
         self._hurry.set()
@@ -84,26 +90,13 @@ class Watchdog:
         self._threads[0].join()
 
     @contextmanager
-    def watching(self, module: torch.nn.Module) -> Iterator[None]:
-        """Within this context the main thread must make progress: forward passes of this rank's stage."""
+    def following(self, module: torch.nn.Module) -> Iterator[None]:
+        """Within this context the forward passes of this rank's stage are progress."""
         hook = module.register_forward_hook(self._progress)
-        self._progress()
-        self._is_watched = True
         try:
             yield
         finally:
-            self._is_watched = False
             hook.remove()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within this context the main thread may take long, for example for the disk."""
-        watched, self._is_watched = self._is_watched, False
-        try:
-            yield
-        finally:
-            self._progress()
-            self._is_watched = watched
 
     def limit_collectives(self) -> None:
         """Set a matching timeout on the process groups that have none of their own."""
@@ -111,6 +104,10 @@ class Watchdog:
 
     def _progress(self, *_: object) -> None:
         self._last_progress = time.monotonic()
+
+    @property
+    def _idle(self) -> float:
+        return time.monotonic() - self._last_progress
 
     def _exchange_beats(self) -> None:
         exchange = self._collect_beats if self._ranks.is_main else self._ask_main
@@ -125,12 +122,15 @@ class Watchdog:
 
     def _collect_beats(self) -> int:
         """On rank 0: receive the status of each rank, and answer those that sent one."""
-        received, lost = {0: self._status}, {}
+        received, lost, idle = {0: self._status}, {}, [math.inf]
         for rank in range(1, self._ranks.world_size):
             try:
-                received[rank] = _receive(rank, self._to_main, self._timeout)
+                received[rank], seconds = _receive(rank, self._to_main, self._timeout)
+                idle.append(seconds)
             except RuntimeError as error:
                 lost[rank] = error
+        self._listening = ExitStack()
+        self._idle_others = min(idle)
         answer = max(received.values())
         if lost and answer != _LEAVING:
             answer = _LOST
@@ -140,7 +140,7 @@ class Watchdog:
             self._report("; ".join(self._describe_lost(rank, error) for rank, error in lost.items()))
         for rank in received.keys() - {0}:
             with suppress(RuntimeError):
-                dist.send(torch.tensor([answer], dtype=torch.int32), dst=rank, group=self._from_main)
+                dist.send(torch.tensor([answer, 0], dtype=torch.int32), dst=rank, group=self._from_main)
         if answer == _LOST:
             time.sleep(_SECONDS_BETWEEN_BEATS)  # a connection that closes with bytes unread drops what was sent
             os._exit(1)
@@ -148,8 +148,9 @@ class Watchdog:
 
     def _ask_main(self) -> int:
         try:
-            dist.send(torch.tensor([self._status], dtype=torch.int32), dst=0, group=self._to_main)
-            return _receive(0, self._from_main, self._timeout + timedelta(seconds=_SECONDS_TO_ANSWER))
+            beat = torch.tensor([self._status, round(self._idle)], dtype=torch.int32)
+            dist.send(beat, dst=0, group=self._to_main)
+            return _receive(0, self._from_main, self._timeout + timedelta(seconds=_SECONDS_TO_ANSWER))[0]
         except RuntimeError as error:
             if self._ranks.rank == 1:  # one report is enough
                 self._report(self._describe_lost(0, error))
@@ -158,11 +159,10 @@ class Watchdog:
 
     def _watch_progress(self) -> None:
         while not self._ended.wait(min(1.0, self._seconds / 10)):
-            idle = time.monotonic() - self._last_progress
-            if not self._is_watched or idle < self._seconds:
+            if not self._is_watched or self._idle < self._seconds:
                 continue
             place, waits = find_place(sys._current_frames()[self._main_thread])
-            if waits and (idle < self._seconds + max(self._seconds / 4, _SECONDS_TO_ANSWER) or not self._ranks.is_main):
+            if waits and (self._lets_others_report() or not self._ranks.is_main):
                 continue
             if (log := sys.stdout or sys.__stderr__) is not None:  # the rank's log
                 faulthandler.dump_traceback(log)
@@ -181,6 +181,11 @@ class Watchdog:
                 thread.join(2 * _SECONDS_BETWEEN_BEATS)
             os._exit(1)
 
+    def _lets_others_report(self) -> bool:
+        """Returns whether a rank that waits for another gives it more time: it makes progress, or may report itself."""
+        longest = self._seconds + max(self._seconds / 4, _SECONDS_TO_ANSWER)
+        return min(self._idle, self._idle_others) < longest
+
     def _describe_lost(self, rank: int, error: RuntimeError) -> str:
         if is_lost_peer(error):
             return f"rank {self._name(rank)} has ended without a message: it was killed, or its host ran out of memory"
@@ -193,16 +198,19 @@ class Watchdog:
         console.say_last(f"\nerror: {text}; continue with resume=latest\n")
 
 
-def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> int:
-    beat = torch.zeros(1, dtype=torch.int32)
+def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> tuple[int, int]:
+    """Return the status that a rank sends, and the seconds since it made progress."""
+    beat = torch.zeros(2, dtype=torch.int32)
     work = dist.irecv(beat, src=source, group=group)
     assert work is not None  # None only outside the group
     work.wait(timeout)
-    return int(beat)
+    status, seconds = beat.tolist()
+    return status, seconds
 
 
 def find_place(frame: FrameType | None) -> tuple[str, bool]:
-    """Return the innermost line of this project in a stack, and whether it waits there for another rank.
+    """Return the innermost line of this project in a stack, and whether it waits there for another rank: in torch's or
+    DeepSpeed's communication, or in a function of this project that is named `wait_for`.
 
     On a GPU the host may wait for it, and so for another rank, in any line that reads a tensor's content; `data/` has
     no such lines.
@@ -212,7 +220,7 @@ def find_place(frame: FrameType | None) -> tuple[str, bool]:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(_ROOT) and "site-packages" not in file.parts:
             place = file.relative_to(_ROOT)
-            waits |= frame.f_code is wait_for.__code__ or (on_gpu and place.parts[0] != "data")
+            waits |= frame.f_code.co_name == "wait_for" or (on_gpu and place.parts[0] != "data")
             return f"{place}:{frame.f_lineno} ({frame.f_code.co_name})", waits
         parts = file.parts[-4:]
         waits |= "distributed" in parts or ("deepspeed" in file.parts and (on_gpu or "comm" in parts))

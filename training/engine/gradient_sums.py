@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.distributed.p2p import wait_for
+from models.parallel.exchanges import wait_for
 from training.engine.deepspeed_internals import patch
 from training.engine.reduce_buckets import Bucket, ParameterRange, ReduceSlice, locate, plan_buckets, plan_reductions
 from training.engine.shard_groups import ShardGroups, average

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from training.distributed.p2p import build_options, wait_for
+from models.parallel.exchanges import wait_for
+from training.distributed.p2p import build_options
 from training.distributed.process import make_host_group
 from training.pipeline.exchanges import Exchange, Message, find_sender, is_local
 from training.pipeline.schedule import Schedule

@@ -8,13 +8,14 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from support.workers import WorkerGroup
 
-from training.distributed.p2p import wait_for
+from models.parallel.exchanges import wait_for
 from training.distributed.ranks import Ranks
 from training.distributed.watchdog import Watchdog, find_place
 
@@ -33,13 +34,15 @@ def work(words: dict[int, str], folder: Path) -> None:
 
     import torch.distributed as dist
 
+    from console import progress
+
     rank, stage = dist.get_rank(), Stage()
     sys.__stderr__ = open(folder / f"rank_{rank}", "w", buffering=1)
     word = words.get(rank, "")
     try:
         with (
             Watchdog(Ranks(rank, dist.get_world_size(), rank, dist.get_world_size()), STUCK_MINUTES) as watchdog,
-            watchdog.watching(stage),
+            watchdog.following(stage),
         ):
             for step in range(6):
                 stage()
@@ -47,8 +50,9 @@ def work(words: dict[int, str], folder: Path) -> None:
                 if step == 4 and word == "sleep":
                     time.sleep(60)
                 if step == 4 and word == "take its time":
-                    with watchdog.paused():
-                        time.sleep(2 * 60 * STUCK_MINUTES)
+                    with progress("loading", 20) as bar:
+                        for _ in bar.follow(range(20)):
+                            time.sleep(0.1 * 60 * STUCK_MINUTES)
                 if step == 4 and word == "leave":
                     raise ValueError("reported elsewhere")
                 if step == 4 and word.startswith("SIG"):
@@ -139,7 +143,7 @@ def test_a_rank_that_waits_for_a_transfer_waits_for_another_rank() -> None:
 
     seen: list[tuple[str, bool]] = []
     wait_for([Work()])
-    assert seen[0][0].startswith("training/distributed/p2p.py:") and seen[0][1]
+    assert seen[0][0].startswith("models/parallel/exchanges.py:") and seen[0][1]
 
 
 def keep_a_group_waiting(folder: Path) -> list[str]:
@@ -173,3 +177,25 @@ def keep_a_group_waiting(folder: Path) -> list[str]:
 def test_the_limit_of_collectives_leaves_the_time_for_a_slow_save(workers, tmp_path: Path) -> None:
     waited, _ = workers(2).run(keep_a_group_waiting, tmp_path)
     assert waited == ["met", "timed out"]
+
+
+def export_slowly(folder: Path) -> list[str]:
+    """On a rank: a save whose export takes longer than collectives of the default group may."""
+    from typing import Any
+    from unittest.mock import patch
+
+    from training.checkpoint import writer
+    from training.checkpoint.state import TrainerState
+    from training.distributed.process import limit_collectives
+
+    engine: Any = None  # its files are none
+    with patch.object(writer, "plan_whole_share", lambda *_: []):
+        saves = writer.CheckpointWriter(engine, folder, export=lambda step: time.sleep(3))
+        limit_collectives(timedelta(seconds=1))
+        zeros = dict.fromkeys(("num_tokens", "global_batch_size", "micro_batch_size", "num_samples", "seed"), 0)
+        saves.save(TrainerState(step=1, num_stages=1, dp_size=2, total_steps=1, **zeros))
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_ranks_wait_for_an_export_as_long_as_for_a_save(workers, tmp_path: Path) -> None:
+    assert workers(2).run(export_slowly, tmp_path) == [["global_step1", "latest"]] * 2
