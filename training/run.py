@@ -29,6 +29,7 @@ from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
 from training.loop import Hooks, Reporting, TrainingLoop
 from training.objectives.registry import check_objective, get_objective
+from training.observability.loggers import IsolatedLogger
 from training.observability.metrics import Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
@@ -202,9 +203,12 @@ def conclude(
     telemetry: Telemetry,
     totals: RunTotals,
 ) -> None:
-    """Export the model of a finished run, and show how the run ended."""
+    """Export the model of a finished run, show how the run ended, and then close its loggers, which may wait for a
+    network."""
+    loggers = [reporter for reporter in loop.reporters if isinstance(reporter, IsolatedLogger)]
     for reporter in loop.reporters:
-        reporter.close()
+        if reporter not in loggers:
+            reporter.close()
     if summary := telemetry.summarize():
         ranks.say(summary)
     if not ranks.is_main:
@@ -219,3 +223,5 @@ def conclude(
         evaluation = {"step": state.step, "num_tokens": state.num_tokens, **state.evaluation}
         folder.write_completed({**evaluation, **chosen, "ended_by": loop.ended_by})
     show_end(totals, setup, folder, step=state.step, last_eval=loop.last_eval, best=best, signum=loop.signum)
+    for logger in loggers:
+        logger.close()

@@ -6,12 +6,14 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases import mean_loss, relative_difference
+from support.cases import Case, mean_loss, relative_difference, train_run
 from support.runs import eval_dataset, export_of, read_metrics
 from support.workers import WorkerError
 from transformers import AutoModelForCausalLM
@@ -175,3 +177,35 @@ def test_weights_and_biases_offline_writes_a_run_folder(run) -> None:
     output_dir = run("run", 1, 1, "logger=wandb", "logger.mode=offline", "max_steps=1")
     written = list((output_dir / "wandb").glob("offline-run-*/*.wandb"))
     assert len(written) == 1 and written[0].stat().st_size > 0
+
+
+def train_with_broken_logger(case: Case) -> list[str]:
+    """On a rank: a run whose logger loses its network. Returns what was called, and whether the export was there."""
+    from unittest.mock import patch
+
+    from training.observability import loggers
+
+    calls = []
+    exported = Path(case.config().output_dir) / "hf" / "config.json"
+
+    class Lost(loggers.TensorBoardLogger):
+        def report(self, record: Any) -> None:
+            calls.append("report")
+            raise ConnectionError("no route to host")
+
+    class Closed(loggers.TensorBoardLogger):
+        def close(self) -> None:
+            calls.append(f"close, exported: {exported.is_file()}")
+
+    for logger in (Lost, Closed):
+        with patch.object(loggers, "TensorBoardLogger", logger):
+            train_run(replace(case, overrides=(*case.overrides, "overwrite_output_dir=true")))
+    return calls
+
+
+def test_a_logger_neither_ends_a_run_nor_delays_its_export(workers, root: Path, tmp_path: Path) -> None:
+    keys = (f"output_dir={tmp_path}/out", "logger=tensorboard", "logging_steps=1")
+    (calls,) = workers(1).run(
+        train_with_broken_logger, Case(root / "tiedFalse", root / "train.jsonl", root, 1, 1, 2, keys)
+    )
+    assert calls == ["report", "close, exported: True"]

@@ -1,15 +1,20 @@
-"""Loggers in addition to `metrics.jsonl`: one page per run in Weights & Biases or TensorBoard. Main rank only."""
+"""Loggers in addition to `metrics.jsonl`: one page per run in Weights & Biases or TensorBoard. Main rank only.
+
+A logger that fails is reported once and dropped. The run continues, and metrics.jsonl has every line.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from console import say
-from errors import UserError
 from training.config.schema import LoggerConfig, LoggerName
 from training.observability.metrics import Record, Reporter, split_stages
 
@@ -18,13 +23,47 @@ Facts = Mapping[str, Any]
 
 
 def build_loggers(config: LoggerConfig, output_dir: Path, facts: Facts, first_step: int | None) -> list[Reporter]:
-    """Build the logger of `logger=NAME`, if any. first_step: None for `evaluate_only`. Raises UserError when the logger
-    cannot be started."""
+    """Build the logger of `logger=NAME`, if any. first_step: None for `evaluate_only`."""
     if config.name is LoggerName.wandb:
-        return [WandbLogger(config, output_dir, facts, trains=first_step is not None)]
+        return [IsolatedLogger("wandb", lambda: WandbLogger(config, output_dir, facts, trains=first_step is not None))]
     if config.name is LoggerName.tensorboard:
-        return [TensorBoardLogger(output_dir, facts, first_step)]
+        return [IsolatedLogger("tensorboard", lambda: TensorBoardLogger(output_dir, facts, first_step))]
     return []
+
+
+class IsolatedLogger:
+    """A logger that cannot end a run: what it raises is printed, and it is dropped."""
+
+    def __init__(self, name: str, build: Callable[[], Reporter]) -> None:
+        self._name = name
+        self._logger: Reporter | None = None
+        self._logger = self._try(build)
+
+    def report(self, record: Record) -> None:
+        self._call("report", record)
+
+    def advance(self, step: int) -> None:
+        self._call("advance", step)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self._logger is not None:
+            self._try(partial(getattr(self._logger, method), *arguments))
+
+    def _try(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            self._logger = None
+            traceback.print_exception(error, file=sys.stdout)  # the rank's log
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            say(
+                f"logger={self._name}: {reason}; nothing more is logged there. The run continues, with all of its "
+                "figures in metrics.jsonl"
+            )
+            return None
 
 
 class WandbLogger:
@@ -39,16 +78,11 @@ class WandbLogger:
             run_id = id_file.read_text()
         elif trains:
             id_file.write_text(run_id)
-        try:
-            self._run = wandb.init(
-                project=config.project, name=config.run_name or output_dir.name, mode=config.mode.value,
-                dir=str(output_dir), config=dict(facts), id=run_id, resume="allow",
-                job_type="train" if trains else "evaluate",
-            )  # fmt: skip
-        except wandb.errors.Error as error:
-            raise UserError(
-                f"logger=wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set logger.mode=offline"
-            ) from None
+        self._run = wandb.init(
+            project=config.project, name=config.run_name or output_dir.name, mode=config.mode.value,
+            dir=str(output_dir), config=dict(facts), id=run_id, resume="allow",
+            job_type="train" if trains else "evaluate",
+        )  # fmt: skip
         say(f"Weights & Biases: {self._run.url or f'offline; later: wandb sync {Path(self._run.dir).parent}'}")
 
     def report(self, record: Record) -> None:

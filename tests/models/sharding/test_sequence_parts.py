@@ -37,6 +37,11 @@ def test_a_mode(model_type: str, mode: str, size: int, tensor_parallel_size: int
     assert (parts.size, parts.is_ring, parts.num_chunks) == (size, is_ring, size * (1 + is_ring))
 
 
+def test_a_model_without_heads_has_whole_sequences() -> None:
+    config = AutoConfig.for_model("mamba")
+    assert choose_parts(config, "auto", 1, 1) == ContextParallel()
+
+
 HEADS = (
     "context_parallel_size=4 does not divide the 6 attention heads, of which each rank takes a part; sizes that do: "
 )

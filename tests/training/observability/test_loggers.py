@@ -13,7 +13,7 @@ import torch
 
 from training.config.schema import LoggerConfig, LoggerName, WandbMode
 from training.observability.environment import describe_environment
-from training.observability.loggers import build_loggers
+from training.observability.loggers import IsolatedLogger, build_loggers
 
 FACTS = {
     "config": {"learning_rate": 0.5, "data": {"name": "sft"}},
@@ -109,6 +109,42 @@ def test_tensorboard_holds_config_and_curves_and_drops_what_a_resumed_run_repeat
     assert [event.value for event in events.Scalars("stage1/wait_time")] == [0.25]
     assert b'"learning_rate": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert b"\n    0     0-3\n" in events.Tensors("plan_table/text_summary")[0].tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize("place", ["build", "report", "close"])
+def test_a_logger_that_fails_is_reported_once_and_dropped(capfd: pytest.CaptureFixture[str], place: str) -> None:
+    calls = []
+
+    class Broken:
+        def _call(self, name: str) -> None:
+            calls.append(name)
+            if name == place:
+                raise ConnectionError("the server is gone\nand much more")
+
+        def __init__(self) -> None:
+            self._call("build")
+
+        def report(self, record: dict[str, Any]) -> None:
+            self._call("report")
+
+        def advance(self, step: int) -> None:
+            self._call("advance")
+
+        def close(self) -> None:
+            self._call("close")
+
+    logger = IsolatedLogger("mine", Broken)
+    for record in RECORDS:
+        logger.report(record)
+        logger.advance(1)
+    logger.close()
+    assert calls == {
+        "build": ["build"], "report": ["build", "report"],
+        "close": ["build", *3 * ["report", "advance"], "close"],
+    }[place]  # fmt: skip
+    said = capfd.readouterr()
+    assert said.err.count("logger=mine: the server is gone; nothing more is logged there.") == 1
+    assert "ConnectionError" in said.out  # the log
 
 
 def test_the_environment_names_versions_source_and_hosts() -> None:
