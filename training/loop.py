@@ -126,14 +126,16 @@ class TrainingLoop:
             self._stop_early()
             while not self.ended_by:
                 self._step_and_after(micro_batches)
-            # Launchers repeat their signals, and the next one would kill a rank without a handler.
             self._wait_for_save()
             self._notice_signal()
             self._callbacks.finish_save()
             self._callbacks.update_view(ended_by=self.ended_by)
             self._callbacks.call("on_end")
         finally:
-            self._interrupts.close()
+            if self.signum:
+                self._interrupts.keep_until_exit()
+            else:
+                self._interrupts.close()
         return self.state
 
     def _lacks_evaluation(self) -> bool:

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -140,7 +141,11 @@ def train_run(case: Case) -> None:
         config = replace(config, train_file=None)
     ranks = this_rank()
     work = evaluate_only if config.evaluate_only else train
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     work(config, check_run(config, ranks), RunFolder(config.output_dir), ranks)
+    for signum, handler in handlers.items():  # a run that a signal has ended keeps its own, until its process ends
+        signal.signal(signum, handler)
+    signal.set_wakeup_fd(-1)
 
 
 def merge(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def run_slurm(arguments: Sequence[str], cwd: Path, while_running: Callable[[Laun
     variables = {
         "PATH": f"{stand_ins}:{BIN}:{os.environ['PATH']}", "MASTER_PORT": free_port(), "SLURM_SUBMIT_DIR": ROOT,
         "SLURM_JOB_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 1,
-        "SLURM_STEP_TASKS_PER_NODE": 2,
+        "SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_JOB_ID": 1,
     }  # fmt: skip
     words = [f"{name}={value}" for name, value in variables.items()]
     return run(["env", *words, "bash", str(ROOT / "scripts" / "slurm.sh"), *arguments], cwd, while_running)

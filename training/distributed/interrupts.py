@@ -89,6 +89,11 @@ class Interrupts:
         self._agreed.set()
         self._writer.close()  # ends the thread
 
+    def keep_until_exit(self) -> None:
+        """Keep the signal handlers: launchers repeat their signals, and the next one would kill a rank that is about to
+        exit, which the others would report as lost."""
+        self._writer.detach()  # the handler's file descriptor outlives this object
+
     def agree(self, nonfinite: bool = False) -> Interrupt:
         """Return the action of all ranks now, the same on each. nonfinite: whether the last step's loss or gradient was
         not finite on this rank.
