@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import filecmp
 import os
 import secrets
 from collections.abc import Callable
@@ -44,6 +45,19 @@ def write_atomically(file: Path, content: str | Callable[[Any], object], writer:
         os.fsync(stream.fileno())
     os.replace(temporary, file)
     sync_to_disk(file.parent)
+
+
+def publish_changed(staged: Path, folder: Path) -> None:
+    """Moves the files below `staged` that differ from those of `folder`, or are new there, into it, each one atomically
+    and on the disk before it gets its name. Both are on one file system; what `folder` holds beyond them stays."""
+    for new in sorted(path for path in staged.rglob("*") if path.is_file()):
+        file = folder / new.relative_to(staged)
+        if file.is_file() and filecmp.cmp(new, file, shallow=False):
+            continue
+        file.parent.mkdir(parents=True, exist_ok=True)
+        sync_to_disk(new)
+        os.replace(new, file)
+        sync_to_disk(file.parent)
 
 
 def exchange(new: Path, old: Path) -> None:

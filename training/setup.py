@@ -110,7 +110,7 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
 
 
 def _open_resized(config: RunConfig, path: str) -> WeightSource:
-    source = open_weights(path, config.trust_remote_code)
+    source = open_weights(path, config.trust_remote_code, config.trust_checkpoint)
     rows = count_added_rows(config, source.config, str(source.path))
     return ResizedVocabWeights(source, resize_config(source, rows)) if rows else source
 
@@ -140,7 +140,8 @@ def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None])
         return setup
     step_dir = choose_whole(setup.resumable, say)
     if setup.adapter is not None:
-        adapter = dataclasses.replace(setup.adapter, tensors=read_trained_adapter(step_dir, setup.layers))
+        tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint)
+        adapter = dataclasses.replace(setup.adapter, tensors=tensors)
         return dataclasses.replace(setup, resume_from=step_dir, adapter=adapter)
     return dataclasses.replace(setup, resume_from=step_dir, source=_open_resized(config, str(step_dir)))
 

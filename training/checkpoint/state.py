@@ -6,7 +6,7 @@
                   mp_rank_00_model_states.pt     empty; DeepSpeed's own load_checkpoint(load_module_only=True) requires
                                                  it
                   trainer_state.json             the run's progress
-                  manifest.json                  size and hash of each file; see training/checkpoint/manifest.py
+                  manifest.json                  size and hash of each file; see models/storage/manifest.py
 
 No file depends on the layout that wrote it, so a run resumes at any other. Random numbers, learning rate and sample
 order are functions of the step, so the step is the only state in addition to the tensors. Nothing in a checkpoint is
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from models.storage.manifest import STATE_NAME
 from training.checkpoint import optimizer_state
 from training.checkpoint.best import Best
 from training.engine.engine import Engine
 
-STATE_NAME = "trainer_state.json"
 TEMPORARY_PREFIX = "tmp-"
 FORMAT = 2  # increase it when an older version of the project could not read what this one writes
 

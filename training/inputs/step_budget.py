@@ -17,8 +17,8 @@ from data.storage.rows import Rows, count_rows
 from data.storage.tokenized import load_summary
 from errors import UserError
 from models.layers.documents import DocumentBounds
+from models.storage.manifest import find_wrong_size
 from training.checkpoint.best import Best, has_lost_patience
-from training.checkpoint.manifest import find_wrong_size
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, read_state

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from training.checkpoint.manifest import HashedFile, write_manifest
+from models.storage.manifest import HashedFile, write_manifest
 from training.checkpoint.state import TrainerState, list_checkpoints, read_state, remove_leftovers
 
 STATE = TrainerState(
