@@ -15,8 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
+_CHUNK = 8 * 2**20  # bytes that are hashed at a time
+_END = 2**20  # bytes
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
@@ -58,6 +61,26 @@ def publish_changed(staged: Path, folder: Path) -> None:
         sync_to_disk(new)
         os.replace(new, file)
         sync_to_disk(file.parent)
+
+
+def hash_file(file: Path) -> str:
+    """Returns the XXH3 hash of a file, 128 bits in hex. It is faster than memory, and no protection against forgery.
+    Raises OSError."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def hash_ends(file: Path) -> str:
+    """Returns the hash of a file's first and last MiB, in hex: of all of it up to 2 MiB. Raises OSError."""
+    digest = xxhash.xxh3_128()
+    with open(file, "rb", buffering=0) as stream:
+        digest.update(stream.read(_END))
+        stream.seek(max(os.fstat(stream.fileno()).st_size - _END, 0))
+        digest.update(stream.read(_END))
+    return digest.hexdigest()
 
 
 def exchange(new: Path, old: Path) -> None:

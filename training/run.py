@@ -79,7 +79,7 @@ def inspect_data(config: RunConfig, ranks: Ranks) -> None:
     check_config(config, has_accelerator=True)
     check_objective(config)
     tokenizer = load_tokenizer(config, open_source(config, None))
-    print_inspection(config, tokenize(config, tokenizer, ranks.say), tokenizer)
+    print_inspection(config, tokenize(config, tokenizer, ranks.say, compares_bytes=True), tokenizer)
 
 
 def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
@@ -167,7 +167,7 @@ def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTo
     with exit_on_user_error(ranks, reports=ranks.is_main):
         tokenizer = load_tokenizer(config, setup.source)
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile
-        tokenize(config, tokenizer, ranks.say if ranks.is_main else None)
+        tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)
     process.take_device(ranks)
     process.choose_interface()
     process.join_process_group(PREPARATION_TIMEOUT)

@@ -17,12 +17,11 @@ from typing import Any
 
 import xxhash
 
-from filesystem import sync_to_disk
+from filesystem import hash_file, sync_to_disk
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "trainer_state.json"  # of a training checkpoint; see training/checkpoint/state.py
 CONVERTED_NAME = "global_step0"  # the step of a converted folder
-_CHUNK = 8 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def find_wrong_content(folder: Path, names: Iterable[str]) -> str | None:
         if name not in records:
             return _describe_unlisted(folder / name)
         try:
-            if _hash_file(folder / name) != records[name].xxh3_128:
+            if hash_file(folder / name) != records[name].xxh3_128:
                 return f"{folder / name} is damaged: its bytes are not those that were saved"
         except OSError as error:
             return f"{folder / name} cannot be read ({error.strerror})"
@@ -150,11 +149,3 @@ def find_wrong_content(folder: Path, names: Iterable[str]) -> str | None:
 
 def _describe_unlisted(file: Path) -> str:
     return f"{file} is not in the {MANIFEST_NAME} next to it"
-
-
-def _hash_file(file: Path) -> str:
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
-    with open(file, "rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()

@@ -35,7 +35,7 @@ from training.engine.engine import Engine
 from training.objectives.dpo import RowScore
 from training.pipeline.module import StageModule
 
-_VERSION = 1  # raise it when the same model gives other log-probabilities
+_VERSION = 2  # raise it when the same model gives other log-probabilities, or their file changes
 _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
 
 
