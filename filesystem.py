@@ -20,6 +20,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 _CHUNK = 8 * 2**20  # bytes that are hashed at a time
 _END = 2**20  # bytes
+_BLOCK = 2**16  # bytes
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
@@ -80,6 +81,18 @@ def hash_ends(file: Path) -> str:
         digest.update(stream.read(_END))
         stream.seek(max(os.fstat(stream.fileno()).st_size - _END, 0))
         digest.update(stream.read(_END))
+    return digest.hexdigest()
+
+
+def hash_sample(file: Path) -> str:
+    """Returns the hash of 32 blocks of 64 KiB, evenly spaced from a file's first to its last byte, in hex: of all of it
+    up to 2 MiB. Raises OSError."""
+    digest, blocks = xxhash.xxh3_128(), 32
+    with open(file, "rb", buffering=0) as stream:
+        last = max(os.fstat(stream.fileno()).st_size - _BLOCK, 0)
+        for number in range(blocks):
+            stream.seek(last * number // (blocks - 1))
+            digest.update(stream.read(_BLOCK))
     return digest.hexdigest()
 
 

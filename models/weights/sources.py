@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from errors import UserError
 from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
 from models.layers.rope_scaling import copy_positions
+from models.storage.hub import split_revision
 from models.weights.adapted import AdaptedWeights
 from models.weights.config_file import load_config
 from models.weights.hugging_face_folder import HuggingFaceFolder
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from models.weights.resized_vocab import ResizedVocabWeights
 from models.weights.source import StoredWeights
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # imported on use: peft takes seconds
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> StoredWeights:
@@ -60,7 +65,7 @@ def _open_adapted(
     tensors = {} if checkpoint else load_adapter_tensors(path)
     files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
     try:
-        base: StoredWeights = open_weights(lora.base_model_name_or_path, trust_remote_code, trust_checkpoint)
+        base: StoredWeights = open_weights(_name_base(lora), trust_remote_code, trust_checkpoint)
     except UserError as error:
         raise UserError(
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
@@ -75,17 +80,24 @@ def _open_adapted(
     return AdaptedWeights(base, path, lora, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())
 
 
+def _name_base(lora: LoraConfig) -> str:
+    name = str(lora.base_model_name_or_path)
+    return name if lora.revision is None or Path(name).expanduser().exists() else f"{name}@{lora.revision}"
+
+
 def _download(hub_id: str) -> Path:
-    """Return the hub's snapshot of `hub_id` in the local cache: weights and tokenizer, without subfolders, where
-    gpt-oss, for example, has its weights again in other formats."""
+    """Return the hub's snapshot of `hub_id` (ID or ID@REVISION) in the local cache: weights and tokenizer, without
+    subfolders, where gpt-oss, for example, has its weights again in other formats."""
     from huggingface_hub import snapshot_download
 
-    if hub_id.startswith(("/", "./", "../", "~")) or hub_id.count("/") > 1:
+    name, revision = split_revision(hub_id)
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise UserError(f"model_name_or_path '{hub_id}' is not a folder here, nor could it be a hub id; check the path")
     try:
         return Path(
             snapshot_download(
-                hub_id,
+                name,
+                revision=revision,
                 allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"],
                 ignore_patterns=["*/*"],
             )

@@ -144,6 +144,7 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
 
     Raises UserError for a checkpoint of weights alone and, unless `allow_changes`, for any difference.
     """
+    others = _list_others(saved, run)
     before, after = ({name: getattr(state, name) for name in _KEPT} | state.data for state in (saved, run))
     if saved.weights_only:
         raise UserError(
@@ -155,10 +156,24 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
         for name in {**before, **after}
         if before.get(name) != after.get(name)
     ]
+    if others and not allow_changes:
+        raise UserError(
+            f"resume: {'; '.join(others)}, whose content differs; {step_dir} was trained with the first one. Give that "
+            "one, or continue anyway with resume_allow_changes=true"
+        )
     if differing and not allow_changes:
         raise UserError(
             f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same "
             "values, or continue anyway with resume_allow_changes=true, or start a new run from its weights with "
             f"model_name_or_path={step_dir}"
         )
-    return differing
+    return others + differing
+
+
+def _list_others(saved: TrainerState, run: TrainerState) -> list[str]:
+    """Return, in words, what both runs name and know by other content: base model, reference model, tokenizer."""
+    return [
+        f"the {name} was {before.place}, is {run.identity[name].place}"
+        for name, before in saved.identity.items()
+        if name in run.identity and run.identity[name].fingerprint != before.fingerprint
+    ]

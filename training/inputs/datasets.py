@@ -20,6 +20,7 @@ from data.storage.rows import RowPlan, prepare_rows
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
+from models.storage.hub import split_revision
 from models.weights.source import WeightSource
 from training.config.schema import DataConfig, RunConfig
 from training.config.sources import TrainFiles, list_file_keys, parse_files, read_files
@@ -52,8 +53,10 @@ def load_extended(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
 
 def _load_base_tokenizer(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
     path = config.tokenizer_name_or_path or path
+    name, revision = split_revision(path)
+    chosen = {} if revision is None else {"revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(name, **chosen)
     except (OSError, ValueError) as error:
         raise UserError(f"no tokenizer in {path} ({str(error).splitlines()[0]}); set tokenizer_name_or_path") from None
 
