@@ -12,6 +12,13 @@ import pytest
 from support.cases import Case, train_run
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
+from test_checkpoint import STATE
+from transformers import AutoTokenizer
+
+from errors import UserError
+from models.weights.vocabulary import fingerprint_tokenizer
+from training.checkpoint.resume import check_resumable
+from training.checkpoint.state import Identity
 
 Workers = Callable[[int], WorkerGroup]
 RUNS = {
@@ -48,3 +55,16 @@ def test_a_run_is_not_resumed_on_another_model(workers: Workers, tmp_path: Path,
     allowed = (*resumed.overrides, "resume_allow_changes=true")
     workers(1).run(train_run, replace(resumed, model=other, overrides=allowed))
     assert (tmp_path / "out" / "checkpoints" / "global_step3").is_dir()
+
+
+def test_another_tokenizer_is_named_and_a_state_without_identity_resumes(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "before")
+    saved = replace(STATE, identity={"tokenizer": Identity(fingerprint_tokenizer(tokenizer), "before")})
+    again = AutoTokenizer.from_pretrained(tmp_path / "before")
+    same = replace(STATE, identity={"tokenizer": Identity(fingerprint_tokenizer(again), "elsewhere")})
+    assert check_resumable(saved, same, tmp_path) == check_resumable(STATE, same, tmp_path) == []
+    again.add_tokens(["<new>"])
+    other = replace(STATE, identity={"tokenizer": Identity(fingerprint_tokenizer(again), "after")})
+    with pytest.raises(UserError, match="resume: the tokenizer was before, is after, whose content differs; "):
+        check_resumable(saved, other, tmp_path)
+    assert check_resumable(saved, other, tmp_path, allow_changes=True) == ["the tokenizer was before, is after"]
