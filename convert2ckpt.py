@@ -59,7 +59,7 @@ def convert(args: argparse.Namespace) -> None:
         raise UserError(f"--workers {args.workers}: at least 1")
     max_shard_size = parse_size(args.max_shard_size)
     check_output_dir(args.output_dir, args.overwrite)  # before the hub is asked for a hundred gigabytes
-    source = open_weights(args.model_name_or_path, args.trust_remote_code)
+    source = open_weights(args.model_name_or_path, args.trust_remote_code, args.trust_checkpoint)
     if not args.to_hf and isinstance(source, PipelineCheckpoint):
         raise UserError(f"{args.model_name_or_path} is a pipeline checkpoint already; pass --to_hf to go back")
     if not has_tokenizer(source.path):
@@ -131,6 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT_DIR, once the new one is whole")
     parser.add_argument("--trust_remote_code", action="store_true", help="accept a folder that brings code of its own")
+    parser.add_argument("--trust_checkpoint", action="store_true", help="accept a checkpoint without a manifest.json")
     tokens = parser.add_argument_group(
         "special tokens",
         "Added where the tokenizer does not know them. Where the embedding has no spare rows it grows, and the head\n"

@@ -162,6 +162,7 @@ def main() -> None:
         action="store_true",
         help="accept a config.json that points to custom code; it is never run",
     )
+    parser.add_argument("--trust_checkpoint", action="store_true", help="accept a checkpoint without a manifest.json")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token")
     arguments = parser.parse_args()
     disable_progress_bar()  # of tensors that have been read already
@@ -178,7 +179,7 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts: list[Messages] = [[{"role": "user", "content": prompt}] for prompt in arguments.prompt]
     if arguments.prompt_file is not None:
         prompts += read_prompts(arguments.prompt_file)
-    source = open_weights(arguments.model_name_or_path, arguments.trust_remote_code)
+    source = open_weights(arguments.model_name_or_path, arguments.trust_remote_code, arguments.trust_checkpoint)
     generator = Generator(source, arguments.prompt_template, arguments.max_new_tokens, arguments.temperature)
     if not prompts:
         generator.chat()

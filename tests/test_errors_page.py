@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "errors.md"
 REASONS = {
     "models/generic/family.py": ("find_fault", "_find_leak"),
     "models/generic/wrapped_proof.py": ("_find_fault",),
-    "training/checkpoint/manifest.py": ("find_wrong_size", "find_wrong_content"),
+    "models/storage/manifest.py": ("find_wrong_size", "find_wrong_content", "describe_missing"),
     "training/checkpoint/resume.py": ("_find_quick_damage", "find_damage"),
 }
 # Raises with the words of a range, which the schema states.

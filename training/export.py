@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from console import progress
+from filesystem import publish_changed, write_atomically
 from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import WriteOptions, export_hugging_face
 from models.layers.score_head import is_reward_model
@@ -23,35 +24,46 @@ from models.weights.sources import open_weights
 from models.weights.trained_adapter import read_trained_adapter
 from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
 from training.checkpoint.run_folder import RunFolder
-from training.checkpoint.state import remove_leftovers
+from training.checkpoint.state import TEMPORARY_PREFIX, remove_leftovers
 from training.config.schema import RunConfig
 from training.setup import RunSetup
 
 
 def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
     """Write the files next to the checkpoints: the run's config, the model's config.json and the tokenizer. With
-    `overwrite_output_dir`, delete the files of an earlier run first. Main rank only."""
+    `overwrite_output_dir`, delete the files of an earlier run first. Main rank only.
+
+    All checkpoints share these files, so a resumed run leaves those that are the same untouched, and replaces the
+    others whole.
+    """
     if config.overwrite_output_dir:
         folder.clear()
-    source = setup.source
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)
-    tokenizer.save_pretrained(folder.checkpoints)
-    OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
+    write_atomically(folder.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+    staged = folder.checkpoints / f"{TEMPORARY_PREFIX}shared"
+    staged.mkdir()
+    tokenizer.save_pretrained(staged)
     if setup.adapter is not None:
-        save_adapter_config(setup.adapter, folder.checkpoints, get_whole_config(source))
-    if source.path.resolve() == folder.checkpoints.resolve():  # resumed: all files exist
-        return
+        save_adapter_config(setup.adapter, staged, get_whole_config(setup.source))
+    if setup.source.path.resolve() != folder.checkpoints.resolve():  # else it is resumed, and these exist
+        _save_model_files(setup, tokenizer, staged)
+    publish_changed(staged, folder.checkpoints)
+    shutil.rmtree(staged)
+
+
+def _save_model_files(setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    source = setup.source
     if source.wrapper is None:
-        setup.architecture.save_pretrained(folder.checkpoints)
+        setup.architecture.save_pretrained(folder)
     else:
-        save_wrapped(source, folder.checkpoints, with_passthrough=setup.adapter is None)
+        save_wrapped(source, folder, with_passthrough=setup.adapter is None)
     if (source.path / "generation_config.json").is_file():
-        shutil.copyfile(source.path / "generation_config.json", folder.checkpoints / "generation_config.json")
+        shutil.copyfile(source.path / "generation_config.json", folder / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
-        add_eos_token_id(folder.checkpoints / name, tokenizer.eos_token_id)
+        add_eos_token_id(folder / name, tokenizer.eos_token_id)
     if is_reward_model(setup.architecture):  # `transformers` searches for the last token that is not padding
-        set_pad_token_id(folder.checkpoints / "config.json", tokenizer.pad_token_id)
+        set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
 
 
 def save_wrapped(source: WeightSource, folder: Path, with_passthrough: bool) -> None:

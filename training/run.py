@@ -35,7 +35,15 @@ from training.observability.reporters import open_evaluation_reporters, open_rep
 from training.observability.stage_timer import MemoryPeak, StageTimer
 from training.observability.telemetry import Telemetry
 from training.scoring.first_pass import build_first_pass
-from training.setup import RunSetup, check_run, find_run_machine, load_resumed, open_source, predict_run
+from training.setup import (
+    RunSetup,
+    check_run,
+    describe_identity,
+    find_run_machine,
+    load_resumed,
+    open_source,
+    predict_run,
+)
 from training.summary import RunTotals, show_end, show_evaluation, show_start
 
 # Ranks wait this long for rank 0 of their host to tokenize.
@@ -80,7 +88,7 @@ def inspect_data(config: RunConfig, ranks: Ranks) -> None:
     check_config(config, has_accelerator=True)
     check_objective(config)
     tokenizer = load_tokenizer(config, open_source(config, None))
-    print_inspection(config, tokenize(config, tokenizer, ranks.say), tokenizer)
+    print_inspection(config, tokenize(config, tokenizer, ranks.say, compares_bytes=True), tokenizer)
 
 
 def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
@@ -92,7 +100,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
     with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank) as watchdog:
         datasets = tokenize(config, tokenizer)  # reads the cache
         setup = agree_on_setup(config, setup, ranks)
-        budget, start = agree_on_steps(config, setup, datasets, ranks)
+        budget, start = agree_on_steps(config, setup, datasets, tokenizer, ranks)
         if budget.finished:
             ranks.say(f"resume: {budget.finished}")
             if ranks.is_main:
@@ -170,7 +178,7 @@ def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTo
     with exit_on_user_error(ranks, reports=ranks.is_main):
         tokenizer = load_tokenizer(config, setup.source)
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile
-        tokenize(config, tokenizer, ranks.say if ranks.is_main else None)
+        tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)
     process.take_device(ranks)
     process.choose_interface()
     process.join_process_group(PREPARATION_TIMEOUT)
@@ -185,11 +193,18 @@ def agree_on_setup(config: RunConfig, setup: RunSetup, ranks: Ranks) -> RunSetup
 
 
 def agree_on_steps(
-    config: RunConfig, setup: RunSetup, datasets: dict[str, Path], ranks: Ranks
+    config: RunConfig,
+    setup: RunSetup,
+    datasets: dict[str, Path],
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
 ) -> tuple[StepBudget, TrainerState]:
     """Return the length and the start of the run, as counted by the main rank."""
     return process.broadcast_from_main(
-        lambda: compute_step_budget(config, setup.layout, datasets, setup.resume_from), ranks
+        lambda: compute_step_budget(
+            config, setup.layout, datasets, setup.resume_from, describe_identity(setup, tokenizer)
+        ),
+        ranks,
     )
 
 

@@ -11,21 +11,26 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from data.loading.row_lengths import measure_rows
 from data.order import GlobalOrder
 from errors import UserError
 from models.adapters.options import AdapterName
 from models.parallel.shard import find_length_multiple
+from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
+from models.weights.fingerprint import fingerprint_weights
 from models.weights.random_weights import RandomWeights
 from models.weights.resized_vocab import ResizedVocabWeights
 from models.weights.reward import as_reward_model
 from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 from models.weights.trained_adapter import check_same_adapter, read_trained_adapter
-from models.weights.vocabulary import resize_config
+from models.weights.vocabulary import fingerprint_tokenizer, resize_config
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.state import Identity
 from training.config.schema import Device, Init, RunConfig
 from training.config.validate import check_deepspeed_version
 from training.costs.hardware import Machine
@@ -110,7 +115,7 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
 
 
 def _open_resized(config: RunConfig, path: str) -> WeightSource:
-    source = open_weights(path, config.trust_remote_code)
+    source = open_weights(path, config.trust_remote_code, config.trust_checkpoint)
     rows = count_added_rows(config, source.config, str(source.path))
     return ResizedVocabWeights(source, resize_config(source, rows)) if rows else source
 
@@ -140,9 +145,24 @@ def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None])
         return setup
     step_dir = choose_whole(setup.resumable, say)
     if setup.adapter is not None:
-        adapter = dataclasses.replace(setup.adapter, tensors=read_trained_adapter(step_dir, setup.layers))
+        tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint)
+        adapter = dataclasses.replace(setup.adapter, tensors=tensors)
         return dataclasses.replace(setup, resume_from=step_dir, adapter=adapter)
     return dataclasses.replace(setup, resume_from=step_dir, source=_open_resized(config, str(step_dir)))
+
+
+def describe_identity(setup: RunSetup, tokenizer: PreTrainedTokenizerBase) -> dict[str, Identity]:
+    """Return what this run reads, by name, known by content: the tokenizer, the reference model, and the base model
+    unless the run continues from weights of its own."""
+    sources = {"reference model": setup.reference}
+    if setup.resume_from is None or setup.adapter is not None:
+        sources["base model"] = setup.source
+    found = {
+        name: Identity(fingerprint_weights(source), describe_place(source.path))
+        for name, source in sources.items()
+        if source is not None and source.files()  # not random ones
+    }
+    return found | {"tokenizer": Identity(fingerprint_tokenizer(tokenizer), str(tokenizer.name_or_path))}
 
 
 def find_run_machine(config: RunConfig, ranks: Ranks) -> Machine | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from errors import UserError
+from filesystem import hash_ends
 
 PREFIX = "indexed:"  # of a source: indexed:path/NAME
 SUFFIXES = (".bin", ".idx")
@@ -162,10 +163,11 @@ class IndexedCorpus:
 
 
 def describe_files(source: str) -> list:
-    """Return path, size and modification time of both files: what the tokens depend on."""
-    prefix = source.removeprefix(PREFIX)
-    return [
-        [os.path.abspath(prefix + suffix), status.st_size, status.st_mtime_ns]
-        for suffix in SUFFIXES
-        for status in [Path(prefix + suffix).stat()]
-    ]
+    """Return `describe_file` of both files: what the tokens depend on."""
+    return [describe_file(source.removeprefix(PREFIX) + suffix) for suffix in SUFFIXES]
+
+
+def describe_file(path: str) -> list:
+    """Return path, size, modification time and a hash of the first and the last MiB."""
+    status = os.stat(path)
+    return [os.path.abspath(path), status.st_size, status.st_mtime_ns, hash_ends(Path(path))]

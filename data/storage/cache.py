@@ -6,7 +6,6 @@ another folder and tokenizes again.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,19 +18,19 @@ from data.sample import Encoder
 from data.sources.hub import PREFIX as HUB_PREFIX
 from data.sources.hub import describe_hub
 from data.sources.indexed import PREFIX as INDEXED_PREFIX
-from data.sources.indexed import describe_files
+from data.sources.indexed import describe_file, describe_files
 from data.sources.records import COMPONENT_PREFIX
 from errors import UserError
 from filesystem import lock_file
 
-FORMAT_VERSION = 4  # raise it when the same options give other tokens or columns
+FORMAT_VERSION = 5  # raise it when the same options give other tokens or columns
 BACKEND_CALL_STATE = ("truncation", "padding")
 
 
 def compute_cache_key(
     sources: Sequence[Sequence[str]], encoder: Encoder, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> str:
-    """Return a hash of the sources (path, size, modification time), the encoder, the tokenizer and `options`."""
+    """Return a hash of the sources (see `_describe_source`), the encoder, the tokenizer and `options`."""
     state = {
         "format_version": FORMAT_VERSION,
         "sources": [[_describe_source(source) for source in group] for group in sources],
@@ -43,6 +42,9 @@ def compute_cache_key(
 
 
 def _describe_source(source: str) -> list:
+    """Return what the tokens of a source depend on; of a file path, size, modification time, and a hash of its first
+    and last MiB. A change in between that keeps size and time is not found: reading all of it at each start would take
+    minutes per TB."""
     if source.startswith(HUB_PREFIX):
         return [source, *describe_hub(source)]
     if source.startswith(COMPONENT_PREFIX):
@@ -50,8 +52,7 @@ def _describe_source(source: str) -> list:
         return [source, describe_code(find_component(name, TARGET))]
     if source.startswith(INDEXED_PREFIX):
         return [INDEXED_PREFIX, describe_files(source)]
-    status = os.stat(source)
-    return [os.path.abspath(source), status.st_size, status.st_mtime_ns]
+    return describe_file(source)
 
 
 def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:

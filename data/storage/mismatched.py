@@ -29,18 +29,24 @@ def mismatched_path(path: Path) -> Path:
 
 
 def prepare_mismatched(
-    path: Path, plan: RowPlan, key: str, samples_per_record: int, log: Callable[[str], None] | None = None
+    path: Path,
+    plan: RowPlan,
+    key: str,
+    samples_per_record: int,
+    log: Callable[[str], None] | None = None,
+    compares_bytes: bool = True,
 ) -> None:
     """Write the folder, with the rows of `plan`, unless it exists. path: the tokenized folder of `key`.
+    compares_bytes: as of `prepare_dataset`.
 
     Raises UserError where all records have one prompt.
     """
     folder, say = mismatched_path(path), log or (lambda text: None)
-    if find_damage(folder) is not None:
+    if find_damage(folder, compares_bytes) is not None:
         with lock_folder(path, say):
-            if find_damage(folder) is not None:
+            if find_damage(folder, compares_bytes) is not None:
                 _write(path, folder, key, plan.max_seq_length, samples_per_record)
-    copy_rows(path, folder, plan)
+    copy_rows(path, folder, plan, compares_bytes)
 
 
 def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool) -> None:

@@ -22,10 +22,12 @@ from data.options import Packing
 from data.sample import IGNORE_INDEX
 from data.sources.mixture import Mixture
 from data.storage.cache import lock_folder
+from data.storage.hashes import find_changed, write_hashes
 from data.storage.packing import Pieces, concatenate, lay_singly, pack_best_fit
 from data.storage.reference import load_reference
 from data.storage.tokenized import TokenizedDataset, column_file, map_column
 from errors import UserError
+from filesystem import sync_to_disk
 
 PIECE_COLUMNS = ("sample_id", "start", "stop")  # int64 [P]
 ROW_COLUMNS = ("length", "num_targets")  # int64 [R]
@@ -66,29 +68,36 @@ class RowPlan:
 
 
 def prepare_rows(
-    path: Path, plan: RowPlan, key: str, log: Callable[[str], None] | None = print, *, names: Sequence[str] = ()
+    path: Path,
+    plan: RowPlan,
+    key: str,
+    log: Callable[[str], None] | None = print,
+    *,
+    names: Sequence[str] = (),
+    compares_bytes: bool = True,
 ) -> None:
     """Write the index of a tokenized folder's rows unless it is there.
 
     key: what the log calls the files. log: None on a rank that does not log. names: those of the mixture's sources.
+    compares_bytes: as of `prepare_dataset`.
     """
     folder = plan.folder(path)
-    if not plan.is_trivial and not _is_whole(folder):
+    if not plan.is_trivial and not _is_whole(folder, compares_bytes):
         with lock_folder(path, log or (lambda text: None)):
-            if not _is_whole(folder):
+            if not _is_whole(folder, compares_bytes):
                 dataset = TokenizedDataset(path, False, True)
                 _write_index(folder, _build_pieces(dataset, plan), dataset)
     if log is not None:
         _describe_rows(path, plan, key, log, names=names)
 
 
-def copy_rows(path: Path, other: Path, plan: RowPlan) -> None:
+def copy_rows(path: Path, other: Path, plan: RowPlan, compares_bytes: bool = True) -> None:
     """Write the rows of the folder `path` for `other`, whose samples correspond to its own; one sample per row."""
     folder = plan.folder(other)
-    if plan.is_trivial or _is_whole(folder):
+    if plan.is_trivial or _is_whole(folder, compares_bytes):
         return
     with lock_folder(other, lambda text: None):
-        if not _is_whole(folder):
+        if not _is_whole(folder, compares_bytes):
             dataset = TokenizedDataset(other, False, True)
             _write_index(
                 folder, iter([lay_singly(Rows(path, plan, False, False).sample_ids, dataset.lengths)]), dataset
@@ -185,13 +194,17 @@ def _write_index(folder: Path, windows: Iterable[Pieces], dataset: TokenizedData
             for name, values in written.items():
                 files[name].write(values.astype(np.int64, copy=False).data)
             num_pieces += len(pieces.sample_ids)
+    write_hashes(temporary)
     os.rename(temporary, folder)
+    sync_to_disk(folder.parent)
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: Path, compares_bytes: bool) -> bool:
     try:
-        columns = _map_index(folder)
-    except (OSError, ValueError):
+        changed, columns = find_changed(folder, compares_bytes), _map_index(folder)
+    except (OSError, ValueError, TypeError, AttributeError):  # what a damaged file of hashes leads to
+        return False
+    if changed is not None:
         return False
     num_pieces, num_rows = ({len(columns[name]) for name in names} for names in (PIECE_COLUMNS, ROW_COLUMNS))
     return num_pieces == {int(columns["offset"][-1])} and num_rows == {len(columns["offset"]) - 1}

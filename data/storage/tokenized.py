@@ -1,4 +1,4 @@
-"""A tokenized folder on disk, memory-mapped: one flat file per column, with a summary and the sizes of the files.
+"""A tokenized folder on disk, memory-mapped: one flat file per column, with a summary and the hashes of the files.
 
     input_ids, labels      int32 [num_tokens], the samples end to end
     offset                 int64 [num_samples + 1], where each of them begins
@@ -20,10 +20,10 @@ import numpy as np
 import xxhash
 
 from data.sources.indexed import IndexedCorpus
+from data.storage.hashes import find_changed, write_hashes
 from data.storage.summary import Summary
 
 SUMMARY_FILE = "summary.json"
-SIZES_FILE = "file_sizes.json"
 CORPORA_FILE = "corpora.json"  # of corpora that were tokenized elsewhere: their prefixes, in place of the token columns
 TOKEN_COLUMNS = ("input_ids", "labels")
 SAMPLE_COLUMNS = ("length", "num_targets", "source")
@@ -40,18 +40,14 @@ def load_summary(path: str | Path) -> Summary:
     return Summary.from_json((Path(path) / SUMMARY_FILE).read_text())
 
 
-def find_damage(path: Path) -> str | None:
-    """Return why a tokenized folder cannot be read; None when it is whole. Compares sizes, does not read contents."""
+def find_damage(path: Path, compares_bytes: bool) -> str | None:
+    """Return why a tokenized folder cannot be read; None when it is whole. compares_bytes: read every byte; otherwise
+    compare sizes alone."""
     try:
-        sizes = json.loads((path / SIZES_FILE).read_text())
         load_summary(path)
-        for name, size in sizes.items():
-            found = (path / name).stat().st_size
-            if found != size:
-                return f"{name} has {found:,} bytes, {size:,} were written"
+        return find_changed(path, compares_bytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
-    return None
 
 
 def column_file(path: str | Path, name: str) -> Path:
@@ -123,12 +119,11 @@ class TokenizedWriter:
         return [state.hexdigest() for state in self._hashes]
 
     def finish(self, summary: Summary) -> None:
-        """Write the summary and the file sizes, which make the folder whole."""
+        """Write the summary and the hashes, which make the folder whole; it is on the disk on return."""
         for file in self._files.values():
             file.flush()
         (self._path / SUMMARY_FILE).write_text(summary.to_json())
-        sizes = {file.name: file.stat().st_size for file in sorted(self._path.iterdir())}
-        (self._path / SIZES_FILE).write_text(json.dumps(sizes))
+        write_hashes(self._path)
 
 
 class CorpusTokens:

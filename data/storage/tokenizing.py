@@ -27,6 +27,7 @@ from data.storage.summary import BatchCounts, Summary, check_any_left
 from data.storage.tokenized import TokenizedWriter, find_damage, load_summary
 from data.storage.workers import map_in_order
 from errors import UserError
+from filesystem import sync_to_disk
 
 # A batch of records ends at the first of these limits; a record may be a whole book.
 MAX_BATCH_RECORDS, MAX_BATCH_CHARACTERS = 1000, 2**22
@@ -41,21 +42,22 @@ def prepare_dataset(
     cache_dir: str | Path,
     num_proc: int = 1,
     log: Callable[[str], None] | None = print,
+    compares_bytes: bool = True,
 ) -> Path:
     """Tokenize the files unless that is done already, and return the folder for `TokenizedDataset`.
 
     entries: paths, globs, `hf:NAME`; a sample's `source` is the place of its entry.
     `key` is the config key of the files (`train_file`, `eval_file`), named by errors and by the lines that are logged.
-    log: None on a rank that does not log.
+    log: None on a rank that does not log. compares_bytes: of a cached folder; else it is taken by its sizes.
     Raises `UserError` for whatever is wrong with the files or a record, and for a disk without room.
     """
     say = log or (lambda text: None)
     sources = [resolve_sources(entry, key) for entry in entries] or [resolve_sources([], key)]
     path = Path(cache_dir) / encoding.compute_key(sources)
     origin = "cached in"
-    if find_damage(path) is not None:
+    if find_damage(path, compares_bytes) is not None:
         with lock_folder(path, say):
-            damage = find_damage(path)  # another process may have made it while this one waited
+            damage = find_damage(path, compares_bytes)  # another process may have made it while this one waited
             if damage is not None:
                 if path.exists():
                     say(f"{key}: the tokenized data in {path} is damaged ({damage}); it is rebuilt")
@@ -90,6 +92,7 @@ def _write_dataset(
                 temporary, sources, key, encoding, num_proc=num_proc, num_records=num_records, shown=shown
             )
         os.rename(temporary, path)
+        sync_to_disk(path.parent)
     except UserError as error:
         raise error from None  # without the stack trace of another process
     except OSError as error:

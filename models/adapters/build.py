@@ -30,6 +30,7 @@ from models.adapters.targets import (
     list_targets,
 )
 from models.layers.layer import Layer
+from models.storage.hub import split_revision
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
@@ -61,7 +62,7 @@ def build_adapter(
         lora, tensors = _load_adapter(Path(options.name_or_path).expanduser(), layers)
     else:
         lora, tensors = _build_new_config(options, layers), {}
-    lora.base_model_name_or_path = base_name
+    lora.base_model_name_or_path, lora.revision = split_revision(base_name)
     check_experts(lora, layers)
     if is_part:
         lora.target_modules = list_full_names(layers, lora)

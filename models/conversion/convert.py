@@ -33,6 +33,7 @@ from models.storage.folders import (
     find_custom_tokenizer,
     staged_folder,
 )
+from models.storage.manifest import CONVERTED_NAME
 from models.storage.safetensors_writer import (
     INDEX_NAME,
     build_index,
@@ -54,7 +55,6 @@ from models.weights.vocabulary import (
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
-STEP_NAME = "global_step0"
 FLUSHED_BYTES = 128 * 2**20
 SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
 # DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads this in addition to the layer files: no module of its
@@ -117,7 +117,7 @@ def convert_to_pipeline(
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
 
     with staged_folder(output_dir, options.overwrite) as folder:
-        step_dir = folder.path / STEP_NAME
+        step_dir = folder.path / CONVERTED_NAME
         step_dir.mkdir()
         places = {
             layer_file(step_dir, i): {name: (i, name) for name in infos}
@@ -138,7 +138,7 @@ def convert_to_pipeline(
             passthrough[file] = {name: (PASSTHROUGH, name) for name in weights.passthrough}
         save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
         write_model_files(folder, weights, tokenizer, tokens)
-        (folder.path / "latest").write_text(STEP_NAME)
+        (folder.path / "latest").write_text(CONVERTED_NAME)
         if options.verify:
             folder.flush_all()
             written = places | passthrough

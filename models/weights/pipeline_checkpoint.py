@@ -1,5 +1,8 @@
 """A pipeline checkpoint: a folder with `latest`, `config.json` and `global_stepN/layer_XX-model_states.pt`, names
 without the layer's prefix. Converted folders and training checkpoints have the same shape.
+
+Where a step has a manifest, `check_complete` compares sizes, and the bytes of a layer's file are compared before its
+tensors are first read: a pass over the file at the speed of the disk or of memory, after which it is in the page cache.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 from errors import UserError
 from models.adapters.folder import ADAPTER_CONFIG
 from models.layers.layer import Layer
+from models.storage.manifest import describe_missing, find_wrong_content, find_wrong_size, has_manifest, is_converted
 from models.storage.safetensors_writer import TensorInfo
 from models.storage.tensor_files import load_torch_file
 from models.weights.config_file import load_config
@@ -24,13 +28,19 @@ def layer_file(step_dir: Path, index: int) -> Path:
 
 
 class PipelineCheckpoint:
-    """A pipeline checkpoint's layer files, from the converter or from training."""
+    """A pipeline checkpoint's layer files, from the converter or from training. What reads values raises UserError for
+    a file whose bytes are not those of the manifest."""
 
-    def __init__(self, path: Path, tag: str) -> None:
+    def __init__(self, path: Path, tag: str, trust_checkpoint: bool = False) -> None:
+        """trust_checkpoint: accept a training checkpoint without a manifest. Raises UserError otherwise."""
         self.path = path
         self.step_dir = path / tag
         if not tag or not self.step_dir.is_dir():
             raise UserError(f"{path}/latest names '{tag}', but there is no such folder; the checkpoint is incomplete")
+        self._has_manifest = has_manifest(self.step_dir)
+        if not (self._has_manifest or trust_checkpoint or is_converted(self.step_dir)):
+            raise UserError(describe_missing(self.step_dir))
+        self._checked: set[str] = set()
         self.config, self.wrapper = load_config(path)
 
     @property
@@ -39,8 +49,12 @@ class PipelineCheckpoint:
         return (self.path / ADAPTER_CONFIG).is_file()
 
     def read_parameters(self, index: int) -> dict[str, torch.Tensor]:
-        """Return the tensors in the file of layer `index`, unchecked."""
-        return load_torch_file(layer_file(self.step_dir, index))
+        """Return the tensors in the file of layer `index`, whatever their names and shapes."""
+        file = layer_file(self.step_dir, index)
+        if self._has_manifest and file.is_file() and file.name not in self._checked:
+            _raise_damage(find_wrong_content(self.step_dir, [file.name]))
+            self._checked.add(file.name)
+        return load_torch_file(file)
 
     def read_adapter(self, index: int, layer: Layer, names: list[str]) -> dict[str, torch.Tensor]:
         tensors = self.read_parameters(index)
@@ -49,13 +63,17 @@ class PipelineCheckpoint:
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if not layer.owns_weights:
             return {}
-        file = layer_file(self.step_dir, index)
-        tensors = load_torch_file(file)
-        check_tensors(tensors, layer, str(file))
+        tensors = self.read_parameters(index)
+        check_tensors(tensors, layer, str(layer_file(self.step_dir, index)))
         return tensors
 
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        return {name: tensor.to("meta") for name, tensor in self.read_layer(index, layer).items()}
+        if not layer.owns_weights:
+            return {}
+        file = layer_file(self.step_dir, index)
+        tensors = load_torch_file(file)  # its bytes are compared when they are read
+        check_tensors(tensors, layer, str(file))
+        return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
     def list_passthrough(self) -> list[TensorInfo]:
         return list_passthrough(self.path) if self.wrapper is not None else []
@@ -79,5 +97,12 @@ class PipelineCheckpoint:
                 f"{self.step_dir} holds {len(present)} layer files where config.json describes {len(expected)}; "
                 f"first extra one {extra[0]}; does the config.json next to it belong to another model?"
             )
+        if self._has_manifest:
+            _raise_damage(find_wrong_size(self.step_dir, sorted(present)))
         if self.wrapper is not None:
             list_passthrough(self.path)  # raises where they are missing
+
+
+def _raise_damage(damage: str | None) -> None:
+    if damage is not None:
+        raise UserError(f"{damage}; copy the checkpoint again, or use another one")

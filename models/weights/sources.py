@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from errors import UserError
 from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
 from models.layers.rope_scaling import copy_positions
+from models.storage.hub import split_revision
 from models.weights.adapted import AdaptedWeights
 from models.weights.config_file import load_config
 from models.weights.hugging_face_folder import HuggingFaceFolder
@@ -19,12 +21,15 @@ from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from models.weights.resized_vocab import ResizedVocabWeights
 from models.weights.source import StoredWeights
 
+if TYPE_CHECKING:
+    from peft import LoraConfig  # imported on use: peft takes seconds
 
-def open_weights(name_or_path: str, trust_remote_code: bool = False) -> StoredWeights:
+
+def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> StoredWeights:
     """Open a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. For an adapter (a peft
     folder, or the checkpoint of a LoRA run) return the base model's weights with the adapter merged in.
 
-    Raises UserError for anything else.
+    trust_checkpoint: accept a training checkpoint without a manifest. Raises UserError for anything else.
     """
     path = Path(name_or_path).expanduser()
     if not path.exists():
@@ -32,20 +37,24 @@ def open_weights(name_or_path: str, trust_remote_code: bool = False) -> StoredWe
     if path.is_file():
         raise UserError(f"{path} is a file; give the folder it is in")
     if re.fullmatch(r"global_step\d+", path.name):
-        return _open_checkpoint(path.parent, path.name, trust_remote_code)
+        return _open_checkpoint(path.parent, path.name, trust_remote_code, trust_checkpoint)
     if (path / "latest").is_file():
-        return _open_checkpoint(path, (path / "latest").read_text().strip(), trust_remote_code)
+        return _open_checkpoint(path, (path / "latest").read_text().strip(), trust_remote_code, trust_checkpoint)
     if (path / ADAPTER_CONFIG).is_file():
-        return _open_adapted(path, None, trust_remote_code)
+        return _open_adapted(path, None, trust_remote_code, trust_checkpoint)
     return HuggingFaceFolder(path, trust_remote_code)
 
 
-def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> StoredWeights:
-    checkpoint = PipelineCheckpoint(path, tag)
-    return _open_adapted(path, checkpoint, trust_remote_code) if checkpoint.is_adapter else checkpoint
+def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool, trust_checkpoint: bool) -> StoredWeights:
+    checkpoint = PipelineCheckpoint(path, tag, trust_checkpoint)
+    if not checkpoint.is_adapter:
+        return checkpoint
+    return _open_adapted(path, checkpoint, trust_remote_code, trust_checkpoint)
 
 
-def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remote_code: bool) -> AdaptedWeights:
+def _open_adapted(
+    path: Path, checkpoint: PipelineCheckpoint | None, trust_remote_code: bool, trust_checkpoint: bool
+) -> AdaptedWeights:
     """Return the base model with the adapter merged in. checkpoint: whose layer files hold the adapter; None for a peft
     folder."""
     lora = load_lora_config(path)
@@ -56,7 +65,7 @@ def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remot
     tensors = {} if checkpoint else load_adapter_tensors(path)
     files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
     try:
-        base: StoredWeights = open_weights(lora.base_model_name_or_path, trust_remote_code)
+        base: StoredWeights = open_weights(_name_base(lora), trust_remote_code, trust_checkpoint)
     except UserError as error:
         raise UserError(
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
@@ -71,17 +80,24 @@ def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remot
     return AdaptedWeights(base, path, lora, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())
 
 
+def _name_base(lora: LoraConfig) -> str:
+    name = str(lora.base_model_name_or_path)
+    return name if lora.revision is None or Path(name).expanduser().exists() else f"{name}@{lora.revision}"
+
+
 def _download(hub_id: str) -> Path:
-    """Return the hub's snapshot of `hub_id` in the local cache: weights and tokenizer, without subfolders, where
-    gpt-oss, for example, has its weights again in other formats."""
+    """Return the hub's snapshot of `hub_id` (ID or ID@REVISION) in the local cache: weights and tokenizer, without
+    subfolders, where gpt-oss, for example, has its weights again in other formats."""
     from huggingface_hub import snapshot_download
 
-    if hub_id.startswith(("/", "./", "../", "~")) or hub_id.count("/") > 1:
+    name, revision = split_revision(hub_id)
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise UserError(f"model_name_or_path '{hub_id}' is not a folder here, nor could it be a hub id; check the path")
     try:
         return Path(
             snapshot_download(
-                hub_id,
+                name,
+                revision=revision,
                 allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"],
                 ignore_patterns=["*/*"],
             )

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 
-def read_trained_adapter(step_dir: Path, layers: Sequence[Layer]) -> dict[str, torch.Tensor]:
+def read_trained_adapter(
+    step_dir: Path, layers: Sequence[Layer], trust_checkpoint: bool = False
+) -> dict[str, torch.Tensor]:
     """Returns the adapter's tensors that a LoRA run has saved in `step_dir`, by peft's names. Raises UserError for a
-    file that cannot be read."""
-    checkpoint = PipelineCheckpoint(step_dir.parent, step_dir.name)
+    file that cannot be read or is damaged, and without `trust_checkpoint` for a checkpoint without a manifest."""
+    checkpoint = PipelineCheckpoint(step_dir.parent, step_dir.name, trust_checkpoint)
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         if layer.owns_weights:

@@ -3,6 +3,7 @@ which the model stops."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,14 @@ def add_eos_token_id(file: Path, token_id: int | None) -> None:
             level["eos_token_id"], changed = ends, True
     if changed:
         file.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of the tokens with their ids, and of the special ones, 32 hex digits: the same after the tokenizer
+    was saved and loaded. How text is split shows in the hash of the tokenized files."""
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    state = json.dumps([sorted(tokenizer.get_vocab().items()), sorted(special.items())])
+    return hashlib.sha256(state.encode()).hexdigest()[:32]
 
 
 def set_pad_token_id(file: Path, token_id: int) -> None:

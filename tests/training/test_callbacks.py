@@ -14,7 +14,7 @@ from support.runs import read_metrics
 from support.tiny import save_llama, save_records, save_tokenizer
 
 from errors import UserError
-from training.checkpoint.manifest import find_wrong_size
+from models.storage.manifest import find_wrong_size
 from training.inputs.custom import build_callbacks
 
 

@@ -11,8 +11,16 @@ import torch.distributed as dist
 
 from console import progress
 from errors import UserError
-from training.checkpoint.manifest import MANIFEST_NAME, find_wrong_content, find_wrong_size, read_manifest
-from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState, list_checkpoints, step_of
+from models.storage.manifest import (
+    MANIFEST_NAME,
+    STATE_NAME,
+    describe_missing,
+    find_wrong_content,
+    find_wrong_size,
+    has_manifest,
+    read_manifest,
+)
+from training.checkpoint.state import TEMPORARY_PREFIX, TrainerState, list_checkpoints, step_of
 from training.distributed.ranks import raise_together
 
 # The fields that determine which samples come next and what a step does with them. The layout does not.
@@ -94,13 +102,8 @@ def _list_candidates(path: Path) -> list[Path]:
 def _find_quick_damage(step_dir: Path, trust: bool) -> str | None:
     if not step_dir.is_dir():
         return f"{step_dir} is missing"
-    if not (step_dir / MANIFEST_NAME).exists():
-        return (
-            None
-            if trust
-            else f"{step_dir} has no {MANIFEST_NAME}: it is not complete, or not from this project "
-            "(trust_checkpoint=true accepts it as it is)"
-        )
+    if not has_manifest(step_dir):
+        return None if trust else describe_missing(step_dir)
     return find_wrong_size(step_dir)
 
 
@@ -109,7 +112,7 @@ def find_damage(step_dir: Path, rank: int, world_size: int) -> str | None:
     ranks are the whole checkpoint. Reads every byte."""
     records = read_manifest(step_dir)
     if records is None:
-        return None if not (step_dir / MANIFEST_NAME).exists() else f"{step_dir / MANIFEST_NAME} is damaged"
+        return None if not has_manifest(step_dir) else f"{step_dir / MANIFEST_NAME} is damaged"
     by_size = sorted(records, key=lambda name: (records[name].size, name))  # so that shares are about equal
     share = by_size[rank::world_size]
     with progress(f"checking {step_dir.name}", len(share), "files", shown=rank == 0) as bar:
@@ -141,6 +144,7 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
 
     Raises UserError for a checkpoint of weights alone and, unless `allow_changes`, for any difference.
     """
+    others = _list_others(saved, run)
     before, after = ({name: getattr(state, name) for name in _KEPT} | state.data for state in (saved, run))
     if saved.weights_only:
         raise UserError(
@@ -152,10 +156,24 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
         for name in {**before, **after}
         if before.get(name) != after.get(name)
     ]
+    if others and not allow_changes:
+        raise UserError(
+            f"resume: {'; '.join(others)}, whose content differs; {step_dir} was trained with the first one. Give that "
+            "one, or continue anyway with resume_allow_changes=true"
+        )
     if differing and not allow_changes:
         raise UserError(
             f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same "
             "values, or continue anyway with resume_allow_changes=true, or start a new run from its weights with "
             f"model_name_or_path={step_dir}"
         )
-    return differing
+    return others + differing
+
+
+def _list_others(saved: TrainerState, run: TrainerState) -> list[str]:
+    """Return, in words, what both runs name and know by other content: base model, reference model, tokenizer."""
+    return [
+        f"the {name} was {before.place}, is {run.identity[name].place}"
+        for name, before in saved.identity.items()
+        if name in run.identity and run.identity[name].fingerprint != before.fingerprint
+    ]

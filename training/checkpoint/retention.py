@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from errors import UserError
-from training.checkpoint.manifest import find_wrong_size
+from models.storage.manifest import find_wrong_size
 from training.checkpoint.state import TEMPORARY_PREFIX, list_checkpoints, read_state, step_of
 from training.config.criterion import Criterion, CriterionKeys
 

@@ -6,7 +6,7 @@
                   mp_rank_00_model_states.pt     empty; DeepSpeed's own load_checkpoint(load_module_only=True) requires
                                                  it
                   trainer_state.json             the run's progress
-                  manifest.json                  size and hash of each file; see training/checkpoint/manifest.py
+                  manifest.json                  size and hash of each file; see models/storage/manifest.py
 
 No file depends on the layout that wrote it, so a run resumes at any other. Random numbers, learning rate and sample
 order are functions of the step, so the step is the only state in addition to the tensors. Nothing in a checkpoint is
@@ -24,13 +24,24 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from models.storage.manifest import STATE_NAME
 from training.checkpoint import optimizer_state
 from training.checkpoint.best import Best
 from training.engine.engine import Engine
 
-STATE_NAME = "trainer_state.json"
 TEMPORARY_PREFIX = "tmp-"
-FORMAT = 2  # increase it when an older version of the project could not read what this one writes
+FORMAT = 3  # increase it when an older version of the project could not read what this one writes
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Identifies a model or a tokenizer that a run began with.
+
+    fingerprint: a hash of its content. place: its path, or `org/name@COMMIT` for a model of the hub.
+    """
+
+    fingerprint: str
+    place: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +62,7 @@ class TrainerState:
     data: dict[str, str] = field(default_factory=dict)  # what decides the loss: `describe_data`, `describe_objective`
     evaluation: dict[str, float] = field(default_factory=dict)  # of this step; empty where it was not evaluated
     best: Best | None = None  # of the evaluations so far
+    identity: dict[str, Identity] = field(default_factory=dict)  # of base model, reference model and tokenizer
     weights_only: bool = False  # `save_weights_only`: without the optimizer's state
     format: int = FORMAT
 
@@ -87,13 +99,14 @@ def read_state(step_dir: Path) -> TrainerState:
 
 
 def _modernize(content: dict[str, Any]) -> dict[str, Any]:
-    """Convert the fields of format 1 to the current ones."""
+    """Convert the fields of format 1 to the current ones, and of JSON to their types. Format 2 has no identity."""
     known = dict(content)
     eval_loss = known.pop("eval_loss", None)
     if eval_loss is not None:
         known["evaluation"] = {"eval_loss": eval_loss}
     if known.get("best") is not None:
         known["best"] = Best(**known["best"])
+    known["identity"] = {name: Identity(**fields) for name, fields in known.get("identity", {}).items()}
     return known | {"format": FORMAT}
 
 

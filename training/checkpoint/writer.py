@@ -32,15 +32,15 @@ from filesystem import exchange, sync_to_disk, write_atomically
 from models.conversion.convert import ENGINE_STATE, ENGINE_STATE_NAME
 from models.parallel.exchanges import wait_for
 from models.storage.folders import check_disk_space
+from models.storage.manifest import STATE_NAME, FileRecord, HashedFile, write_manifest
 from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
 from models.storage.torch_writer import save_torch
 from models.weights.pipeline_checkpoint import layer_file
 from training.checkpoint import optimizer_state
 from training.checkpoint.coverage import check_coverage
-from training.checkpoint.manifest import FileRecord, HashedFile, write_manifest
 from training.checkpoint.retention import KEEP_ALL, Retention, prune_checkpoints
 from training.checkpoint.share_file import ShareFile
-from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState
+from training.checkpoint.state import TEMPORARY_PREFIX, TrainerState
 from training.distributed.process import make_group_with_timeout, synchronize
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine

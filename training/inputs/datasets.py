@@ -20,6 +20,7 @@ from data.storage.rows import RowPlan, prepare_rows
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
+from models.storage.hub import split_revision
 from models.weights.source import WeightSource
 from training.config.schema import DataConfig, RunConfig
 from training.config.sources import TrainFiles, list_file_keys, parse_files, read_files
@@ -52,8 +53,10 @@ def load_extended(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
 
 def _load_base_tokenizer(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
     path = config.tokenizer_name_or_path or path
+    name, revision = split_revision(path)
+    chosen = {} if revision is None else {"revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(name, **chosen)
     except (OSError, ValueError) as error:
         raise UserError(f"no tokenizer in {path} ({str(error).splitlines()[0]}); set tokenizer_name_or_path") from None
 
@@ -90,19 +93,30 @@ def build_chat_template(data: DataConfig) -> ChatTemplate:
 
 
 def tokenize(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None = None
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    log: Callable[[str], None] | None = None,
+    compares_bytes: bool = False,
 ) -> dict[str, Path]:
-    """Tokenize all files, unless another process has, and return key of the files -> folder of tokenized samples."""
-    return {key: prepare_file(config, key, tokenizer, log) for key in list_file_keys(config)}
+    """Tokenize all files, unless another process has, and return key of the files -> folder of tokenized samples.
+
+    compares_bytes: of what is cached; one process of a host asks for it, once a run.
+    """
+    return {key: prepare_file(config, key, tokenizer, log, compares_bytes) for key in list_file_keys(config)}
 
 
 def prepare_file(
-    config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None
+    config: RunConfig,
+    key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    log: Callable[[str], None] | None,
+    compares_bytes: bool = False,
 ) -> Path:
     """Return the tokenized folder of `train_file` or an evaluation file, with the index of its rows; the first caller
     builds both.
 
-    log: None on a rank that prints nothing. Raises UserError for any error in the files or a record.
+    log: None on a rank that prints nothing. compares_bytes: as of `tokenize`.
+    Raises UserError for any error in the files or a record.
     """
     data = config.data
     plan = build_row_plan(config, key)
@@ -116,13 +130,19 @@ def prepare_file(
         samples_per_record=find_kind(data.name).samples_per_record,
     )
     path = prepare_dataset(
-        files.entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log
+        files.entries,
+        key=key,
+        encoding=encoding,
+        cache_dir=data.cache_dir,
+        num_proc=data.num_proc,
+        log=log,
+        compares_bytes=compares_bytes,
     )
-    prepare_rows(path, plan, key, log, names=files.entries)
+    prepare_rows(path, plan, key, log, names=files.entries, compares_bytes=compares_bytes)
     if get_objective(config).needs_first_pass:
         per_record = find_kind(data.name).samples_per_record
         check_labels(path, key, per_record, trains=key == "train_file")
-        prepare_mismatched(path, plan, key, per_record, log)
+        prepare_mismatched(path, plan, key, per_record, log, compares_bytes)
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from data.storage.rows import Rows, count_rows
 from data.storage.tokenized import load_summary
 from errors import UserError
 from models.layers.documents import DocumentBounds
+from models.storage.manifest import find_wrong_size
 from training.checkpoint.best import Best, has_lost_patience
-from training.checkpoint.manifest import find_wrong_size
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
-from training.checkpoint.state import TrainerState, read_state
+from training.checkpoint.state import Identity, TrainerState, read_state
 from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
@@ -60,9 +61,14 @@ class StepBudget:
 
 
 def compute_step_budget(
-    config: RunConfig, layout: Layout, datasets: dict[str, Path], resume_from: Path | None
+    config: RunConfig,
+    layout: Layout,
+    datasets: dict[str, Path],
+    resume_from: Path | None,
+    identity: Mapping[str, Identity] = MappingProxyType({}),
 ) -> tuple[StepBudget, TrainerState]:
-    """Return the budget and the initial state of the run. datasets: key of the files -> tokenized folder.
+    """Return the budget and the initial state of the run. datasets: key of the files -> tokenized folder. identity: of
+    the models and the tokenizer that this run reads.
 
     Raises UserError for a checkpoint that does not match the config, and when no step is left.
     """
@@ -83,6 +89,7 @@ def compute_step_budget(
         precision=config.precision.value,
         optimizer=describe_optimizer(config),
         data=describe_data(config, datasets["train_file"]) | describe_objective(config) | describe_updates(config),
+        identity=dict(identity),
     )
     if resume_from is not None:
         start = _resume(start, resume_from, config)
@@ -105,6 +112,7 @@ def _resume(start: TrainerState, resume_from: Path, config: RunConfig) -> Traine
         num_tokens=saved.num_tokens,
         evaluation=saved.evaluation,
         best=_recall_best(saved, config),
+        identity=saved.identity | start.identity,  # what only the first run has read stays on record
     )
 
 

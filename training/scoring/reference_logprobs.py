@@ -10,7 +10,6 @@ holds two models.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from data.storage.rows import RowPlan
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.adapters.adapter import adapter_off
+from models.weights.fingerprint import fingerprint_weights
 from models.weights.source import WeightSource
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks, raise_together
@@ -35,15 +35,15 @@ from training.engine.engine import Engine
 from training.objectives.dpo import RowScore
 from training.pipeline.module import StageModule
 
-_VERSION = 1  # raise it when the same model gives other log-probabilities
+_VERSION = 2  # raise it when the same model gives other log-probabilities, or their file changes
 _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
 
 
 def compute_model_id(reference: WeightSource, config: RunConfig, attention: str) -> str:
-    """Return a hash of the weights' files (path, size, modification time) and of the arithmetic they are used in."""
-    files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in reference.files()]
+    """Return a hash of the weights, by content, and of the arithmetic they are used in."""
+    weights = fingerprint_weights(reference)
     positions = [sorted(config.rope_parameters.list_given().items())] if config.rope_parameters.list_given() else []
-    state = (_VERSION, files, config.precision.value, attention, config.adapter.load_in_4bit, *positions)
+    state = (_VERSION, weights, config.precision.value, attention, config.adapter.load_in_4bit, *positions)
     return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
 

@@ -269,3 +269,12 @@ def test_a_reference_is_whole_or_absent(pairs: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
     assert not is_whole(file, 22)
     assert not list(pairs.glob("*.tmp*"))
+
+
+@pytest.mark.parametrize("place", [-1, -17, 200])
+def test_a_flipped_byte_of_a_reference_is_found(pairs: Path, place: int) -> None:
+    file = reference_of(pairs)
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    assert not is_whole(file, 22)

@@ -182,3 +182,13 @@ def test_pickling_opens_the_folder_again(path: Path) -> None:
     rows = Rows(path, PLAN, True, False)
     content = pickle.dumps(rows)
     assert len(content) < 1000 and pickle.loads(content).input_ids(1).tolist() == rows.input_ids(1).tolist()
+
+
+def test_a_flipped_byte_of_the_index_is_found_where_bytes_are_compared(path: Path) -> None:
+    file = PLAN.folder(path) / "start.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])
+    prepare_rows(path, PLAN, "train_file", compares_bytes=False)
+    assert file.read_bytes() != whole
+    prepare_rows(path, PLAN, "train_file")
+    assert file.read_bytes() == whole

@@ -266,7 +266,16 @@ def test_lengths_are_fitted_as_the_policy_says(prepare) -> None:
     assert targets[0] == targets[1] and "tokens lost" not in rest[1]
 
 
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 DAMAGE = {
+    "a flipped byte of a token": lambda path: flip_a_byte(path / "input_ids.bin"),
+    "a flipped byte of an offset": lambda path: flip_a_byte(path / "offset.bin"),
+    "a flipped byte of the summary": lambda path: flip_a_byte(path / "summary.json"),
     "cut off": lambda path: os.truncate(path / "labels.bin", 100),
     "a file less": lambda path: (path / "offset.bin").unlink(),
     "a summary of nothing": lambda path: (path / "summary.json").write_text("{}"),
@@ -282,6 +291,29 @@ def test_a_damaged_folder_is_reported_and_rebuilt(prepare, name: str) -> None:
     assert again == path and TokenizedDataset(path, True, False).input_ids(3).tolist() == before
     assert lines[0].startswith(f"train_file: the tokenized data in {path} is damaged (") and "rebuilt" in lines[0]
     assert "tokenized into" in lines[2] and "cached in" in prepare()[1][0]
+
+
+def test_bytes_are_compared_where_that_is_asked_for_alone(prepare) -> None:
+    """Once a run on each host: the other ranks go by sizes."""
+    path, _ = prepare()
+    flip_a_byte(path / "labels.bin")
+    assert "cached in" in prepare(compares_bytes=False)[1][0]
+    assert "labels.bin: its bytes are not those that were written" in prepare()[1][0]
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_source_of_the_same_size_and_time_but_other_bytes_is_tokenized_again(
+    prepare, train_file: Path, place: str
+) -> None:
+    path, _ = prepare()
+    status, text = train_file.stat(), train_file.read_text()
+    old, new = ("How many 0?", "How many 7?") if place == "first" else ("Eight 11.", "Seven 11.")
+    assert old in text
+    train_file.write_text(text.replace(old, new))
+    os.utime(train_file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert train_file.stat().st_mtime_ns == status.st_mtime_ns and train_file.stat().st_size == status.st_size
+    again, lines = prepare()
+    assert again != path and "tokenized into" in lines[-1]
 
 
 def test_a_bug_keeps_its_own_type_and_leaves_nothing(prepare, train_file: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.conversion import convert as conversion
+from models.storage.manifest import FileRecord, HashedFile, write_manifest
 from models.storage.safetensors_writer import INDEX_NAME
 from models.weights.pipeline_checkpoint import layer_file
 from models.weights.sources import open_weights
@@ -207,6 +208,14 @@ def test_a_custom_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     assert (tmp_path / "pipeline/tok_x.py").is_file()
 
 
+def rewrite(file: Path) -> FileRecord:
+    """Writes the file again as training does; returns its record."""
+    content = file.read_bytes()
+    with HashedFile(file) as stream:
+        stream.write(content)
+        return stream.finish()
+
+
 def test_a_training_checkpoint_is_exported(tmp_path: Path) -> None:
     """Two steps, the files of several stages and of the optimizer; `latest` or the given step."""
     expected = {}
@@ -217,6 +226,7 @@ def test_a_training_checkpoint_is_exported(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / f"pipeline{step}/global_step0", target)
         for name in ("mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
             (target / name).write_bytes(b"not to be read")
+        write_manifest(target, {file.name: rewrite(file) for file in target.glob("layer_*")})
     shutil.copy(tmp_path / "hf8/config.json", tmp_path / "checkpoints")
     (tmp_path / "checkpoints/latest").write_text("global_step8\n")
     assert_same_bits(load_transformers(export(tmp_path / "checkpoints", tmp_path / "newest")), expected[8])

@@ -17,6 +17,7 @@ from support.tiny import save_llama
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.conversion.convert import convert_to_pipeline, export_hugging_face
+from models.storage.hub import describe_place
 from models.weights.sources import open_weights
 
 MODEL = "model.safetensors"
@@ -208,10 +209,32 @@ def test_folders_of_a_hub_model_are_not_downloaded(originals: dict[str, Path], m
     files = ["config.json", "model-00001-of-00002.safetensors", "original/model.safetensors", "metal/model.bin"]
     downloaded: list[str] = []
 
-    def snapshot_download(hub_id: str, **patterns: list[str]) -> str:
+    def snapshot_download(hub_id: str, revision: None, **patterns: list[str]) -> str:
         downloaded.extend(filter_repo_objects(files, **patterns))
         return str(originals["hf"])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     read_everything(Path("openai/gpt-oss-20b"))
     assert downloaded == files[:2]
+
+
+def test_a_revision_of_a_hub_model_is_asked_for(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no hub here: `snapshot_download` is replaced, as it is called."""
+    asked: list[tuple[str, object]] = []
+
+    def snapshot_download(hub_id: str, revision: str | None = None, **patterns: list[str]) -> str:
+        asked.append((hub_id, revision))
+        return str(originals["hf"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    for name in ("org/name", "org/name@v1.0", "org/name@refs/pr/3"):
+        open_weights(name)
+    assert asked == [("org/name", None), ("org/name", "v1.0"), ("org/name", "refs/pr/3")]
+    with pytest.raises(UserError, match="'org/name@' ends in '@'; give a revision after it"):
+        open_weights("org/name@")
+
+
+def test_a_place_is_a_path_or_a_commit(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
+    assert describe_place(snapshot) == "org/name@0123abcd"
+    assert describe_place(tmp_path / "model") == f"{tmp_path}/model"

@@ -1,4 +1,5 @@
-"""Damage in a real checkpoint: reported before anything is loaded, by name, by all ranks together."""
+"""Damage in a real checkpoint: reported before anything is loaded, by name, by all ranks together; and by whatever else
+reads its weights."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,10 +18,13 @@ from support.cases import Case, train_run
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
+import convert2ckpt
 from errors import UserError
 from models.architecture.lookup import build_layers
+from models.storage.manifest import FileRecord, HashedFile, read_manifest, write_manifest
 from models.weights.sources import open_weights
-from training.checkpoint.manifest import FileRecord, HashedFile, read_manifest, write_manifest
+from scripts import generate
+from training.export import export
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +104,70 @@ def test_a_flipped_byte_makes_latest_go_back_and_say_so(choose, copied: Path, na
     )
     error, messages = choose(copied / "global_step3")
     assert (error, messages) == (f"resume: {damage}; copy the checkpoint again, or resume from another one", [])
+
+
+def convert(step_dir: Path, output_dir: Path, *options: str) -> None:
+    arguments = ["--to_hf", "--model_name_or_path", str(step_dir), "--output_dir", str(output_dir), *options]
+    convert2ckpt.convert(convert2ckpt.build_parser().parse_args(arguments))
+
+
+READERS: dict[str, Callable[[Path, Path], object]] = {
+    "converter": convert,
+    "converter that verifies": lambda step_dir, output_dir: convert(step_dir, output_dir, "--verify"),
+    "converter with workers": lambda step_dir, output_dir: convert(step_dir, output_dir, "--workers", "2"),
+    "generate.py": lambda step_dir, _: generate.load_model(open_weights(str(step_dir))),
+    "the run's own export": lambda step_dir, output_dir: export(SimpleNamespace(adapter=None), step_dir, output_dir),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_reads_weights_finds_a_flipped_byte(reader: str, copied: Path, tmp_path: Path) -> None:
+    step_dir, file = copied / "global_step3", "layer_02-model_states.pt"
+    READERS[reader](copied, tmp_path / "whole")  # and takes a whole checkpoint
+    flip_a_byte(step_dir / file)
+    with pytest.raises(UserError) as caught:
+        READERS[reader](step_dir, tmp_path / "hf")
+    assert str(caught.value) == (
+        f"{step_dir}/{file} is damaged: its bytes are not those that were saved; copy the checkpoint again, or use "
+        "another one"
+    )
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_file_of_another_size_is_refused_before_any_is_read(copied: Path) -> None:
+    source = open_weights(str(copied))
+    (copied / "global_step3" / "optimizer-stage_00-dp_00.safetensors").unlink()  # weights do not need it
+    source.check_complete(build_layers(source.config))
+    os.truncate(copied / "global_step3" / "layer_03-model_states.pt", 100)
+    with pytest.raises(UserError, match="layer_03-model_states.pt is damaged: 100 bytes, .*; copy"):
+        source.check_complete(build_layers(source.config))
+
+
+@pytest.mark.parametrize("lost", [("manifest.json",), ("manifest.json", "trainer_state.json")])
+def test_weights_of_a_run_without_a_manifest_are_refused(copied: Path, lost: tuple[str, ...], tmp_path: Path) -> None:
+    step_dir = copied / "global_step3"
+    for name in lost:
+        (step_dir / name).unlink()
+    with pytest.raises(UserError, match=f"{step_dir} has no manifest.json: .*--trust_checkpoint"):
+        convert(copied, tmp_path / "hf")
+    convert(copied, tmp_path / "hf", "--trust_checkpoint")
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_a_run_checks_the_model_that_it_starts_from(copied: Path, saved: Case) -> None:
+    from training.setup import open_source
+
+    def open_from(*overrides: str) -> Any:
+        return open_source(Case(copied, saved.train_file, copied, 1, 2, 3, overrides).config(), None)
+
+    source = open_from()
+    flip_a_byte(copied / "global_step3" / "layer_00-model_states.pt")
+    with pytest.raises(UserError, match="layer_00-model_states.pt is damaged: its bytes"):
+        source.read_layer(0, build_layers(source.config)[0])
+    (copied / "global_step3" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="has no manifest.json"):
+        open_from()
+    open_from("trust_checkpoint=true")
 
 
 def test_truncated_flipped_and_missing_at_once(choose, copied: Path) -> None:

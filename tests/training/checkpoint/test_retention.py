@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_checkpoint import STATE
 
+from models.storage.manifest import HashedFile, write_manifest
 from training.checkpoint import retention
 from training.checkpoint.best import Best
-from training.checkpoint.manifest import HashedFile, write_manifest
 from training.checkpoint.retention import Retention, prune_checkpoints
 from training.checkpoint.state import list_checkpoints, remove_leftovers
 from training.config.criterion import Criterion

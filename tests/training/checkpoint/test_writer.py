@@ -15,7 +15,8 @@ import torch
 from test_checkpoint import STATE
 
 from errors import UserError
-from training.checkpoint import manifest, optimizer_state, share_file
+from models.storage import manifest
+from training.checkpoint import optimizer_state, share_file
 from training.checkpoint import writer as checkpoint_writer
 from training.checkpoint.resume import find_damage, find_resume
 from training.checkpoint.state import list_checkpoints, read_state, remove_leftovers, step_of

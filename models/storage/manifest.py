@@ -1,8 +1,9 @@
 """The manifest: each file of a checkpoint with its size and hash, so that a checkpoint is either complete or not one.
 
 The hash (XXH3, 128 bits: faster than memory, and no protection against forgery) is computed while the bytes are written
-and compared when they are read back. A checkpoint without `manifest.json` was not written completely, or comes from
-elsewhere.
+and compared when they are read back. Training writes a manifest with every checkpoint; one of its checkpoints without
+`manifest.json` was not written completely, or comes from elsewhere. A converted folder has none: it is `global_step0`,
+and holds no state of a trainer (`is_converted`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 
 import xxhash
 
-from filesystem import sync_to_disk
+from filesystem import hash_file, sync_to_disk
 
 MANIFEST_NAME = "manifest.json"
-_CHUNK = 8 * 2**20  # bytes
+STATE_NAME = "trainer_state.json"  # of a training checkpoint; see training/checkpoint/state.py
+CONVERTED_NAME = "global_step0"  # the step of a converted folder
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,37 @@ def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
     return records if records and all(Path(name).name == name for name in records) else None
 
 
-def find_wrong_size(folder: Path) -> str | None:
+def has_manifest(step_dir: Path) -> bool:
+    """Return whether the checkpoint has a manifest, damaged or not."""
+    return (step_dir / MANIFEST_NAME).exists()
+
+
+def is_converted(step_dir: Path) -> bool:
+    """Return whether the checkpoint needs no manifest, as it was not written by training."""
+    return step_dir.name == CONVERTED_NAME and not (step_dir / STATE_NAME).exists()
+
+
+def describe_missing(step_dir: Path) -> str:
+    """Return, in words, that a checkpoint has no manifest and should have one."""
+    return (
+        f"{step_dir} has no {MANIFEST_NAME}: it is not complete, or not from this project (trust_checkpoint=true "
+        "accepts it as it is; the other commands: --trust_checkpoint)"
+    )
+
+
+def find_wrong_size(folder: Path, names: Iterable[str] | None = None) -> str | None:
     """Return, in words, the first file of `folder` that is missing or has a wrong size; None when there is none. Reads
-    no file but the manifest."""
+    no file but the manifest.
+
+    names: of the files to look at; None for all.
+    """
     records = read_manifest(folder)
     if records is None:
         return f"{folder / MANIFEST_NAME} is missing or damaged"
-    for name, record in records.items():
-        file = folder / name
+    for name in records if names is None else names:
+        file, record = folder / name, records.get(name)
+        if record is None:
+            return _describe_unlisted(file)
         found = file.stat().st_size if file.is_file() else None
         if found is None:
             return f"{file} is missing"
@@ -112,17 +137,15 @@ def find_wrong_content(folder: Path, names: Iterable[str]) -> str | None:
     if records is None:
         return f"{folder / MANIFEST_NAME} is missing or damaged"
     for name in names:
+        if name not in records:
+            return _describe_unlisted(folder / name)
         try:
-            if _hash_file(folder / name) != records[name].xxh3_128:
+            if hash_file(folder / name) != records[name].xxh3_128:
                 return f"{folder / name} is damaged: its bytes are not those that were saved"
         except OSError as error:
             return f"{folder / name} cannot be read ({error.strerror})"
     return None
 
 
-def _hash_file(file: Path) -> str:
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
-    with open(file, "rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+def _describe_unlisted(file: Path) -> str:
+    return f"{file} is not in the {MANIFEST_NAME} next to it"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training.checkpoint.manifest import (
+from models.storage.manifest import (
     MANIFEST_NAME,
     HashedFile,
     find_wrong_content,

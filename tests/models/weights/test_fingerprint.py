@@ -1,0 +1,64 @@
+"""A model is known by its content: wherever it lies, and whatever the times of its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support.adapters import make_adapter
+from support.tiny import save_llama
+
+from models.weights.fingerprint import fingerprint_weights
+from models.weights.sources import open_weights
+
+IN_HEADER = 0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_llama(tmp_path / "model", num_hidden_layers=1)
+    return tmp_path / "model"
+
+
+def fingerprint(path: Path) -> str:
+    return fingerprint_weights(open_weights(str(path)))
+
+
+def test_a_copy_elsewhere_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "elsewhere" / "copy"))
+    fields = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(fields | {"_name_or_path": "somewhere"}, indent=7))
+    os.utime(copy / "model.safetensors", (1, 1))
+    assert fingerprint(copy) == fingerprint(model)
+
+
+@pytest.mark.parametrize("place", [IN_HEADER, -1, 100_000])
+def test_another_byte_of_the_weights_is_another_model(model: Path, place: int) -> None:
+    before, file = fingerprint(model), model / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    if place == IN_HEADER:
+        content = bytearray(content.replace(b'"format":"pt"', b'"format":"tp"'))
+    else:
+        content[place] ^= 1
+    file.write_bytes(content)
+    assert fingerprint(model) != before
+
+
+def test_another_config_is_another_model(model: Path) -> None:
+    before, file = fingerprint(model), model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
+    assert fingerprint(model) != before
+
+
+def test_an_adapter_counts_and_the_path_of_its_base_does_not(model: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    make_adapter(adapter, model)
+    before = fingerprint(adapter)
+    assert before != fingerprint(model)
+    moved = model.rename(tmp_path / "moved")
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(moved)}))
+    assert fingerprint(adapter) == before
