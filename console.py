@@ -137,6 +137,12 @@ def listen_to_progress(listener: Callable[[], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+def report_progress() -> None:
+    """Notifies the listeners; for work that takes long and shows no bar, such as reading one large file."""
+    for listener in _listeners:
+        listener()
+
+
 class Progress:
     """The progress of a task: a bar on a terminal, elsewhere a line from time to time if it takes long."""
 
@@ -181,8 +187,7 @@ class Progress:
     def reach(self, done: float, total: float | None = None) -> None:
         """Sets the progress to `done`. total: where it was not known before."""
         if done != self._done:
-            for listener in _listeners:
-                listener()
+            report_progress()
         self._done, self._total = done, total or self._total
         if self._bar is not None:
             if self._total != self._bar.total:

@@ -18,6 +18,8 @@ from typing import Any
 import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
+from console import report_progress
+
 _CHUNK = 8 * 2**20  # bytes that are hashed at a time
 _END = 2**20  # bytes
 _BLOCK = 2**16  # bytes
@@ -71,6 +73,7 @@ def hash_file(file: Path) -> str:
     with open(file, "rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
+            report_progress()
     return digest.hexdigest()
 
 
