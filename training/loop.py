@@ -122,7 +122,8 @@ class TrainingLoop:
         self._interval.start()
         self._interrupts.start()
         try:
-            self.ended_by = self._find_end(Interrupt())  # a run that died before its export only exports
+            # A run that died before its export only exports
+            self.ended_by = self.ended_by or self._find_end(Interrupt())
             self._stop_early()
             while not self.ended_by:
                 self._step_and_after(micro_batches)
@@ -139,11 +140,12 @@ class TrainingLoop:
         return self.state
 
     def _lacks_evaluation(self) -> bool:
-        """Returns whether the run evaluates before its first step: at its start, or after its last step, where a signal
-        has ended that evaluation."""
-        at_start = self.config.eval_on_start and self.state.step == 0
-        was_interrupted = self.state.step == self.budget.last_step > 0 and not self.state.evaluation
-        return bool(self._evaluations) and (at_start or was_interrupted)
+        """Returns whether the run evaluates before its first step: at its start, or because a signal kept it from the
+        evaluation that was due where it continues."""
+        step = self.state.step
+        if not self._evaluations or self.state.evaluation:
+            return False
+        return is_due(step, self._eval_every) or step == self.budget.last_step if step else self.config.eval_on_start
 
     def _iterate(self, loader: Any) -> Any:
         return iterate_trained(loader, self.state.step, self.budget.last_step, self.config.skip_data_intervals)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +120,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             start=nothing,
             close=nothing,
             saved=nothing,
+            saving=nullcontext,
+            check_evaluation=nothing,
+            keep_until_exit=nothing,
             agree=lambda nonfinite: (asked or {}).get(len(engine.rates), Interrupt(nonfinite=nonfinite)),
+            agree_on_signal=lambda: (asked or {}).get(len(engine.rates), Interrupt()).signum,
         )
         monkeypatch.setattr(loop, "make_host_group", lambda: None)
         monkeypatch.setattr(Callbacks, "_agree", lambda self, *flags: list(flags))  # one rank
@@ -142,6 +147,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             total_steps=5,
             seed=42,
             best=best,
+            evaluation={"eval_loss": 7.0} if evaluates and start else {},
         )
         eval_loaders = {"": Loader()} if evaluates else {}
         budget = StepBudget(40, 5, last, evaluations={"": EvalSize(rows=3, targets=12, terms=12)})

@@ -200,10 +200,12 @@ def test_a_signal_ends_an_evaluation(workers: Callable[[int], WorkerGroup], root
     assert results == [(2, signal.SIGTERM)] * 2  # of 13 groups
     assert steps_of(out) == ([1, 2, 3], [3]) and not (out / "completed.json").exists()
 
-    # Continued, it evaluates what it has not, and exports
-    case = replace(case, overrides=(*overrides, "resume=latest"))
+    # Continued, it first makes that evaluation
+    case = replace(case, steps=4, overrides=(*overrides, "resume=latest", "resume_allow_changes=true"))
     results = workers(2).run(train_and_signal, case, "")
-    assert results == [(13, 0)] * 2
+    assert results == [(2 * 13, 0)] * 2
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 4]
     assert json.loads((out / "completed.json").read_text())["eval_loss"] > 0 and (out / "hf" / "config.json").is_file()
 
 
