@@ -30,10 +30,16 @@ from training.setup import RunSetup
 
 def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
     """Write the files next to the checkpoints: the run's config, the model's config.json and the tokenizer. With
-    `overwrite_output_dir`, delete the files of an earlier run first. Main rank only."""
+    `overwrite_output_dir`, delete the files of an earlier run first. Main rank only. Raises UserError, before anything
+    is deleted, when the disk has no room."""
+    source = setup.source
+    has_passthrough = source.wrapper is not None and setup.adapter is None
+    if has_passthrough and source.path.resolve() != folder.checkpoints.resolve():
+        reclaimed = folder.measure() if config.overwrite_output_dir else 0
+        check_disk_space(folder.checkpoints, sum(info.nbytes for info in source.list_passthrough()) - reclaimed)
+    folder.reopen()
     if config.overwrite_output_dir:
         folder.clear()
-    source = setup.source
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)
     tokenizer.save_pretrained(folder.checkpoints)
@@ -45,7 +51,7 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     if source.wrapper is None:
         setup.architecture.save_pretrained(folder.checkpoints)
     else:
-        save_wrapped(source, folder.checkpoints, with_passthrough=setup.adapter is None)
+        save_wrapped(source, folder.checkpoints, has_passthrough)
     if (source.path / "generation_config.json").is_file():
         shutil.copyfile(source.path / "generation_config.json", folder.checkpoints / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
@@ -64,7 +70,6 @@ def save_wrapped(source: WeightSource, folder: Path, with_passthrough: bool) -> 
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     copy_processor_files(source.path, folder)
     if with_passthrough:
-        check_disk_space(folder, sum(info.nbytes for info in source.list_passthrough()))
         write_passthrough(source, folder)
 
 

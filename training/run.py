@@ -30,7 +30,7 @@ from training.inputs.step_budget import StepBudget, compute_step_budget, measure
 from training.loop import Hooks, Reporting, TrainingLoop
 from training.objectives.registry import check_objective, get_objective
 from training.observability.metrics import Reporter
-from training.observability.reporters import open_evaluation_reporters, open_reporters
+from training.observability.reporters import open_evaluation_reporters, open_loggers, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
 from training.observability.telemetry import Telemetry
 from training.scoring.first_pass import build_first_pass
@@ -114,12 +114,9 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         totals = RunTotals(start)
         reporters: list[Reporter] = []
         if prediction is not None:
-            folder.reopen()
+            loggers = open_loggers(config, prediction, folder=folder, budget=budget, first_step=start.step, hosts=hosts)
             prepare_folder(config, setup, tokenizer, folder)  # only now: a run that could not start deletes nothing
-            reporters = [
-                totals,
-                *open_reporters(config, prediction, folder=folder, budget=budget, first_step=start.step, hosts=hosts),
-            ]
+            reporters = [totals, *open_reporters(config, loggers, folder, first_step=start.step, budget=budget)]
         timer = StageTimer(engine, memory)
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)

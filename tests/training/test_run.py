@@ -109,6 +109,18 @@ def test_a_run_that_died_in_its_export_is_finished(run, finished, tmp_path: Path
     assert json.loads((output_dir / "completed.json").read_text())["step"] == 4 and read_metrics(output_dir) == steps
 
 
+def test_overwriting_deletes_nothing_when_the_run_is_refused_late(run, finished, tmp_path: Path) -> None:
+    output_dir = shutil.copytree(finished(2, 2), tmp_path / "run")
+    (output_dir / "wandb_run_id").write_text("before")
+    before = {
+        file: file.read_bytes() for file in output_dir.rglob("*") if file.is_file() and file.parent.name != "logs"
+    }
+    offline = ("overwrite_output_dir=true", "logger=wandb", "logger.mode=online", "eval_file=null", "max_steps=1")
+    with pytest.raises(WorkerError, match="log in with `wandb login`"):
+        run("run", 2, 2, *offline)
+    assert {file: file.read_bytes() for file in before if file.exists()} == before
+
+
 def test_a_finished_run_is_unchanged_and_can_be_trained_further(run, finished, tmp_path: Path) -> None:
     output_dir = shutil.copytree(finished(2, 2), tmp_path / "run")
     before = {file: file.read_bytes() for file in output_dir.rglob("*") if file.is_file()}

@@ -86,9 +86,8 @@ def plan_sweep(
         check_command_line([*kept, *overrides], config_dir, default_config, check_names)
         composed = compose_command(options, overrides, config_dir, default_config)
         output_dir = Path(composed.output_dir) / _name_folder(swept)
-        composed.output_dir = str(output_dir)
-        arguments_of_job = (*kept, *overrides, f"output_dir={output_dir}")
-        jobs.append(Job(swept, arguments_of_job, output_dir, _list_values(composed)))
+        config = _list_values(composed) | {"output_dir": str(output_dir)}
+        jobs.append(Job(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir, config))
     _check_folders(jobs)
     return jobs, num_gpus
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from console import say
 from errors import UserError
+from filesystem import write_atomically
+from training.checkpoint.run_folder import RunFolder
 from training.config.schema import LoggerConfig, LoggerName
 from training.observability.metrics import Record, Reporter, split_stages
 
@@ -17,11 +19,18 @@ from training.observability.metrics import Record, Reporter, split_stages
 Facts = Mapping[str, Any]
 
 
-def build_loggers(config: LoggerConfig, output_dir: Path, facts: Facts, first_step: int | None) -> list[Reporter]:
-    """Build the logger of `logger=NAME`, if any. first_step: None for `evaluate_only`. Raises UserError when the logger
-    cannot be started."""
+def build_loggers(
+    config: LoggerConfig, output_dir: Path, facts: Facts, first_step: int | None, starts_over: bool = False
+) -> list[Reporter]:
+    """Build the logger of `logger=NAME`, if any. Raises UserError when the logger cannot be started.
+
+    first_step: None for `evaluate_only`. starts_over: whether this is a new run in the folder of an earlier one, whose
+    id at a tracker is deleted.
+    """
     if config.name is LoggerName.wandb:
-        return [WandbLogger(config, output_dir, facts, trains=first_step is not None)]
+        return [WandbLogger(config, output_dir, facts, trains=first_step is not None, starts_over=starts_over)]
+    if starts_over:
+        RunFolder(output_dir).tracker_id.unlink(missing_ok=True)
     if config.name is LoggerName.tensorboard:
         return [TensorBoardLogger(output_dir, facts, first_step)]
     return []
@@ -31,14 +40,12 @@ class WandbLogger:
     """A run in Weights & Biases. `logger.mode=offline` writes to `output_dir/wandb/` and needs no network. A resumed
     run keeps its id; an evaluation has its own page. The runs of a sweep form one group."""
 
-    def __init__(self, config: LoggerConfig, output_dir: Path, facts: Facts, trains: bool) -> None:
+    def __init__(self, config: LoggerConfig, output_dir: Path, facts: Facts, trains: bool, starts_over: bool) -> None:
         import wandb  # slow to import, and off unless asked for
 
-        run_id, id_file = uuid.uuid4().hex[:12], output_dir / "wandb_run_id"
-        if trains and id_file.exists():
-            run_id = id_file.read_text()
-        elif trains:
-            id_file.write_text(run_id)
+        id_file = RunFolder(output_dir).tracker_id
+        keeps_id = trains and not starts_over and id_file.exists()
+        run_id = id_file.read_text() if keeps_id else uuid.uuid4().hex[:12]
         try:
             self._run = wandb.init(
                 project=config.project, name=config.run_name or output_dir.name, mode=config.mode.value,
@@ -49,6 +56,8 @@ class WandbLogger:
             raise UserError(
                 f"logger=wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set logger.mode=offline"
             ) from None
+        if trains and not keeps_id:
+            write_atomically(id_file, run_id)
         say(f"Weights & Biases: {self._run.url or f'offline; later: wandb sync {Path(self._run.dir).parent}'}")
 
     def report(self, record: Record) -> None:

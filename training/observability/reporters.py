@@ -18,7 +18,7 @@ from training.planner.prediction import Prediction
 from training.planner.report import list_figures, render_plan
 
 
-def open_reporters(
+def open_loggers(
     config: RunConfig,
     prediction: Prediction,
     *,
@@ -27,13 +27,24 @@ def open_reporters(
     first_step: int,
     hosts: Sequence[str],
 ) -> list[Reporter]:
-    """Open the reporters of a training run; its loggers get the plan too. hosts: the host of each rank."""
+    """Open the loggers of a training run; they get the plan too. Nothing of an earlier run is deleted.
+
+    hosts: the host of each rank. Raises UserError when a logger cannot be started.
+    """
     known = describe_run(config, hosts)
     if prediction.peak_flops is not None:  # else the times of the plan are those of another machine
         text = render_plan(prediction.plan, config, prediction.hardware, budget.total_steps)
-        folder.plan.write_text(text + "\n")
         known |= {"plan": list_figures(prediction.plan), "plan_table": text}
-    loggers = build_loggers(config.logger, folder.path, known, first_step)
+    loggers = build_loggers(config.logger, folder.path, known, first_step, starts_over=config.overwrite_output_dir)
+    if "plan_table" in known:
+        folder.plan.write_text(f"{known['plan_table']}\n")
+    return loggers
+
+
+def open_reporters(
+    config: RunConfig, loggers: Sequence[Reporter], folder: RunFolder, *, first_step: int, budget: StepBudget
+) -> list[Reporter]:
+    """Open the metrics file and the progress bar of a training run. Returns them with its loggers."""
     bar = ProgressBar(first_step, budget.last_step, shows_routers=any(asdict(config.moe).values()))
     return [MetricsFile(folder.metrics, first_step), *loggers, bar]
 

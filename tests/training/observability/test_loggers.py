@@ -24,8 +24,14 @@ FACTS = {
 RECORDS = [{"step": 1, "loss": 2.5, "wait_time": [0.5, 0.25]}, {"step": 2, "loss": 2.25}, {"step": 2, "eval_loss": 2.0}]
 
 
-def log(config: LoggerConfig, folder: Path, records: list[dict[str, Any]], first_step: int | None = 0) -> None:
-    (logger,) = build_loggers(config, folder, FACTS, first_step)
+def log(
+    config: LoggerConfig,
+    folder: Path,
+    records: list[dict[str, Any]],
+    first_step: int | None = 0,
+    starts_over: bool = False,
+) -> None:
+    (logger,) = build_loggers(config, folder, FACTS, first_step, starts_over)
     for record in records:
         logger.report(record)
         logger.advance(int(record["step"]))
@@ -95,6 +101,10 @@ def test_an_offline_run_of_weights_and_biases_holds_config_and_curves_and_keeps_
     ]
     assert second[2] == [{"_step": 3, "loss": 2.0}] and evaluation[2] == [{"_step": 3, "eval_loss": 1.5}]
     assert first[0] == second[0] == (tmp_path / "wandb_run_id").read_text() != evaluation[0]
+    log(config, tmp_path, RECORDS, starts_over=True)
+    assert (tmp_path / "wandb_run_id").read_text() != first[0]
+    assert build_loggers(LoggerConfig(), tmp_path, FACTS, 0, starts_over=True) == []
+    assert not (tmp_path / "wandb_run_id").exists()
 
 
 def test_tensorboard_holds_config_and_curves_and_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
