@@ -15,8 +15,8 @@ the command, {hostfile} is a file of the hosts that are used and {num_ranks} the
 When it is restarted itself, such as by a scheduler, it continues the run, and ends if that has finished. Whether a
 run has finished is read from `completed.json`, not from the launcher's exit code, which hides the ranks'. The
 command runs in its own process group; processes that remain after its launcher has ended are killed before the next
-start, as are all of them when nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM and SIGINT are passed
-to its ranks: they save and exit, and nothing is restarted. Exit code: 0 when the run has finished, 128 + N after
+start, as are all of them when nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM, SIGINT and SIGHUP are
+passed to its ranks: they save and exit, and nothing is restarted. Exit code: 0 when the run has finished, 128 + N after
 signal N, else the command's own (1 when that is 0).
 """
 
@@ -33,12 +33,18 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from omegaconf.errors import OmegaConfBaseException
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from errors import UserError
 from scripts.elastic import Elastic, ElasticError
+
+CONFIG_DIR = Path(__file__).resolve().parents[1] / "conf"
 
 MARK = b"SUPERVISED_RUN"  # in the environment of each process that the command starts
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_LEAVE = 10  # for what is left of a run, between SIGTERM and SIGKILL
+TRAINER = "trainer_base_ds_mp.py"
 WATCHED = ("metrics.jsonl", "checkpoints", "logs", "logs/*", "checkpoints/*", "hf*")
 
 
@@ -47,11 +53,14 @@ class Supervisor:
 
     def __init__(self, output_dir: Path, stuck_seconds: float | None) -> None:
         self._output_dir, self._stuck_seconds = output_dir, stuck_seconds
+        self._seen, self._seen_at = self._look(), 0.0  # what was in output_dir, and since when, by this host's clock
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = b""
         self._record_before = self._read_record()
         self.signum = 0
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(signum) is signal.SIG_IGN:  # SIGHUP under nohup
+                continue
             signal.signal(signum, self._forward)
 
     @property
@@ -68,14 +77,11 @@ class Supervisor:
 
     def run(self, command: Sequence[str]) -> int:
         """Runs the command, waits until all its processes have ended, and returns its exit code."""
-        started = time.time()
+        self._seen, self._seen_at = self._look(), time.monotonic()
         self._mark = uuid.uuid4().hex.encode()
         self._process = subprocess.Popen(command, start_new_session=True, env={**os.environb, MARK: self._mark})
         while self._process.poll() is None:
-            if (
-                self._stuck_seconds is not None
-                and time.time() - max(started, self._last_change()) > self._stuck_seconds
-            ):
+            if self._stuck_seconds is not None and self._seconds_without_change() > self._stuck_seconds:
                 say(
                     f"nothing in {self._output_dir} has changed for {self._stuck_seconds / 60:g} minutes: ending the "
                     "run"
@@ -85,14 +91,22 @@ class Supervisor:
         self._end_all()
         return self._process.wait()
 
-    def _last_change(self) -> float:
-        """Returns when `output_dir` last changed, in seconds since the epoch; 0 when it is empty."""
-        times = [0.0]
+    def _seconds_without_change(self) -> float:
+        """Returns for how long `output_dir` has looked the same. Its times are compared with each other only: the clock
+        of a shared file system is not this host's."""
+        found = self._look()
+        if found != self._seen:
+            self._seen, self._seen_at = found, time.monotonic()
+        return time.monotonic() - self._seen_at
+
+    def _look(self) -> dict[str, tuple[int, int]]:
+        """Returns size and time of each watched file and folder in `output_dir`."""
+        found = {}
         for pattern in WATCHED:
             for path in self._output_dir.glob(pattern):
                 with suppress(FileNotFoundError):
-                    times.append(path.stat().st_mtime)
-        return max(times)
+                    found[str(path)] = (path.stat().st_size, path.stat().st_mtime_ns)
+        return found
 
     def _end_all(self) -> None:
         """Ends the remaining processes of the command, found by their mark, since ranks may have their own sessions
@@ -142,17 +156,60 @@ def _signal(pids: Iterable[int], signum: int) -> None:
 
 
 def build_restart(command: Sequence[str], output_dir: Path) -> list[str]:
-    """Returns the command with `resume=latest` if there is a checkpoint; it never deletes one of the first start."""
-    kept = [word for word in command if not word.startswith(("resume=", "overwrite_output_dir="))]
-    return [*kept, "resume=latest"] if (output_dir / "checkpoints" / "latest").is_file() else list(command)
+    """Returns the command with `resume=latest` if there is a checkpoint, and without `overwrite_output_dir`: what the
+    first start has saved is never deleted."""
+    kept = [word for word in command if not _is_key(word, "overwrite_output_dir")]
+    if not list_steps(output_dir):
+        return kept
+    return [*(word for word in kept if not _is_key(word, "resume")), "resume=latest"]
+
+
+def list_steps(output_dir: Path) -> dict[str, int]:
+    """Returns name -> inode of the checkpoints in `output_dir`, whole or not."""
+    found = {}
+    for path in (output_dir / "checkpoints").glob("global_step*"):
+        with suppress(FileNotFoundError):
+            found[path.name] = path.stat().st_ino
+    return found
+
+
+def _is_key(word: str, key: str) -> bool:
+    return word.startswith((f"{key}=", f"+{key}=", f"++{key}="))
+
+
+def overwrites(command: Sequence[str]) -> bool:
+    """Returns whether the command deletes the checkpoints of an earlier run."""
+    return any(
+        _is_key(word, "overwrite_output_dir") and word.partition("=")[2].lower() in ("true", "1", "yes", "on")
+        for word in command
+    )
 
 
 def build_start(command: Sequence[str], output_dir: Path) -> list[str]:
     """Returns the command of the first start. It resumes an existing run (the whole job may have been restarted) unless
     it has `resume` or `overwrite_output_dir` itself."""
-    if any(word.startswith("resume=") or word == "overwrite_output_dir=true" for word in command):
+    if overwrites(command) or any(_is_key(word, "resume") for word in command):
         return list(command)
     return build_restart(command, output_dir)
+
+
+def find_output_dir(command: Sequence[str]) -> Path | None:
+    """Returns the `output_dir` of a training command; None where it cannot be known."""
+    given = [word.partition("=")[2] for word in command if _is_key(word, "output_dir")]
+    if given:
+        return Path(given[-1].strip("'\""))
+    script = next((place for place, word in enumerate(command) if Path(word).name == TRAINER), None)
+    if script is None:
+        return None
+    from training.cli.command_line import check_command_line, clean_arguments  # a second of imports
+    from training.config.schema import register_schema
+
+    register_schema()
+    try:
+        composed = check_command_line(clean_arguments(command[script:])[1:], CONFIG_DIR, "base")
+        return None if composed is None else Path(composed.output_dir)
+    except (UserError, OmegaConfBaseException):  # the run reports it
+        return None
 
 
 def supervise(
@@ -165,6 +222,7 @@ def supervise(
     """Runs the command until it has finished or `max_restarts` is reached, and returns the exit code of this script."""
     supervisor = Supervisor(output_dir, None if stuck_minutes is None else 60 * stuck_minutes)
     attempt = build_start(command, output_dir)
+    before = list_steps(output_dir).items() if overwrites(command) else set()
     for restarts in range(max_restarts + 1):
         try:
             code = supervisor.run(attempt if elastic is None else elastic.fit(attempt))
@@ -175,6 +233,12 @@ def supervise(
             return 0
         if supervisor.signum:
             return 128 + supervisor.signum
+        if before & list_steps(output_dir).items():
+            say(
+                f"the run ended with code {code} before it had deleted the checkpoints of the run before it; they are "
+                "not deleted by a restart: start this again when the cause is fixed"
+            )
+            return code if code > 0 else 1
         if restarts < max_restarts:
             attempt = build_restart(command, output_dir)
             say(
@@ -204,6 +268,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.elastic != (arguments.hosts_command is not None):
         parser.error("--elastic and --hosts_command go together: the hosts that are left are what the command prints")
+    output_dir = find_output_dir(arguments.command)
+    if output_dir is not None and output_dir.resolve() != arguments.output_dir.resolve():
+        say(
+            f"--output_dir {arguments.output_dir} is not the command's output_dir, {output_dir}; give the same one: "
+            "the checkpoints and the end of the run are looked for there"
+        )
+        sys.exit(2)
     elastic = Elastic(arguments.hosts_command, arguments.output_dir, say) if arguments.elastic else None
     sys.exit(
         supervise(arguments.command, arguments.output_dir, arguments.max_restarts, arguments.stuck_minutes, elastic)

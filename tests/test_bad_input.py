@@ -298,6 +298,10 @@ def test_a_run_on_top_of_another(message_of: Callable[..., str], tmp_path: Path)
     )
 
 
+def test_an_empty_output_dir_is_not_the_working_directory(message_of: Callable[..., str]) -> None:
+    assert message_of("output_dir=").startswith("output_dir= is empty; give a folder of the run's own")
+
+
 def edit_json(file: Path, **fields: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 

@@ -278,8 +278,10 @@ def test_a_sweep_starts_a_launch_for_each_run_and_ends_in_a_table(root: Path, tm
     assert header == ["run", "step", "eval_loss", "folder"]
     assert (low[0], low[1], high[0], high[1]) == ("learning_rate=0.0001", "1", "learning_rate=0.01", "1")
     for row, name in ((low, "learning_rate-0.0001"), (high, "learning_rate-0.01")):
-        assert row[2] == f"{json.loads((out / name / 'completed.json').read_text())['eval_loss']:.4f}"
-        assert (out / name / "hf" / "config.json").is_file()
+        (folder,) = out.glob(f"{name}-*")
+        assert row[2] == f"{json.loads((folder / 'completed.json').read_text())['eval_loss']:.4f}"
+        assert row[-1] == str(folder)
+        assert (folder / "hf" / "config.json").is_file()
 
 
 @pytest.mark.full

@@ -49,7 +49,11 @@ CODES = {
 }
 SENT = [*product(("deepspeed", "torchrun", "supervise"), (signal_launcher, signal_tree)), ("slurm", signal_ranks)]
 MATRIX = [(*sent, signum, workers) for sent, signum, workers in product(SENT, (TERM, INT), (0, 2))]
-ALSO = [("torchrun", signal_ranks, TERM, 2), ("deepspeed", signal_tree, HUP, 2)]
+ALSO = [
+    ("torchrun", signal_ranks, TERM, 2),
+    ("deepspeed", signal_tree, HUP, 2),  # a terminal that closes
+    ("supervise", signal_launcher, HUP, 0),
+]
 SHORT = [("torchrun", signal_tree, TERM, 2), ("deepspeed", signal_launcher, TERM, 0)]
 
 

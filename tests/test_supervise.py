@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.supervise import build_restart, build_start
+from scripts.supervise import build_restart, build_start, find_output_dir
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "supervise.py"
 
@@ -27,7 +27,7 @@ word = words[min(count, len(words) - 1)]
 if word == "fail":
     sys.exit(3)
 if word == "save":
-    (out / "checkpoints").mkdir(exist_ok=True)
+    (out / "checkpoints" / "global_step1").mkdir(parents=True, exist_ok=True)
     (out / "checkpoints" / "latest").write_text("global_step1")
     os.kill(os.getpid(), signal.SIGKILL)
 if word == "orphan":
@@ -42,6 +42,16 @@ if word == "hang":
 if word == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     (out / "waiting").touch()
+    time.sleep(300)
+if word == "work":  # in steps, on a file system whose clock is ten minutes late
+    for step in range(8):
+        (out / "metrics.jsonl").touch()
+        os.utime(out / "metrics.jsonl", (time.time() - 600, time.time() - 600))
+        time.sleep(0.3)
+    word = "finish"
+if word == "ahead":  # nothing happens, on a file system whose clock is ten minutes fast
+    (out / "metrics.jsonl").touch()
+    os.utime(out / "metrics.jsonl", (time.time() + 600, time.time() + 600))
     time.sleep(300)
 if word == "confirm":  # as a run that finds that it has finished before
     (out / "completed.json").touch()
@@ -91,7 +101,29 @@ def test_a_failed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     code, said, starts = run(tmp_path, "fail,save,finish", arguments=("seed=1", "overwrite_output_dir=true"))
     assert code == 0 and "start 3 of 4" in said and "ended with code -9" in said
     # nothing to resume after the first start; after the second nothing may be deleted
-    assert starts == [["seed=1", "overwrite_output_dir=true"]] * 2 + [["seed=1", "resume=latest"]]
+    assert starts == [["seed=1", "overwrite_output_dir=true"], ["seed=1"], ["seed=1", "resume=latest"]]
+
+
+def test_old_checkpoints_are_neither_deleted_nor_resumed_by_a_restart(tmp_path: Path) -> None:
+    """They are those of the run that `overwrite_output_dir` was to replace."""
+    (tmp_path / "checkpoints" / "global_step9").mkdir(parents=True)
+    code, said, starts = run(tmp_path, "fail,finish", arguments=("overwrite_output_dir=true",))
+    assert (code, len(starts)) == (3, 1) and "before it had deleted the checkpoints of the run before it" in said
+
+
+def test_a_folder_other_than_the_commands_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    trainer = ["deepspeed", str(SCRIPT.parents[1] / "trainer_base_ds_mp.py")]
+    assert find_output_dir([*trainer, "-cn", "llama_tiny_pp2", "seed=1"]) == Path("outputs/demo")
+    assert find_output_dir([*trainer, "-cn", "llama_tiny_pp2", "sed=1"]) is None  # the run says what is wrong
+    out = tmp_path / "out"
+    assert run(out, "finish", arguments=(f"output_dir={tmp_path}/link",))[0] == 0
+    refused = subprocess.run(
+        command(out, "finish", arguments=(f"output_dir={tmp_path}/other",)), capture_output=True, text=True
+    )
+    assert refused.returncode == 2 and f"is not the command's output_dir, {tmp_path}/other" in refused.stderr
+    assert len((out / "starts.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_number_of_starts_is_bounded_and_an_old_record_says_nothing(tmp_path: Path) -> None:
@@ -112,6 +144,12 @@ def test_a_stuck_run_is_ended_and_started_again(tmp_path: Path) -> None:
     assert code == 0 and len(starts) == 2 and "has changed for 0.02 minutes: ending the run" in said
 
 
+def test_the_clock_of_the_file_system_need_not_be_right(tmp_path: Path) -> None:
+    """A run counts as stuck when nothing changes, whatever the times of its files."""
+    code, said, starts = run(tmp_path, "ahead,work", "--stuck_minutes", "0.02")
+    assert code == 0 and len(starts) == 2 and said.count("has changed for 0.02 minutes: ending the run") == 1
+
+
 def test_a_signal_is_passed_on_and_nothing_started_again(tmp_path: Path) -> None:
     process = subprocess.Popen(command(tmp_path, "wait"))
     while not (tmp_path / "waiting").exists():
@@ -122,14 +160,12 @@ def test_a_signal_is_passed_on_and_nothing_started_again(tmp_path: Path) -> None
 
 
 def test_a_supervisor_that_is_started_again_continues_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").touch()
+    (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)  # without `latest`, as after a copy
     assert run(tmp_path, "confirm", arguments=("x=1",)) == (0, "", [["x=1", "resume=latest"]])
     for given in ("resume=elsewhere", "overwrite_output_dir=true"):
         assert build_start(["run", given], tmp_path) == ["run", given]
 
 
 def test_resume_is_never_said_twice(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").touch()
+    (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)
     assert build_restart(["run", "resume=elsewhere", "x=1"], tmp_path) == ["run", "x=1", "resume=latest"]

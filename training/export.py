@@ -34,8 +34,13 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     `overwrite_output_dir`, delete the files of an earlier run first. Main rank only.
 
     All checkpoints share these files, so a resumed run leaves those that are the same untouched, and replaces the
-    others whole.
+    others whole. Raises UserError, before anything is deleted, when the disk has no room.
     """
+    is_resumed = setup.source.path.resolve() == folder.checkpoints.resolve()
+    has_passthrough = setup.source.wrapper is not None and setup.adapter is None and not is_resumed
+    if has_passthrough:
+        reclaimed = folder.measure() if config.overwrite_output_dir else 0
+        check_disk_space(folder.checkpoints, sum(info.nbytes for info in setup.source.list_passthrough()) - reclaimed)
     if config.overwrite_output_dir:
         folder.clear()
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -46,18 +51,18 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     tokenizer.save_pretrained(staged)
     if setup.adapter is not None:
         save_adapter_config(setup.adapter, staged, get_whole_config(setup.source))
-    if setup.source.path.resolve() != folder.checkpoints.resolve():  # else it is resumed, and these exist
-        _save_model_files(setup, tokenizer, staged)
+    if not is_resumed:  # else these exist
+        _save_model_files(setup, tokenizer, staged, has_passthrough)
     publish_changed(staged, folder.checkpoints)
     shutil.rmtree(staged)
 
 
-def _save_model_files(setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save_model_files(setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: Path, has_passthrough: bool) -> None:
     source = setup.source
     if source.wrapper is None:
         setup.architecture.save_pretrained(folder)
     else:
-        save_wrapped(source, folder, with_passthrough=setup.adapter is None)
+        save_wrapped(source, folder, has_passthrough)
     if (source.path / "generation_config.json").is_file():
         shutil.copyfile(source.path / "generation_config.json", folder / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
@@ -76,7 +81,6 @@ def save_wrapped(source: WeightSource, folder: Path, with_passthrough: bool) -> 
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     copy_processor_files(source.path, folder)
     if with_passthrough:
-        check_disk_space(folder, sum(info.nbytes for info in source.list_passthrough()))
         write_passthrough(source, folder)
 
 

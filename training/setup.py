@@ -77,7 +77,13 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     resume_from = resumable.candidates[0] if resumable else None
     source = open_source(config, resume_from)
     if config.overwrite_output_dir:
-        folder.check_keeps(source.path)
+        named = {
+            "tokenizer_name_or_path": config.tokenizer_name_or_path,
+            "adapter.name_or_path": config.adapter.name_or_path,
+        }
+        folder.check_keeps(
+            {"model_name_or_path": source.path} | {key: Path(path) for key, path in named.items() if path}
+        )
     setup = build_setup(config, source, ranks)
     if not config.evaluate_only:
         check_same_adapter(setup.adapter, resume_from)

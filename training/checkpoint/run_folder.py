@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class RunFolder:
         self.export = self.path / "hf"
         self.plan = self.path / "plan.txt"
         self.completed = self.path / "completed.json"
+        self.tracker_id = self.path / "wandb_run_id"
         self._lock: BaseFileLock | None = None
 
     def find_checkpoint(self, step: int) -> Path:
@@ -53,14 +55,17 @@ class RunFolder:
                 "or start over with overwrite_output_dir=true (deletes them), or give another output_dir"
             )
 
-    def check_keeps(self, source: Path) -> None:
-        """Check the weights to start from. Raises UserError when starting over would delete them."""
-        for doomed in (self.checkpoints, self.export):
-            if source.resolve().is_relative_to(doomed.resolve()):
-                raise UserError(
-                    f"overwrite_output_dir=true would delete {doomed}, where model_name_or_path is; give another "
-                    "output_dir, or move the weights"
-                )
+    def check_keeps(self, sources: Mapping[str, Path]) -> None:
+        """Check what the run starts from, by key. Raises UserError when starting over would delete it."""
+        for doomed in self._list_folders():
+            for key, source in sources.items():
+                if source.absolute().is_relative_to(doomed.absolute()) or source.resolve().is_relative_to(
+                    doomed.resolve()
+                ):
+                    raise UserError(
+                        f"overwrite_output_dir=true would delete {doomed}, where {key} is; give another output_dir, or "
+                        "move it"
+                    )
 
     def acquire_lock(self) -> None:
         """Lock the folder for this process until `release_lock`. Main rank only.
@@ -77,11 +82,31 @@ class RunFolder:
             ) from None
 
     def clear(self) -> None:
-        """Delete the checkpoints, exports and metrics of an earlier run."""
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
-        for export in (self.export, *self.path.glob(f"{self.export.name}-step*")):
-            shutil.rmtree(export, ignore_errors=True)
-        self.metrics.unlink(missing_ok=True)
+        """Delete the checkpoints, exports and metrics of an earlier run, and its id at a tracker. A link stays; what it
+        leads to is deleted.
+
+        Raises UserError for what cannot be deleted.
+        """
+        try:
+            for folder in self._list_folders():
+                _delete_folder(folder)
+            for file in (self.metrics, self.tracker_id):
+                file.resolve().unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"overwrite_output_dir=true: {error.filename} cannot be deleted: {error.strerror}; delete "
+                f"{self.path} yourself, or give another output_dir"
+            ) from None
+
+    def measure(self) -> int:
+        """Return the bytes that `clear` would free."""
+        files = (file for folder in self._list_folders() for file in folder.resolve().rglob("*"))
+        return sum(file.lstat().st_size for file in files if not file.is_symlink() and file.is_file())
+
+    def _list_folders(self) -> Iterator[Path]:
+        """Yield the folders that `clear` deletes."""
+        yield from (self.checkpoints, self.export)
+        yield from sorted(self.path.glob(f"{self.export.name}-step*"))
 
     def release_lock(self) -> None:
         """Release the lock, if this process holds it."""
@@ -107,3 +132,16 @@ class RunFolder:
     def write_completed(self, record: dict[str, Any]) -> None:
         """Write the completion record: supervisors of the run read this, not the launcher's exit code."""
         write_atomically(self.completed, json.dumps(record, indent=2) + "\n")
+
+
+def _delete_folder(folder: Path) -> None:
+    """Delete a folder; of a link to one, what is in it. Does nothing where there is none."""
+    if not folder.is_symlink():
+        if folder.exists():
+            shutil.rmtree(folder)
+        return
+    for entry in folder.iterdir() if folder.exists() else ():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

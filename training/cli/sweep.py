@@ -7,24 +7,29 @@ Hydra's own sweeps would start the runs inside the ranks of one launch, where a 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from errors import UserError
 from training.cli.command_line import CheckNames, check_command_line, compose_command, parse_arguments
+from training.config.schema import to_typed
 from training.distributed.ranks import find_free_port
 
 NUM_GPUS = "num_gpus"  # ranks of each launch: read only here
+HOW_TO_START = ("resume", "overwrite_output_dir")  # keys that do not change what a finished run has made
+MOST_READABLE = 150  # characters of a folder's name before its hash; a file system takes 255
 Launch = Callable[[Sequence[str]], int]
 
 
@@ -35,15 +40,27 @@ class Job:
     swept: tuple[str, ...]  # "learning_rate=1e-4"
     arguments: tuple[str, ...]  # the arguments of the training command
     output_dir: Path
+    config: dict[str, Any] = field(default_factory=dict)  # of the run, as its config.yaml will have it
 
     @property
     def name(self) -> str:
         return " ".join(self.swept) or "(no values to choose from)"
 
     def read_completed(self) -> dict[str, Any] | None:
-        """Return the content of `completed.json`; None for a run that has not finished."""
+        """Return the content of `completed.json`; None when no run of this config has finished in the folder."""
         file = self.output_dir / "completed.json"
-        return json.loads(file.read_text()) if file.is_file() else None
+        if not file.is_file() or next(self.list_differences(), None) is not None:
+            return None
+        return json.loads(file.read_text())
+
+    def list_differences(self) -> Iterator[str]:
+        """Yield, in words, the keys whose values differ from those of the last run in the folder, if there was one."""
+        file = self.output_dir / "config.yaml"
+        before = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+        assert isinstance(before, dict)
+        for key in sorted({*before, *self.config} - set(HOW_TO_START)) if before else []:
+            if before.get(key) != self.config.get(key):
+                yield f"{key} was {before.get(key)}, is {self.config.get(key)}"
 
 
 def plan_sweep(
@@ -67,15 +84,44 @@ def plan_sweep(
     for overrides in itertools.product(*choices):
         swept = tuple(override for override, choice in zip(overrides, choices) if len(choice) > 1)
         check_command_line([*kept, *overrides], config_dir, default_config, check_names)
-        base = Path(compose_command(options, overrides, config_dir, default_config).output_dir)
-        output_dir = base / "__".join(_name_folder(override) for override in swept)
-        jobs.append(Job(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir))
+        composed = compose_command(options, overrides, config_dir, default_config)
+        output_dir = Path(composed.output_dir) / _name_folder(swept)
+        config = _list_values(composed) | {"output_dir": str(output_dir)}
+        jobs.append(Job(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir, config))
+    _check_folders(jobs)
     return jobs, num_gpus
 
 
-def _name_folder(override: str) -> str:
-    """Return a folder name that needs no quotes on a command line."""
-    return re.sub(r"[^\w.+-]", "_", override.replace("=", "-", 1))
+def _name_folder(swept: Sequence[str]) -> str:
+    """Return a folder name that needs no quotes on a command line: the swept values as far as they can be read, and a
+    hash of them, since different values may read the same. Empty where nothing is swept."""
+    if not swept:
+        return ""
+    readable = "__".join(re.sub(r"[^\w.+-]", "_", override.replace("=", "-", 1)) for override in swept)
+    return f"{readable[:MOST_READABLE]}-{hashlib.sha256(repr(swept).encode()).hexdigest()[:8]}"
+
+
+def _list_values(composed: DictConfig) -> dict[str, Any]:
+    """Return the keys and values of a run as its config.yaml has them."""
+    config = to_typed(composed, unread=[str(key) for key in composed if OmegaConf.is_missing(composed, str(key))])
+    values = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config))))
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _check_folders(jobs: Sequence[Job]) -> None:
+    """Raise UserError when two jobs share a folder, or when a job's folder has the result of another config that the
+    job would neither continue nor delete."""
+    for job in jobs:
+        if sum(other.output_dir == job.output_dir for other in jobs) > 1:
+            raise UserError(f"--multirun: {job.name} is given twice; give each value once")
+        goes_on = job.config["resume"] is not None or job.config["overwrite_output_dir"]
+        if (job.output_dir / "completed.json").is_file() and not goes_on:
+            for difference in job.list_differences():
+                raise UserError(
+                    f"--multirun: {job.output_dir} holds a finished run of another config ({difference}); give "
+                    "another output_dir, or overwrite_output_dir=true to run it again"
+                )
 
 
 def _read_num_gpus(overrides: Sequence[str]) -> int:

@@ -441,13 +441,14 @@ def _to_object(node: Any, schema: type[Schema]) -> Schema:
 def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
     """Typed objects, once. A key of `unread` without a value becomes NOT_GIVEN.
 
-    Raises UserError for another key without a value, and for one added with `+` that nothing reads.
+    Raises UserError for another key without a value, for one added with `+` that nothing reads, and for an empty
+    `output_dir`, which would be the working directory.
     """
     for key in unread:
         if OmegaConf.is_missing(composed, key):
             composed[key] = NOT_GIVEN
     try:
-        return _to_object(composed, RunConfig)
+        config = _to_object(composed, RunConfig)
     except OmegaConfBaseException as error:
         if isinstance(error, MissingMandatoryValue):
             raise UserError(
@@ -455,3 +456,6 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
                 "or in a config that -cn NAME picks"
             ) from None
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]} (conf/base.yaml lists the keys)") from None
+    if not config.output_dir.strip():
+        raise UserError("output_dir= is empty; give a folder of the run's own, such as output_dir=outputs/my_run")
+    return config

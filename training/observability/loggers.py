@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from console import say
+from filesystem import write_atomically
+from training.checkpoint.run_folder import RunFolder
 from training.config.schema import LoggerConfig, LoggerName
 from training.observability.metrics import Record, Reporter, split_stages
 
@@ -73,11 +75,11 @@ class WandbLogger:
     def __init__(self, config: LoggerConfig, output_dir: Path, facts: Facts, trains: bool) -> None:
         import wandb  # slow to import, and off unless asked for
 
-        run_id, id_file = uuid.uuid4().hex[:12], output_dir / "wandb_run_id"
+        run_id, id_file = uuid.uuid4().hex[:12], RunFolder(output_dir).tracker_id
         if trains and id_file.exists():
             run_id = id_file.read_text()
         elif trains:
-            id_file.write_text(run_id)
+            write_atomically(id_file, run_id)
         self._run = wandb.init(
             project=config.project, name=config.run_name or output_dir.name, mode=config.mode.value,
             dir=str(output_dir), config=dict(facts), id=run_id, resume="allow",

@@ -90,10 +90,54 @@ def test_checkpoints_are_not_written_over_unasked(tmp_path: Path) -> None:
 def test_overwriting_removes_the_old_run_and_nothing_else(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     fill(folder)
+    folder.tracker_id.write_text("the run before")  # this one gets its own page
     folder.acquire_lock()
     folder.clear()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine"]
     folder.release_lock()
+
+
+def test_overwriting_deletes_what_a_link_leads_to_and_keeps_the_link(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "out")
+    fill(folder)
+    for path in (folder.checkpoints, folder.metrics):
+        path.rename(tmp_path / path.name)
+        path.symlink_to(tmp_path / path.name)
+    assert folder.measure() == len("global_step2")
+    folder.clear()
+    assert list((tmp_path / "checkpoints").iterdir()) == [] and not (tmp_path / "metrics.jsonl").exists()
+    assert folder.checkpoints.is_symlink()
+    folder.clear()  # nothing is left to delete
+
+
+def test_what_cannot_be_deleted_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path)
+    fill(folder)
+    unlink = os.unlink
+
+    def refuse(path: str, *args: object, **options: object) -> None:  # root may delete anything
+        if path == "latest":
+            raise PermissionError(13, "Permission denied", path)
+        unlink(path, *args, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(UserError, match="overwrite_output_dir=true: .*latest cannot be deleted: Permission denied; "):
+        folder.clear()
+
+
+@pytest.mark.parametrize("where", ["checkpoints/global_step2", "hf", "hf-step2"])
+def test_overwriting_is_refused_for_what_the_run_starts_from(tmp_path: Path, where: str) -> None:
+    folder = RunFolder(tmp_path / "out")
+    fill(folder)
+    (folder.path / "hf-step2").mkdir()
+    (tmp_path / "link").symlink_to(folder.path / where)
+    (tmp_path / "elsewhere").mkdir()
+    (folder.path / where / "led_away").symlink_to(tmp_path / "elsewhere")
+    for source in (folder.path / where, tmp_path / "link", folder.path / where / "led_away"):
+        with pytest.raises(
+            UserError, match=f"would delete .*/{where.partition('/')[0]}, where adapter.name_or_path is"
+        ):
+            folder.check_keeps({"model_name_or_path": tmp_path / "elsewhere", "adapter.name_or_path": source})
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from support.configs import CONF, build_config
 
 from errors import UserError
@@ -29,9 +31,8 @@ def test_each_combination_is_a_run_with_its_own_folder() -> None:
     assert [job.name for job in jobs] == [
         f"learning_rate={rate} seed={seed}" for rate in ("0.0001", "0.0003") for seed in (1, 2)
     ]
-    assert [str(job.output_dir) for job in jobs] == [
-        f"out/{job.name.replace(' ', '__').replace('=', '-')}" for job in jobs
-    ]
+    folders = [re.fullmatch(r"out/(.*)-[0-9a-f]{8}", str(job.output_dir)) for job in jobs]
+    assert [match and match[1] for match in folders] == [job.name.replace(" ", "__").replace("=", "-") for job in jobs]
     configs = [build_config(*[word for word in job.arguments if "=" in word]) for job in jobs]
     assert [(config.learning_rate, config.seed, config.max_steps) for config in configs] == [
         (1e-4, 1, 7),
@@ -43,9 +44,50 @@ def test_each_combination_is_a_run_with_its_own_folder() -> None:
     assert all(job.arguments[:2] == ("-cn", "llama_tiny_pp2") for job in jobs)
 
 
+def test_values_that_read_the_same_have_their_own_folders() -> None:
+    """Also those that differ after the first hundreds of characters; and the same values have the same folder again."""
+    long = "x" * 300
+    line = f"-m num_gpus=2 output_dir=out train_file={long}/a/b.jsonl,{long}/a_b.jsonl,a/b,a_b"
+    folders = [job.output_dir for job in plan(line)[0]]
+    assert len(set(folders)) == 4 and all(len(folder.name) < 200 for folder in folders)
+    assert [job.output_dir for job in plan(line + " max_steps=3")[0]] == folders
+
+
+def finish(job: Job) -> None:
+    """Leaves what the run of a job leaves."""
+    job.output_dir.mkdir(parents=True)
+    config = build_config(*[word for word in job.arguments if "=" in word and not word.startswith("train_file")])
+    OmegaConf.save(OmegaConf.structured(config), job.output_dir / "config.yaml")
+    (job.output_dir / "completed.json").write_text(json.dumps({"step": 5, "eval_loss": 1.5}))
+
+
+def test_a_finished_run_is_skipped_only_when_its_config_is_the_same(tmp_path: Path) -> None:
+    line = f"-m num_gpus=2 -cn base model_name_or_path=model train_file=train.jsonl output_dir={tmp_path} seed=1,2"
+    for job in plan(line)[0]:
+        finish(job)
+    started: list[Sequence[str]] = []
+
+    def launch(arguments: Sequence[str]) -> int:
+        started.append(arguments)
+        return 1
+
+    for same in (line, f"{line} resume=auto", f"{line} overwrite_output_dir=true"):
+        assert run_sweep(plan(same)[0], 2, launch) == 0 and started == []
+
+    with pytest.raises(UserError) as caught:
+        plan(f"{line} learning_rate=0.125")
+    assert f"{tmp_path}/seed-1-" in str(caught.value)
+    assert "a finished run of another config (learning_rate was " in str(caught.value)
+    for how in ("resume=auto", "overwrite_output_dir=true"):
+        assert run_sweep(plan(f"{line} learning_rate=0.125 {how}")[0], 2, launch) == 1  # and old results are not shown
+        assert len(started) == 2
+        started.clear()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("-m num_gpus=2 seed=1,2,1", "--multirun: seed=1 is given twice; give each value once"),
         ("-m seed=1,2", "give the number of ranks with num_gpus=N"),
         ("-m num_gpus=two seed=1,2", "give the number of ranks with num_gpus=N"),
         ("-m num_gpus=2 learning_rte=1,2", "unknown key 'learning_rte'; did you mean 'learning_rate'?"),
