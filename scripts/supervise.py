@@ -59,7 +59,7 @@ class Supervisor:
         self._record_before = self._read_record()
         self.signum = 0
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(signum) is signal.SIG_IGN:  # SIGHUP under nohup
+            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:  # under nohup
                 continue
             signal.signal(signum, self._forward)
 

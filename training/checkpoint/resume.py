@@ -144,7 +144,6 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
 
     Raises UserError for a checkpoint of weights alone and, unless `allow_changes`, for any difference.
     """
-    others = _list_others(saved, run)
     before, after = ({name: getattr(state, name) for name in _KEPT} | state.data for state in (saved, run))
     if saved.weights_only:
         raise UserError(
@@ -156,16 +155,17 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
         for name in {**before, **after}
         if before.get(name) != after.get(name)
     ]
-    if others and not allow_changes:
-        raise UserError(
-            f"resume: {'; '.join(others)}, whose content differs; {step_dir} was trained with the first one. Give that "
-            "one, or continue anyway with resume_allow_changes=true"
-        )
-    if differing and not allow_changes:
+    others = _list_others(saved, run)
+    if differing and not allow_changes:  # first: a key that adds tokens changes the tokenizer too
         raise UserError(
             f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same "
             "values, or continue anyway with resume_allow_changes=true, or start a new run from its weights with "
             f"model_name_or_path={step_dir}"
+        )
+    if others and not allow_changes:
+        raise UserError(
+            f"resume: {'; '.join(others)}, whose content differs; {step_dir} was trained with the first one. Give that "
+            "one, or continue anyway with resume_allow_changes=true"
         )
     return others + differing
 

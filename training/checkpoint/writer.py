@@ -232,7 +232,7 @@ class CheckpointWriter:
                 ended = [self._complete(folder, state, dict(ChainMap(*(part for part, _ in gathered))))]
             dist.broadcast_object_list(ended, src=0, group=self._group)
             self._error = ended[0]
-        except RuntimeError as mistake:  # a rank is gone, or has not done its part in time
+        except Exception as mistake:  # mostly that a rank is gone, or has not done its part in time
             self._error = _explain(mistake, folder)
         finally:
             self._has_ended.set()

@@ -74,8 +74,8 @@ class Interrupts:
         """Install the signal handlers, and start the thread that receives signals. Returns self."""
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        # One that is ignored stays ignored, such as SIGHUP under nohup
-        received = [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # under nohup
+        received = [signum for signum in _SIGNALS if signum not in ignored]
         self._handlers = {signum: signal.signal(signum, _wake) for signum in received}
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(self._reader,), daemon=True).start()

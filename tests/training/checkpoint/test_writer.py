@@ -36,7 +36,12 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWriter:
         if error is not None:
             raise error
 
-    alone = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, all_gather_object=gather)
+    alone = SimpleNamespace(
+        get_rank=lambda: 0,
+        get_world_size=lambda: 1,
+        all_gather_object=gather,
+        broadcast_object_list=lambda *_, **__: None,
+    )
     monkeypatch.setattr(checkpoint_writer, "dist", alone)
     monkeypatch.setattr(checkpoint_writer, "make_group_with_timeout", lambda timeout: None)
     monkeypatch.setattr(checkpoint_writer, "raise_together", raise_alone)
