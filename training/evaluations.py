@@ -70,8 +70,7 @@ class Evaluations:
         check()
         if self._first_pass is not None:
             self._first_pass(loader.first.iterate(), len(loader.first), size.terms, check)
-        loss = evaluate(
-            self._engine, loader.iterate(), len(loader), size.terms, bounds=size.documents, check=check
-        )  # fmt: skip
+        batches = loader.iterate()
+        loss = evaluate(self._engine, batches, len(loader), size.terms, bounds=size.documents, check=check)
         metrics = self._metrics.finish_evaluation() if self._metrics is not None else {}
         return {"eval_loss": loss, **metrics, "eval_tokens": size.targets}

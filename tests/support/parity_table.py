@@ -84,6 +84,10 @@ def logits_on_rank(case: Case, input_ids: torch.Tensor) -> torch.Tensor | None:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+class ByFp64(float):
+    """A figure against the oracle in fp64, which the page marks."""
+
+
 class Table:
     """Measures row after row. Models, oracles and groups of workers are made once."""
 
@@ -118,10 +122,8 @@ class Table:
         return [
             self.compare_logits(case(steps=1), folder),
             self.compare(merge(self.run(case(*gradient, steps=1))), self.oracle(folder, 1, gradient)),
-            self.compare(merge(self.run(case(*SGD_STEPS))), self.oracle(folder, 5, SGD_STEPS)),
-            self.compare(
-                merge(self.run(case(*SGD_STEPS, "activation_checkpoint_interval=1"))), self.oracle(folder, 5, SGD_STEPS)
-            ),
+            self.compare_steps(merge(self.run(case(*SGD_STEPS))), folder),
+            self.compare_steps(merge(self.run(case(*SGD_STEPS, "activation_checkpoint_interval=1"))), folder),
             self.compare(packed, self.oracle(folder, 1, whole)),
             self.compare_adapters(merge(self.run(case(*adapted))), family, tied, adapted),
             self.compare_routers(family, folder, layout, gradient),
@@ -154,6 +156,14 @@ class Table:
         assert trained.keys() == result["weights"].keys()
         return worst_difference(result["weights"], trained)[0]
 
+    def compare_steps(self, result: dict[str, Any], folder: Path) -> float:
+        """Where two experts are so nearly tied that the rounding of fp32 decides between them, fp64 says which is
+        right: the other one changes the weights by far more than a rounding."""
+        figure = self.compare(result, self.oracle(folder, 5, SGD_STEPS))
+        if figure < BOUND or not is_mixture(folder):
+            return figure
+        return ByFp64(self.compare(result, self.exact_oracle(folder, 5, SGD_STEPS)))
+
     def compare_adapters(self, result: dict[str, Any], family: str, tied: bool, overrides: tuple[str, ...]) -> float:
         trained, expected = to_peft_weights(
             result, self.adapter_oracle(family, tied, overrides), self.adapter(family, tied)[1].config
@@ -161,7 +171,7 @@ class Table:
         return worst_difference(trained, expected)[0]
 
     def compare_routers(self, family: str, folder: Path, layout: str, gradient: tuple[str, ...]) -> float | None:
-        if not getattr(AutoConfig.from_pretrained(folder), "num_experts_per_tok", None):
+        if not is_mixture(folder):
             return None
         switched_on = (f"moe.aux_loss_coef={AUX}", f"moe.z_loss_coef={Z}")
         result = merge(self.run(self.case(folder, layout, *gradient, *switched_on, steps=1)))
@@ -185,10 +195,20 @@ class Table:
         return train_oracle(self.case(folder, "pp1", *overrides, steps=steps))
 
     @cache
+    def exact_oracle(self, folder: Path, steps: int, overrides: tuple[str, ...]) -> dict[str, Any]:
+        """In fp64, for which grouped products are missing."""
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+        return train_oracle(self.case(folder, "pp1", *overrides, steps=steps), model)
+
+    @cache
     def adapter_oracle(self, family: str, tied: bool, overrides: tuple[str, ...]) -> dict[str, Any]:
         return train_oracle(
             self.case(self.model(family, tied), "pp1", *overrides, steps=5), self.adapter(family, tied)[1]
         )
+
+
+def is_mixture(folder: Path) -> bool:
+    return bool(getattr(AutoConfig.from_pretrained(folder), "num_experts_per_tok", None))
 
 
 def count_packed_rows(case: Case) -> int:
@@ -218,7 +238,7 @@ def main() -> None:
             for tied, layout in list_rows(family, arguments.layouts):
                 figures = table.measure(family, tied, layout)
                 worst = max(worst, *(figure for figure in figures if figure is not None))
-                shown = ["-" if figure is None else f"{figure:.1e}" for figure in figures]
+                shown = ["-" if figure is None else show(figure) for figure in figures]
                 lines.append(f"| {family} | {'tied' if tied else 'own'} | {layout} | " + " | ".join(shown) + " |")
                 print(lines[-1], flush=True)
         table.close()
@@ -226,6 +246,10 @@ def main() -> None:
         arguments.output.write_text(render_page(lines, worst))
     print(f"worst: {worst:.1e}, bound {BOUND:.0e}")
     sys.exit(worst >= BOUND)
+
+
+def show(figure: float) -> str:
+    return f"{figure:.1e}" + ("*" if isinstance(figure, ByFp64) else "")
 
 
 def render_page(lines: list[str], worst: float) -> str:
@@ -241,7 +265,9 @@ tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two s
 
 - *logits*: of a batch in evaluation. *gradients*: every one of them, of a global batch of 8 samples of different
   lengths, padded on the right.
-- *5 steps*: every weight after 5 SGD steps with clipping that bites, without and with activation checkpointing.
+- *5 steps*: every weight after 5 SGD steps with clipping that bites, without and with activation checkpointing. With a
+  star: against Hugging Face in fp64. There two experts are so nearly tied that one process in fp32 itself takes another
+  one than fp64 does.
 - *packed gradients*: samples packed into rows, against each document in a row of its own.
 - *LoRA*: every adapter matrix after 5 SGD steps, against peft on the Hugging Face model; on experts too.
 - *router losses*: every gradient with `moe.aux_loss_coef` and `moe.z_loss_coef` on, against the same losses of each

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 import console
+from models.parallel.exchanges import wait_for
 from training.distributed import process
 from training.distributed.ranks import SECONDS_FOR_ANOTHER_TO_REPORT, Ranks, is_lost_peer
 
@@ -129,7 +130,6 @@ class Watchdog:
                 idle.append(seconds)
             except RuntimeError as error:
                 lost[rank] = error
-        self._listening = ExitStack()
         self._idle_others = min(idle)
         answer = max(received.values())
         if lost and answer != _LEAVING:
@@ -209,8 +209,8 @@ def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> tuple
 
 
 def find_place(frame: FrameType | None) -> tuple[str, bool]:
-    """Return the innermost line of this project in a stack, and whether it waits there for another rank: in torch's or
-    DeepSpeed's communication, or in a function of this project that is named `wait_for`.
+    """Return the innermost line of this project in a stack, and whether it waits there for another rank: in `wait_for`,
+    or in torch's or DeepSpeed's communication.
 
     On a GPU the host may wait for it, and so for another rank, in any line that reads a tensor's content; `data/` has
     no such lines.
@@ -220,7 +220,7 @@ def find_place(frame: FrameType | None) -> tuple[str, bool]:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(_ROOT) and "site-packages" not in file.parts:
             place = file.relative_to(_ROOT)
-            waits |= frame.f_code.co_name == "wait_for" or (on_gpu and place.parts[0] != "data")
+            waits |= frame.f_code is wait_for.__code__ or (on_gpu and place.parts[0] != "data")
             return f"{place}:{frame.f_lineno} ({frame.f_code.co_name})", waits
         parts = file.parts[-4:]
         waits |= "distributed" in parts or ("deepspeed" in file.parts and (on_gpu or "comm" in parts))

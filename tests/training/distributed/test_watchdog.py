@@ -179,6 +179,23 @@ def test_the_limit_of_collectives_leaves_the_time_for_a_slow_save(workers, tmp_p
     assert waited == ["met", "timed out"]
 
 
+def listen_for_a_while() -> tuple[int, int]:
+    """On a rank: how many listeners to progress there are after some heartbeats of a watchdog, and after its end."""
+    import torch.distributed as dist
+
+    import console
+
+    rank = dist.get_rank()
+    with Watchdog(Ranks(rank, 2, rank, 2), stuck_minutes=1):
+        time.sleep(2.5)
+        watching = len(console._listeners)
+    return watching, len(console._listeners)
+
+
+def test_a_watchdog_listens_to_progress_until_its_end(workers) -> None:
+    assert workers(2).run(listen_for_a_while) == [(1, 0), (1, 0)]
+
+
 def export_slowly(folder: Path) -> list[str]:
     """On a rank: a save whose export takes longer than collectives of the default group may."""
     from typing import Any
