@@ -18,22 +18,24 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.damage import damage  # noqa: E402
 from support.launching import BIN, Launch  # noqa: E402
+from support.small_disk import try_small_disk  # noqa: E402
 from support.tiny import save_llama, save_records, save_tokenizer  # noqa: E402
 from support.workers import free_port  # noqa: E402
 
@@ -91,9 +93,9 @@ class Life:
         if changes_layout:
             self.layout = self.rng.choice(LAYOUTS)
 
-    def start(self, *overrides: str) -> Launch:
+    def start(self) -> Launch:
         """Start the run, or continue it."""
-        trainer = [str(ROOT / "trainer_base_ds_mp.py"), *list_arguments(self.root, self.out), *self.layout, *overrides]
+        trainer = [str(ROOT / "trainer_base_ds_mp.py"), *list_arguments(self.root, self.out), *self.layout]
         trainer += [f"num_workers={self.num_workers}", "resume=auto"]
         port = str(free_port())
         deepspeed = ["deepspeed", "--num_gpus", "2", "--master_port", port, *trainer]
@@ -133,22 +135,20 @@ def list_arguments(root: Path, out: Path) -> list[str]:
 
 def find_ranks(launch: Launch) -> list[int]:
     """Return the process ids of the ranks, without their data workers and launchers."""
-    trainers = {pid for pid, command in launch.processes().items() if "trainer_base" in command}
-    ranks = []
-    for pid in trainers:
-        with suppress(OSError):
-            environment = (Path("/proc") / str(pid) / "environ").read_bytes()
-            parent = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-            if b"\0LOCAL_RANK=" in environment and not _is_rank(parent):
-                ranks.append(pid)
-    return sorted(ranks)
+    return sorted(pid for pid in launch.processes() if _is_rank(pid) and not _is_rank(_find_parent(pid)))
 
 
 def _is_rank(pid: int) -> bool:
-    try:
-        return b"\0LOCAL_RANK=" in (Path("/proc") / str(pid) / "environ").read_bytes()
-    except OSError:
-        return False
+    """Returns whether a process is a rank, or was started by one."""
+    with suppress(psutil.Error):
+        return "LOCAL_RANK" in psutil.Process(pid).environ()
+    return False
+
+
+def _find_parent(pid: int) -> int:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).ppid()
+    return 0
 
 
 def send(pids: list[int], signum: int) -> None:
@@ -212,22 +212,20 @@ FAULTS: dict[str, Callable[[Launch, Life], None]] = {
 }
 
 
-def strike(life: Life, kind: str, phase: str, overrides: tuple[str, ...] = ()) -> tuple[str, str | None]:
+def strike(life: Life, kind: str, phase: str) -> tuple[str, str | None]:
     """Start the run, let `kind` happen in `phase`, and wait for its end. Returns the phase in which it happened, and
     what was lost."""
     before = life.find_newest()
-    launch = life.start(*overrides)
+    launch = life.start()
     try:
         while life.read_phase() != phase and launch.process.poll() is None:
             time.sleep(0.002)
         time.sleep(life.rng.choice((0, 0, 0.01, 0.05)) + (5 * life.rng.random() if phase == "start" else 0))
         happened = life.read_phase()
         FAULTS[kind](launch, life)
-        deadline = time.monotonic() + SECONDS_TO_END
-        while launch.process.poll() is None or launch.processes():
-            if time.monotonic() > deadline:
-                return happened, f"processes are left: {launch.processes()}"
-            time.sleep(0.1)
+        launch.wait_until_gone(SECONDS_TO_END)
+    except AssertionError as left:
+        return happened, str(left)
     finally:
         launch.kill()
     (life.out.parent / "filler").unlink(missing_ok=True)
@@ -263,18 +261,6 @@ def compare(found: list[dict[str, float]], expected: list[dict[str, float]]) -> 
     return None
 
 
-@contextmanager
-def open_disk(folder: Path) -> Iterator[bool]:
-    """Mount a small disk on `folder`; yields whether that was possible."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True).returncode == 0
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def draw(counts: Counter[tuple[str, str]], kinds: list[str], rng: random.Random) -> tuple[str, str]:
     """Return the kind and phase that have happened least."""
     pairs = [(kind, phase) for kind in kinds for phase in PHASES]
@@ -304,13 +290,12 @@ def main() -> None:
     lives = 0
     with tempfile.TemporaryDirectory() as folder:
         root, disk = Path(folder), Path(folder) / "disk"
-        disk.mkdir()
         save_llama(root / "hf", num_hidden_layers=4)
         save_tokenizer(root / "hf")
         save_records(root / "train.jsonl", 40)
         save_records(root / "eval.jsonl", 64, seed=1)
-        with open_disk(disk) as has_disk:
-            kinds = [kind for kind in FAULTS if kind != "full disk" or has_disk]
+        with try_small_disk(disk, DISK) as fault:
+            kinds = [kind for kind in FAULTS if kind != "full disk" or not fault]
             alone = Life(root, root / "alone", rng)
             assert alone.start().end().code == 0, (root / "launch.log").read_text()
             expected = read_losses(alone.out)

@@ -10,10 +10,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from support.launching import SECONDS, Ended, Launch, run_deepspeed, run_slurm, run_supervised, run_torchrun
+from support.launching import Ended, Launch, run_deepspeed, run_slurm, run_supervised, run_torchrun
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+TERM, INT, HUP, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL
 
 
 def signal_launcher(launch: Launch, signum: int) -> None:
@@ -43,7 +43,7 @@ def start(launcher: str, given: Sequence[str], out: Path, folder: Path, interrup
 # What the launcher returns. That of `deepspeed` itself ends at once, that of torchrun has no other code than 1.
 CODES = {
     "deepspeed": lambda signum: -signum,
-    "torchrun": lambda signum: 1,
+    "torchrun": lambda signum: -KILL if signum == KILL else 1,
     "supervise": lambda signum: 128 + signum,
     "slurm": lambda signum: 128 + signum,
 }
@@ -53,6 +53,7 @@ ALSO = [
     ("torchrun", signal_ranks, TERM, 2),
     ("deepspeed", signal_tree, HUP, 2),  # a terminal that closes
     ("supervise", signal_launcher, HUP, 0),
+    ("torchrun", signal_launcher, KILL, 0),
 ]
 SHORT = [("torchrun", signal_tree, TERM, 2), ("deepspeed", signal_launcher, TERM, 0)]
 
@@ -74,20 +75,16 @@ def test_a_signal_saves_and_nothing_is_left(
     def interrupt(launch: Launch) -> None:
         launch.wait_for("step 2/")
         send(launch, signum)
-        wait_for_end(launch)
+        launch.wait_until_gone()
 
     given = arguments(root, out, "max_steps=100000", f"num_workers={num_workers}", "save_steps=null")
     ended = start(launcher, given, out, tmp_path, interrupt)
     assert (ended.left_alive, ended.errors()) == ([], []), ended.output
     step = int(read_metrics(out)[-1]["step"])
-    # The ranks of a launcher that is gone end as if they had received SIGTERM; the inner one of `deepspeed` sends it.
-    names = (
-        {signum.name}
-        if launcher != "deepspeed"
-        else {TERM.name}
-        if send is signal_launcher
-        else {TERM.name, signum.name}
-    )
+    names = {signum.name}
+    if launcher == "deepspeed" or signum == KILL:
+        # A launcher that is gone counts as SIGTERM, which the inner one of `deepspeed` also sends
+        names = {TERM.name} if send is signal_launcher else {TERM.name, signum.name}
     assert any(f"stopped by {name} at step {step}; continue with resume=latest" in ended.output for name in names)
     assert (out / "checkpoints" / "latest").read_text() == f"global_step{step}"
     assert ended.code == CODES[launcher](signum), ended.output
@@ -95,9 +92,27 @@ def test_a_signal_saves_and_nothing_is_left(
         assert f"exitcode  : {128 + signum} " in ended.output, ended.output
 
 
-def wait_for_end(launch: Launch) -> None:
-    """Until no process of the launch is alive: a launcher may end before its ranks do."""
-    deadline = time.monotonic() + SECONDS
-    while launch.process.poll() is None or launch.processes():
-        assert time.monotonic() < deadline, launch.processes()
-        time.sleep(0.1)
+@pytest.mark.full
+@pytest.mark.parametrize("send", [signal_launcher, signal_tree])
+def test_a_signal_while_tokenizing_ends_the_run_at_once(
+    send: Callable[[Launch, int], None],
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    records = tmp_path / "many.jsonl"
+    records.write_text(2000 * (root / "train.jsonl").read_text())
+
+    def interrupt(launch: Launch) -> None:
+        while not list(cache.glob("*.lock")):
+            assert launch.process.poll() is None, launch.log.read_text()
+            time.sleep(0.01)
+        time.sleep(1)  # its processes have started
+        send(launch, TERM)
+        launch.wait_until_gone(30)
+
+    given = arguments(root, out, f"train_file={records}", f"data.cache_dir={cache}", "data.num_proc=2")
+    ended = run_deepspeed(given, tmp_path, while_running=interrupt)
+    assert (ended.left_alive, ended.errors()) == ([], []), ended.output
+    assert not (out / "metrics.jsonl").exists() and list(cache.glob("*.lock"))
+    assert "samples" not in ended.output, "it was still tokenizing"

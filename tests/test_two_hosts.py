@@ -105,3 +105,22 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on(hosts: TwoHosts, root: 
         arguments(root, out, "max_steps=100000", "num_stages=1", "resume=latest", "stop_after_steps=1"), tmp_path
     )
     assert (alone.code, alone.errors()) == (0, []), alone.output
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_signal_to_the_launcher_of_one_host_saves_on_both(
+    hosts: TwoHosts, root: Path, tmp_path: Path, launcher: str
+) -> None:
+    def terminate(launch: Launch) -> None:
+        launch.wait_for("step 3/")
+        launch.process.terminate()
+        launch.wait_until_gone()
+
+    out = tmp_path / "out"
+    words = torchrun(hosts, 1) if launcher == "torchrun" else list_launcher_words(hosts, 1, tmp_path)
+    given = arguments(root, out, "max_steps=100000", "save_steps=null")
+    ended = run_on_hosts(hosts, words, given, tmp_path, while_running=terminate)
+    assert [(host.left_alive, host.errors()) for host in ended] == [([], [])] * 2, ended
+    step = len(read_losses(out))
+    assert f"stopped by SIGTERM at step {step}" in ended[0].output
+    assert (out / "checkpoints" / "latest").read_text() == f"global_step{step}"

@@ -197,6 +197,13 @@ class Launch:
             assert self.process.poll() is None and time.monotonic() - self.started < SECONDS, self.log.read_text()
             time.sleep(0.05)
 
+    def wait_until_gone(self, seconds: float = SECONDS) -> None:
+        """Until no process is alive: a launcher may end before its ranks do."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None or self.processes():
+            assert time.monotonic() < deadline, f"left: {self.processes()}"
+            time.sleep(0.1)
+
     def rank(self, local_rank: int) -> int:
         """The process id of a rank that the deepspeed launcher started."""
         (pid,) = (pid for pid, command in self.processes().items() if f"--local_rank={local_rank} " in command)

@@ -13,13 +13,21 @@ import pytest
 @contextmanager
 def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
     """`folder`, with a tmpfs of `nbytes` mounted on it. Skips the test where this process may not mount."""
+    with try_small_disk(folder, nbytes) as fault:
+        if fault:
+            pytest.skip(f"no tmpfs can be mounted here ({fault}); run it as root, or under `unshare -rm`")
+        yield folder
+
+
+@contextmanager
+def try_small_disk(folder: Path, nbytes: int) -> Iterator[str]:
+    """Makes `folder` such a disk. Yields why it is an ordinary folder instead; empty where it is a disk."""
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)], capture_output=True, text=True
     )
-    if mounted.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted here ({mounted.stderr.strip()}); run it as root, or under `unshare -rm`")
     try:
-        yield folder
+        yield mounted.stderr.strip() or f"code {mounted.returncode}" if mounted.returncode else ""
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -58,14 +58,17 @@ class IsolatedLogger:
         try:
             return call()
         except Exception as error:
-            self._logger = None
             traceback.print_exception(error, file=sys.stdout)  # the rank's log
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            say(
+            self._drop(
                 f"logger={self._name}: {reason}; nothing more is logged there. The run continues, with all of its "
                 "figures in metrics.jsonl"
             )
             return None
+
+    def _drop(self, message: str) -> None:
+        self._logger = None
+        say(message)
 
 
 class WandbLogger:
