@@ -34,31 +34,37 @@ def work(words: dict[int, str], folder: Path) -> None:
 
     import torch.distributed as dist
 
-    from console import progress
-
     rank, stage = dist.get_rank(), Stage()
     sys.__stderr__ = open(folder / f"rank_{rank}", "w", buffering=1)
     word = words.get(rank, "")
     try:
-        with (
-            Watchdog(Ranks(rank, dist.get_world_size(), rank, dist.get_world_size()), STUCK_MINUTES) as watchdog,
-            watchdog.following(stage),
-        ):
-            for step in range(6):
-                stage()
-                dist.barrier()
-                if step == 4 and word == "sleep":
-                    time.sleep(60)
-                if step == 4 and word == "take its time":
-                    with progress("loading", 20) as bar:
-                        for _ in bar.follow(range(20)):
-                            time.sleep(0.1 * 60 * STUCK_MINUTES)
-                if step == 4 and word == "leave":
-                    raise ValueError("reported elsewhere")
-                if step == 4 and word.startswith("SIG"):
-                    os.kill(os.getpid(), signal.Signals[word])
+        with Watchdog(Ranks(rank, dist.get_world_size(), rank, dist.get_world_size()), STUCK_MINUTES) as watchdog:
+            if word == "load forever":
+                time.sleep(60)
+            with watchdog.following(stage):
+                pass_and_meet(stage, word)
     except (ValueError, RuntimeError):  # as a process of its own would
         os._exit(1)
+
+
+def pass_and_meet(stage: Stage, word: str) -> None:
+    import torch.distributed as dist
+
+    from console import progress
+
+    for step in range(6):
+        stage()
+        dist.barrier()
+        if step == 4 and word == "sleep":
+            time.sleep(60)
+        if step == 4 and word == "take its time":
+            with progress("loading", 20) as bar:
+                for _ in bar.follow(range(20)):
+                    time.sleep(0.1 * 60 * STUCK_MINUTES)
+        if step == 4 and word == "leave":
+            raise ValueError("reported elsewhere")
+        if step == 4 and word.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[word])
 
 
 def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str], float]:
@@ -88,10 +94,14 @@ KILLED = (
 )
 ASLEEP = (
     "error: rank {rank} has made no progress for stuck_minutes=0.05: it is at "
-    "tests/training/distributed/test_watchdog.py:LINE (work); the other ranks wait for it"
+    "tests/training/distributed/test_watchdog.py:LINE (pass_and_meet); the other ranks wait for it"
 )
-CASES = {"SIGSTOP": STOPPED, "SIGKILL": KILLED, "sleep": ASLEEP, "leave": "", "take its time": ""}
-FAST = [("SIGSTOP", 2, 1)]
+BEFORE_ITS_PASSES = ASLEEP.replace("(pass_and_meet)", "(work)")
+CASES = {
+    "SIGSTOP": STOPPED, "SIGKILL": KILLED, "sleep": ASLEEP, "load forever": BEFORE_ITS_PASSES, "leave": "",
+    "take its time": "",
+}  # fmt: skip
+FAST = [("SIGSTOP", 2, 1), ("load forever", 2, 1)]
 REST = [
     (word, world_size, rank)
     for word in CASES
