@@ -237,7 +237,10 @@ def strike(life: Life, kind: str, phase: str) -> tuple[str, str | None]:
 def finish(life: Life, expected: list[dict[str, float]]) -> str | None:
     """Let the run end by itself. Returns how it differs from `expected`."""
     launch = life.start()
-    ended = launch.end()
+    try:
+        ended = launch.end()
+    finally:
+        launch.kill()
     if ended.code != 0 or ended.left_alive or not (life.out / "hf" / "config.json").is_file():
         return f"code {ended.code}: {ended.output[-1500:]}"
     return compare(read_losses(life.out), expected)
@@ -283,6 +286,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=4, help="in one life (4)")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # not without what ends runs and disks
     os.environ["PATH"] = f"{BIN}:{os.environ['PATH']}"
     rng, until = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
     counts: Counter[tuple[str, str]] = Counter()
