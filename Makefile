@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 
-.PHONY: demo test test-full test-full-parity test-full-rest gpu check format parity venv clean
+.PHONY: demo test test-full test-full-parity test-full-rest gpu check format parity lock venv venv-dev clean
 
 demo: venv
 	scripts/quickstart.sh
@@ -13,7 +13,7 @@ demo: venv
 TEST_WORKERS ?= 2
 
 # On the CPU of any machine; `DS_ACCELERATOR=cuda make test` lets the tests see its GPUs
-test: venv
+test: venv-dev
 	python -m pytest -m "not full" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
 # Everything, in two halves of about an hour each on 2 cores, which can be run apart: what is held against one process, and
@@ -23,37 +23,48 @@ TEST_FULL = python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-r
 
 test-full: test-full-parity test-full-rest
 
-test-full-parity: venv
+test-full-parity: venv-dev
 	$(TEST_FULL) $(AGAINST_ONE_PROCESS)
 
-test-full-rest: venv
+test-full-rest: venv-dev
 	$(TEST_FULL) $(AGAINST_ONE_PROCESS:%=--ignore=%)
 
 # On a machine with a GPU: is it right, is it fast, and why; benchmarks/gpu.py --help
-gpu: venv
+gpu: venv-dev
 	python benchmarks/gpu.py
 
 # What CI asks of the source itself; `make format` fixes most of it
-check: venv
-	python -m pip install --quiet ruff==0.17.6 mypy==2.4.1
+check: venv-dev
 	ruff format --check .
 	ruff check .
 	mypy
 
-format: venv
-	python -m pip install --quiet ruff==0.17.6
+format: venv-dev
 	ruff check --fix .
 	ruff format .
 
 # Every family against Hugging Face, as figures: docs/parity.md
-parity: venv
+parity: venv-dev
 	python tests/support/parity_table.py --output docs/parity.md
 
+# requirements.lock: what requirements.txt needs on any machine, with hashes, without torch and what its builds bring along.
+# Keeps the versions that are locked already as far as requirements.txt lets it; `make lock UPGRADE=--upgrade` takes newer ones
+lock: venv
+	python -m pip install --quiet uv==0.13.9
+	echo torch | uv pip compile requirements.txt --quiet --universal --python-version 3.11 --generate-hashes --excludes - \
+		--custom-compile-command "make lock" --output-file requirements.lock $(UPGRADE)
+
+# What a user needs; then what tests, checks and `make gpu` need too
 venv: $(BIN)/.installed
 
+venv-dev: $(BIN)/.installed-dev
+
 $(BIN)/.installed: requirements.txt
+$(BIN)/.installed-dev: requirements.txt requirements-dev.txt
+
+$(BIN)/.installed $(BIN)/.installed-dev:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet -r $(lastword $^)
 	touch $@
 
 clean:

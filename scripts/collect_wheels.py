@@ -3,6 +3,7 @@
     python scripts/collect_wheels.py --python-version 3.12 --torch 2.11.0 --output_dir wheels
     python scripts/collect_wheels.py ... --without pyarrow,pandas          what the machine has already, to save space
     python scripts/collect_wheels.py ... --drop wandb,tensorboard          requirements that are not wanted there
+    python scripts/collect_wheels.py ... --add bitsandbytes                optional packages that are wanted there
 
 Everything that the requirements need is resolved as pip would there, with that torch; torch itself and the CUDA
 libraries that come with it stay out. What is published as source only (deepspeed) is built here, without compiled
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--machine", default="x86_64", help="what `uname -m` prints there")
     parser.add_argument("--without", default="", help="packages that the machine has already, with commas between")
     parser.add_argument("--drop", default="", help="requirements to leave out, with what only they need")
+    parser.add_argument("--add", default="", help="optional packages to collect too, with commas between")
     parser.add_argument("--output_dir", type=Path, default=Path("wheels"))
     arguments = parser.parse_args()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
@@ -45,7 +47,7 @@ def main() -> None:
         sys.exit(f"{arguments.output_dir} is not empty, and two versions of a package end an installation")
     target = list_target_options(arguments.python_version, arguments.machine)
     try:
-        wanted = list_requirements(arguments.torch, arguments.drop.split(","))
+        wanted = list_requirements(arguments.torch, arguments.drop.split(","), arguments.add.split(","))
         pins = resolve(wanted, target, arguments.output_dir)
         download(choose(pins, arguments.without.split(",")), target, arguments.output_dir)
     except PipFailed as failure:
@@ -60,11 +62,13 @@ def list_target_options(python_version: str, machine: str) -> list[str]:
     return [f"--python-version={python_version}", "--implementation=cp", *platforms, *older, "--only-binary=:all:"]
 
 
-def list_requirements(torch_version: str, drop: Sequence[str]) -> list[str]:
-    """Returns the lines of requirements.txt for a machine with another torch, without the packages of `drop`."""
+def list_requirements(torch_version: str, drop: Sequence[str], add: Sequence[str]) -> list[str]:
+    """Returns the lines of requirements.txt for a machine with another torch, without the packages of `drop` and with
+    those of `add`."""
     lines = [line for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
     dropped = {_normalize(name) for name in ("torch", *drop)}
-    return [line for line in lines if _normalize(line.partition("==")[0]) not in dropped] + [f"torch=={torch_version}"]
+    kept = [line for line in lines if _normalize(line.partition("==")[0]) not in dropped]
+    return [*kept, f"torch=={torch_version}", *(name for name in add if name)]
 
 
 def resolve(requirements: Sequence[str], target: Sequence[str], folder: Path) -> dict[str, str]:

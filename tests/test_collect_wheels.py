@@ -19,10 +19,11 @@ def test_torch_and_what_comes_with_it_stay_out() -> None:
 
 
 def test_requirements_are_those_of_the_project_with_the_machines_torch() -> None:
-    lines = list_requirements("2.11.0", ["WandB"])
+    lines = list_requirements("2.11.0", ["WandB"], [])
     assert lines[-1] == "torch==2.11.0" and [line for line in lines if line.startswith("torch")] == lines[-1:]
     assert any(line.startswith("deepspeed==") for line in lines)
-    assert not any(line.startswith(("wandb", "#")) for line in lines)
+    assert not any(line.startswith(("wandb", "#", "bitsandbytes", "pytest")) for line in lines)
+    assert list_requirements("2.11.0", ["WandB"], ["bitsandbytes", ""]) == [*lines, "bitsandbytes"]
 
 
 def test_pip_is_asked_for_another_machine() -> None:

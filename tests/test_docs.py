@@ -317,7 +317,7 @@ def copy_project(folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     (folder / ".venv" / "bin").mkdir(parents=True)
-    for name in (".installed", "activate"):
+    for name in (".installed", ".installed-dev", "activate"):
         (folder / ".venv" / "bin" / name).touch()
     return folder
 
