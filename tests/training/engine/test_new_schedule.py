@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from support.cases import BOUND, CLIPPED, Case, merge, train_case, train_oracle, worst_difference
+from support.nccl_player import play
 from support.planned import plan_config, search_config
-from support.simulated_nccl import play, record
+from support.rank_programs import record
 from support.tiny import save_llama, save_records, save_tokenizer
 
 from training.pipeline.schedule import OneForwardOneBackward, Schedule, Unit, UnitKind

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from support.simulated_nccl import PASSES, Kernel, Wait, play, record
+from support.nccl_player import play
+from support.rank_programs import PASSES, Kernel, Wait, record
 
 from training.pipeline.exchanges import find_sender, plan_exchanges
 from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule
