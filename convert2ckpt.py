@@ -20,6 +20,7 @@ from console import progress
 from errors import UserError, explain_refusal
 from models.conversion.convert import DTYPES, WriteOptions, convert_to_pipeline, export_hugging_face
 from models.storage.folders import check_output_dir, has_tokenizer
+from models.weights.passthrough import find_passthrough
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from models.weights.sources import open_weights
 from models.weights.vocabulary import SpecialTokens
@@ -70,6 +71,7 @@ def convert(args: argparse.Namespace) -> None:
             overwrite=args.overwrite,
             workers=args.workers,
             verify=args.verify,
+            export_unused=not args.no_export_unused,
             progress=bar.reach,
         )
         if args.to_hf:
@@ -85,6 +87,9 @@ def convert(args: argparse.Namespace) -> None:
                 pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
                 trust_remote_code=args.trust_remote_code,
             )
+    passthrough = find_passthrough(source, not args.no_export_unused)
+    if unused := passthrough.describe_unused():
+        print(f"{'omitted' if passthrough.omits_unused else 'passed through unchanged'}: {unused}")
     print(f"wrote {args.output_dir}" + ("; every tensor read back is the source's" if args.verify else ""))
 
 
@@ -128,6 +133,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--verify",
         action="store_true",
         help="read every tensor back from the disk and compare it with the source, bit by bit",
+    )
+    parser.add_argument(
+        "--no_export_unused",
+        action="store_true",
+        help="omit the weights that no layer reads, such as layers that predict further tokens",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT_DIR, once the new one is whole")
     parser.add_argument("--trust_remote_code", action="store_true", help="accept a folder that brings code of its own")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from support.family_trials import BOUND, Trial, try_families, try_family
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -63,3 +65,16 @@ def test_a_row_that_has_changed_is_printed(capsys: pytest.CaptureFixture[str]) -
     assert list_models.check(trials, table) == 0
     assert list_models.check({**trials, "a": Trial("refused", reason="broken")}, table) == 1
     assert capsys.readouterr().out == "a: found ('refused', 'broken'), the table says ('generic', '')\n"
+
+
+def test_the_page_names_the_families_with_weights_that_no_layer_reads() -> None:
+    section = list_models.PAGE.read_text().split("ignores such names: ")[1].split(". Tested")[0]
+    assert re.findall(r"`(\w+)`", section) == [
+        name for name, (how, _) in TABLE.items() if how in ("file", "generic") and ignores_weights(name)
+    ]
+
+
+def ignores_weights(model_type: str) -> bool:
+    """Whether `transformers` ignores something of a published folder other than masks and rotary frequencies."""
+    patterns = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]._keys_to_ignore_on_load_unexpected or ()
+    return any(not re.search(r"bias$|inv_freq$", pattern) for pattern in patterns)

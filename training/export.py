@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,11 +12,12 @@ from console import progress
 from filesystem import publish_changed, write_atomically
 from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import WriteOptions, export_hugging_face
+from models.conversion.model_files import write_json
 from models.layers.score_head import is_reward_model
 from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import check_disk_space, copy_processor_files
 from models.storage.tensor_files import load_json
-from models.weights.passthrough import write_passthrough
+from models.weights.passthrough import Passthrough, find_passthrough, write_passthrough
 from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights
@@ -37,10 +37,12 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     others whole. Raises UserError, before anything is deleted, when the disk has no room.
     """
     is_resumed = setup.source.path.resolve() == folder.checkpoints.resolve()
-    has_passthrough = setup.source.wrapper is not None and setup.adapter is None and not is_resumed
-    if has_passthrough:
+    passthrough = Passthrough()
+    if setup.adapter is None and not is_resumed:
+        passthrough = find_passthrough(setup.source, config.export_unused)
+    if passthrough.kept:
         reclaimed = folder.measure() if config.overwrite_output_dir else 0
-        check_disk_space(folder.checkpoints, sum(info.nbytes for info in setup.source.list_passthrough()) - reclaimed)
+        check_disk_space(folder.checkpoints, passthrough.nbytes - reclaimed)
     if config.overwrite_output_dir:
         folder.clear()
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -52,17 +54,24 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     if setup.adapter is not None:
         save_adapter_config(setup.adapter, staged, get_whole_config(setup.source))
     if not is_resumed:  # else these exist
-        _save_model_files(setup, tokenizer, staged, has_passthrough)
+        _save_model_files(setup, tokenizer, staged, passthrough)
     publish_changed(staged, folder.checkpoints)
     shutil.rmtree(staged)
 
 
-def _save_model_files(setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: Path, has_passthrough: bool) -> None:
+def _save_model_files(
+    setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: Path, passthrough: Passthrough
+) -> None:
     source = setup.source
     if source.wrapper is None:
         setup.architecture.save_pretrained(folder)
     else:
-        save_wrapped(source, folder, has_passthrough)
+        _save_wrapped_files(source, folder)
+    fields = load_json(folder / "config.json")
+    if passthrough.update_config(fields, source.config, is_pipeline=True):
+        write_json(fields, folder / "config.json")
+    if passthrough.kept:
+        write_passthrough(folder, passthrough.kept, source.read_passthrough)
     if (source.path / "generation_config.json").is_file():
         shutil.copyfile(source.path / "generation_config.json", folder / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
@@ -71,17 +80,15 @@ def _save_model_files(setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folde
         set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
 
 
-def save_wrapped(source: WeightSource, folder: Path, with_passthrough: bool) -> None:
-    """Write the files of a wrapped model next to its checkpoints: config.json of the whole model, the processor's
-    files and the passthrough tensors."""
+def _save_wrapped_files(source: WeightSource, folder: Path) -> None:
+    """Write the files of a wrapped model next to its checkpoints: config.json of the whole model and the processor's
+    files."""
     fields = load_json(source.path / "config.json")
     for key in ("auto_map", QUANTIZATION_CONFIG):  # they describe the loaded files, not the saved ones
         fields.pop(key, None)
     fields.get(TEXT_CONFIG, fields)["vocab_size"] = source.config.vocab_size  # it may have grown
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    write_json(fields, folder / "config.json")
     copy_processor_files(source.path, folder)
-    if with_passthrough:
-        write_passthrough(source, folder)
 
 
 def export_step(setup: RunSetup, folder: RunFolder, step: int) -> None:
@@ -99,5 +106,5 @@ def export(setup: RunSetup, step_dir: Path, output_dir: Path, shows: bool = True
         export_adapter(step_dir.parent, tensors, setup.layers, output_dir)
         return
     with progress("exporting", unit="B", shown=shows) as bar:
-        options = WriteOptions(overwrite=True, progress=bar.reach)
+        options = WriteOptions(overwrite=True, progress=bar.reach, export_unused=setup.config.export_unused)
         export_hugging_face(open_weights(str(step_dir)), output_dir, options)

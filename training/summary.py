@@ -10,10 +10,12 @@ from pathlib import Path
 
 from console import show_panel
 from data.storage.tokenized import load_summary
+from models.adapters.options import AdapterName
 from models.adapters.targets import describe_targets
 from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
 from models.layers.score_head import is_reward_model
+from models.weights.passthrough import find_passthrough, render_mib
 from models.weights.source import WeightSource
 from training.checkpoint.best import Best
 from training.checkpoint.run_folder import RunFolder
@@ -26,7 +28,7 @@ from training.inputs.datasets import list_entries
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, describe_evaluation
 from training.pipeline.schedules import build_schedule
-from training.planner.disk import render_disk
+from training.planner.disk import measure_passthrough, render_disk
 from training.planner.formatting import render_count, render_seconds
 from training.planner.prediction import Prediction
 from training.setup import RunSetup
@@ -49,7 +51,7 @@ def show_start(
         "model": _describe_model(setup, prediction),
         "data": _describe_data(config, "train_file", datasets, budget.num_samples),
     }
-    facts |= describe_wrapper(setup.source)
+    facts |= describe_wrapper(setup.source) | describe_unused(setup.source, config)
     if setup.adapter is not None:
         facts["adapter"] = describe_targets(setup.layers, setup.adapter.config)
     if text := warn_of_length(setup.architecture, config.max_seq_length):
@@ -64,7 +66,8 @@ def show_start(
     attention = setup.architecture._attn_implementation
     facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {attention}"
     facts["memory"] = _describe_memory(prediction)
-    facts["on disk"] = render_disk(prediction.plan.checkpoint, config)
+    passthrough = measure_passthrough(setup.source, config)
+    facts["on disk"] = render_disk(prediction.plan.checkpoint._replace(passthrough=passthrough), config)
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
     if setup.resume_from is not None:
         facts["resumed from"] = str(setup.resume_from)
@@ -122,12 +125,22 @@ def describe_wrapper(source: WeightSource) -> Facts:
     """Return, for a wrapped model, that only its text model is trained and what is not."""
     if source.wrapper is None:
         return {}
-    passthrough = source.list_passthrough()
-    size = f"{sum(info.nbytes for info in passthrough) / 2**20:,.1f} MiB"
+    outside = find_passthrough(source, export_unused=False).kept
     return {
-        "text only": f"the text model of {source.wrapper.name}; its other {len(passthrough)} tensors ({size}) are "
-        "passed through unchanged"
+        "text only": f"the text model of {source.wrapper.name}; its other {len(outside)} tensors "
+        f"({render_mib(outside)}) are passed through unchanged"
     }
+
+
+def describe_unused(source: WeightSource, config: RunConfig) -> Facts:
+    """Return what a run does with weights that no layer reads; empty where there are none."""
+    unused = find_passthrough(source).describe_unused()
+    if not unused:
+        return {}
+    if config.adapter.name is not AdapterName.none:
+        return {"not trained": f"{unused} stay in the base model"}
+    fate = "are passed through unchanged" if config.export_unused else "are left out (export_unused=false)"
+    return {"not trained": f"{unused} {fate}"}
 
 
 def _describe_data(config: RunConfig, key: str, datasets: dict[str, Path], num_rows: int) -> str:

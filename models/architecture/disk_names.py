@@ -101,15 +101,6 @@ def wrap_module(config: PretrainedConfig, module: nn.Module | None = None) -> Pr
     return model
 
 
-def list_ignored(config: PretrainedConfig) -> list[re.Pattern[str]]:
-    """Return patterns of names that published weights hold and no layer needs: those that `transformers` ignores, and
-    the layers that predict further tokens."""
-    first, further = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
-    numbers = "|".join(map(str, range(first, first + further)))
-    patterns = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._keys_to_ignore_on_load_unexpected or ()
-    return [re.compile(pattern) for pattern in (*patterns, *([rf"\.layers\.({numbers})\."] if further else []))]
-
-
 def _find_pieces(model: PreTrainedModel, layer: Layer, shapes: Mapping[str, torch.Size]) -> dict[str, list[Piece]]:
     """Return the pieces by the names in the layer's module; only for tensors that are stored differently on disk."""
     wholes, first = {}, 0

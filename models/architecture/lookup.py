@@ -32,7 +32,6 @@ else follows from the integers: `models/layers/context.py`. The loss takes the h
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -41,7 +40,7 @@ import torch
 from transformers import PretrainedConfig
 
 from errors import UserError
-from models.architecture.disk_names import list_ignored, name_pieces, name_wrapped_pieces
+from models.architecture.disk_names import name_pieces, name_wrapped_pieces
 from models.experts.grouped import GROUPED
 from models.layers.layer import Layer, Styles, refuse_sharding
 from models.layers.packed_attention import FLASH, VARLEN, find_obstacle
@@ -65,8 +64,6 @@ ARCHITECTURES: dict[str, str] = {
     "qwen3": "models.families.qwen3",
 }
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", VARLEN, "eager", *FLASH, "flex_attention")
-# Old exports hold them, and no layer needs them: rotary frequencies and causal masks are computed.
-_IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 
 
 def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> list[Layer]:
@@ -213,11 +210,6 @@ def find_sequence_obstacle(config: PretrainedConfig) -> str | None:
 def has_ring_attention(config: PretrainedConfig) -> bool:
     """Return whether this family's file in models/ allows ring attention."""
     return config.model_type in ARCHITECTURES and getattr(_load_architecture(config), "RING_ATTENTION", False)
-
-
-def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:
-    """Return whether a checkpoint may hold this tensor though no layer needs it."""
-    return any(pattern.search(hf_name) for pattern in (_IGNORED_TENSORS, *list_ignored(config)))
 
 
 def _load_architecture(config: PretrainedConfig) -> ModuleType:

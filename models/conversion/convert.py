@@ -3,7 +3,7 @@
     convert_to_pipeline     any source -> layer files that DeepSpeed loads at any number of stages
     export_hugging_face     any source -> sharded safetensors that `AutoModelForCausalLM.from_pretrained` loads
 
-The passthrough tensors of a wrapped model (`models/layers/wrapped.py`) are copied unchanged, dtype included.
+Passthrough tensors (`models/weights/passthrough.py`) are copied unchanged, dtype included.
 
 Both first plan from names, shapes and dtypes alone, so that bad inputs are refused before a byte is written. Then one
 tensor after the other is copied from the mapped source to the new file: at most one layer per worker is allocated, and
@@ -80,13 +80,15 @@ class WriteOptions:
 
     dtype: of the floating parameters; None keeps each tensor's own. config.json follows what was written. overwrite:
     a folder that is there is replaced. workers: files that are written at once. verify: read every tensor back and
-    compare its bits, before the folder appears. progress: gets the number of bytes written, and of all.
+    compare its bits, before the folder appears. export_unused: whether tensors that no layer reads are copied too.
+    progress: gets the number of bytes written, and of all.
     """
 
     dtype: torch.dtype | None = None
     overwrite: bool = False
     workers: int = 1
     verify: bool = False
+    export_unused: bool = True
     progress: Progress | None = None
 
 
@@ -133,11 +135,13 @@ def convert_to_pipeline(
         with without_crc32():
             _for_each(write, places, options.workers)
         passthrough = {}
-        if source.wrapper is not None:
-            file = write_passthrough(source, folder.path, weights.report)
-            passthrough[file] = {name: (PASSTHROUGH, name) for name in weights.passthrough}
+        if infos := weights.passthrough_infos:
+            file = write_passthrough(
+                folder.path, infos.values(), lambda name: weights.read(PASSTHROUGH, name), weights.report
+            )
+            passthrough[file] = {name: (PASSTHROUGH, name) for name in infos}
         save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
-        write_model_files(folder, weights, tokenizer, tokens)
+        write_model_files(folder, weights, tokenizer, tokens, is_pipeline=True)
         (folder.path / "latest").write_text(CONVERTED_NAME)
         if options.verify:
             folder.flush_all()
@@ -195,7 +199,14 @@ def export_hugging_face(
 
 
 def _open_converted(source: StoredWeights, config: PretrainedConfig, options: WriteOptions) -> ConvertedWeights:
-    return ConvertedWeights(source, config, dtype=options.dtype, progress=options.progress, verify=options.verify)
+    return ConvertedWeights(
+        source,
+        config,
+        dtype=options.dtype,
+        progress=options.progress,
+        verify=options.verify,
+        export_unused=options.export_unused,
+    )
 
 
 def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int) -> None:

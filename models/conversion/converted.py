@@ -11,10 +11,11 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.storage.safetensors_writer import TensorInfo
-from models.weights.resized_vocab import grow_rows
+from models.weights.passthrough import find_passthrough
+from models.weights.resized_vocab import resize_copies, resize_rows
 from models.weights.source import StoredWeights
 
-PASSTHROUGH = -1  # instead of a layer's index: a tensor outside the text model
+PASSTHROUGH = -1  # instead of a layer's index: a tensor that is copied unchanged
 Progress = Callable[[int, int], None]  # bytes written (and verified) so far, bytes in all
 
 
@@ -29,6 +30,7 @@ class ConvertedWeights:
         dtype: torch.dtype | None,
         progress: Progress | None,
         verify: bool,
+        export_unused: bool,
     ) -> None:
         self.source = source
         self.config = config
@@ -39,8 +41,10 @@ class ConvertedWeights:
         self._buffers = [layer.buffer_names() for layer in self._layers]
         targets = build_layers(config, source.wrapper)
         self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
-        self.passthrough = {info.name: info for info in source.list_passthrough()}
-        self.nbytes = sum(info.nbytes for infos in (*self.infos, self.passthrough) for info in infos.values())
+        self.passthrough = find_passthrough(source, export_unused)
+        resized = resize_copies(self.passthrough.unused, source.config, config)
+        self.passthrough_infos = {info.name: resized.get(info.name, info) for info in self.passthrough.kept}
+        self.nbytes = sum(info.nbytes for infos in (*self.infos, self.passthrough_infos) for info in infos.values())
         self._progress, self._total = progress, self.nbytes * (2 if verify else 1)
         self._done, self._counting = 0, threading.Lock()
         self.report(0)
@@ -65,18 +69,18 @@ class ConvertedWeights:
                         TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype),
                         (index, name, piece.index),
                     )
-        for name, info in self.passthrough.items():
+        for name, info in self.passthrough_infos.items():
             yield info, (PASSTHROUGH, name, ())
 
     def read(self, index: int, name: str, place: tuple[int | slice, ...] = ()) -> torch.Tensor:
         """Return a tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or
         its rows change. index: a layer's, or PASSTHROUGH."""
         if index == PASSTHROUGH:
-            return self.source.read_passthrough(name)
+            return resize_rows(self.source.read_passthrough(name), self.passthrough_infos[name].shape)
         info = self.infos[index][name]
         tensor = self._read_layer(index)[name][place]
-        if not place and tensor.shape != info.shape:
-            tensor = grow_rows(tensor, info.shape[0]) if info.shape[0] > tensor.shape[0] else tensor[: info.shape[0]]
+        if not place:
+            tensor = resize_rows(tensor, info.shape)
         converted = tensor.to(info.dtype)
         if info.dtype == torch.float16 and tensor.dtype != torch.float16:
             _check_fp16(converted, tensor, info.name)

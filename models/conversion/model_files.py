@@ -22,9 +22,10 @@ def write_model_files(
     weights: ConvertedWeights,
     tokenizer: PreTrainedTokenizerBase | None = None,
     tokens: SpecialTokens | None = None,
+    is_pipeline: bool = False,
 ) -> None:
     """Write the tokenizer, generation_config.json and config.json: the source's, with the changes of the conversion.
-    Without config.json a folder is not a model, so it is written last."""
+    Without config.json a folder is not a model, so it is written last. is_pipeline: of a pipeline checkpoint."""
     source_dir = weights.source.path
     fields = load_json(source_dir / "config.json")
     fields.pop("auto_map", None)  # the custom code is not copied; the layers come from models/
@@ -40,6 +41,7 @@ def write_model_files(
         text_fields[UNPADDED] = getattr(weights.config, UNPADDED, text_fields["vocab_size"])
     if text_fields.get(UNPADDED) == text_fields.get("vocab_size"):
         text_fields.pop(UNPADDED, None)
+    weights.passthrough.update_config(fields, weights.source.config, is_pipeline)
     generation_file = source_dir / "generation_config.json"
     generation_fields = load_json(generation_file) if generation_file.is_file() else None
     if tokenizer is not None and tokens is not None:

@@ -66,6 +66,11 @@ class Wrapper:
         """The model's class in transformers."""
         return type(self.model).__name__
 
+    @property
+    def ignored(self) -> Collection[str]:
+        """Patterns of names that folders of this model may hold though no part of it reads them."""
+        return self.model._keys_to_ignore_on_load_unexpected or ()
+
     def rename(self, layers: Sequence[Layer]) -> list[Layer]:
         """Return the text model's layers under their names in this model."""
         return [
@@ -78,6 +83,14 @@ class Wrapper:
     def is_text(self, name: str) -> bool:
         """Return whether a tensor, by its name in the model, belongs to the text model."""
         return name.startswith((self.base, self.head))
+
+    def has(self, name: str) -> bool:
+        """Return whether the model has this tensor."""
+        return name in self._tensors
+
+    def name_alone(self, name: str) -> str:
+        """Return the name in the text model alone of a tensor that belongs to it; another's is unchanged."""
+        return self.own_base + name.removeprefix(self.base) if name.startswith(self.base) else name
 
     def name_in_memory(self, disk_name: str) -> str:
         """Return the name that `from_pretrained` gives a tensor of a folder; the pieces of a tensor keep separate

@@ -6,13 +6,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
 from errors import UserError
-from models.architecture.lookup import is_ignored
+from models.architecture.lookup import build_layers
+from models.architecture.unused import find_unread
 from models.layers.layer import Layer, Piece
 from models.storage.safetensors_writer import TensorInfo
 from models.storage.tensor_files import load_json, open_tensors
@@ -45,44 +47,41 @@ class HuggingFaceFolder:
         return [self.path / "config.json", *sorted(set(self._files.values()))]
 
     def list_passthrough(self) -> list[TensorInfo]:
-        if self.wrapper is None:
-            return []
-        names = [name for name in self._files if not self.wrapper.is_text(name)]
-        names.sort(key=lambda name: (self._files[name], self._stored[name]))  # each file is opened once
-        infos = {name: describe_tensor(self._stored[name], self._read_stored(name).to("meta")) for name in names}
+        unused = self._unread[0]
         whole = self._quantization.list_tensors(self._files)
-        for name, info in infos.items():
-            if name not in whole or (info.dtype.is_floating_point and info.dtype.itemsize == 1):
+        parts = self._files.keys() - whole
+        parts_of_unused, _ = find_unread(self.config, self.wrapper, parts, ())
+        names = [*unused, *(self._list_outside() - unused - parts_of_unused)]
+        names.sort(
+            key=lambda name: (str(self._files.get(name, "")), self._stored.get(name, name))
+        )  # open each file once
+        infos = []
+        for name in names:
+            tensor = self._describe(name) if name in unused else self._read_stored(name).to("meta")
+            on_disk = self._stored.get(name, name) if self.wrapper is not None else name
+            if name not in unused and (name in parts or (tensor.is_floating_point() and tensor.itemsize == 1)):
                 raise UserError(
-                    f"{self.path}: '{info.name}' belongs to a quantized tensor outside the text model; those are "
+                    f"{self.path}: '{on_disk}' belongs to a quantized tensor outside the text model; those are "
                     "passed through unchanged, and must be unquantized; give a folder of unquantized weights"
                 )
-        return list(infos.values())
+            infos.append(describe_tensor(on_disk, tensor))
+        return infos
 
     def read_passthrough(self, name: str) -> torch.Tensor:
-        assert self.wrapper is not None
-        return self._read_stored(self.wrapper.name_in_memory(name))
+        return self._read(self.wrapper.name_in_memory(name) if self.wrapper is not None else name)
 
     def check_complete(self, layers: list[Layer]) -> None:
-        self._add_prefix(layers[0].get_pieces("weight")[0].hf_name)
-        expected = {
-            piece.hf_name
-            for layer in layers
-            if layer.owns_weights
-            for name in layer.shapes()
-            for piece in self._get_pieces(layer, name)
-        }
+        self._add_prefix(layers)
+        expected, outside = self._list_read(layers), self._list_outside()
         present = self._quantization.list_tensors(self._files)
-        outside: set[str] = set()
         if self.wrapper is not None:
-            self.list_passthrough()  # they are not quantized
-            outside = {name for name in present if not self.wrapper.is_text(name)}
-            expected |= set(self.wrapper.list_missing(outside))
+            self.list_passthrough()  # those outside the text model are not quantized
+            expected |= set(self.wrapper.list_missing(outside & present))
         if missing := sorted(expected - present):
             raise UserError(
                 f"{self.path}: missing tensors: {len(missing)}, first '{missing[0]}'; is the download complete?"
             )
-        extra = {name for name in present - expected - outside if not is_ignored(self.config, name)}
+        extra = present.difference(expected, outside, *self._unread)
         head = f"{self.wrapper.head if self.wrapper is not None else 'lm_head.'}weight"
         if self.config.tie_word_embeddings and head in extra:
             self._check_tied(layers[0], head)
@@ -93,10 +92,32 @@ class HuggingFaceFolder:
                 f"first '{min(extra)}'; the weights are of another architecture than config.json says"
             )
 
-    def _add_prefix(self, first: str) -> None:
+    @cached_property
+    def _unread(self) -> tuple[set[str], set[str]]:
+        """The tensors that belong to no part of the model: see `find_unread`."""
+        layers = build_layers(self.config, self.wrapper)
+        self._add_prefix(layers)
+        present = self._quantization.list_tensors(self._files)
+        return find_unread(self.config, self.wrapper, present, self._list_read(layers))
+
+    def _list_outside(self) -> set[str]:
+        """Return the stored tensors outside the text model."""
+        return {name for name in self._files if self.wrapper is not None and not self.wrapper.is_text(name)}
+
+    def _list_read(self, layers: list[Layer]) -> set[str]:
+        """Return the names of the tensors that the layers read."""
+        return {
+            piece.hf_name
+            for layer in layers
+            if layer.owns_weights
+            for name in layer.shapes()
+            for piece in self._get_pieces(layer, name)
+        }
+
+    def _add_prefix(self, layers: list[Layer]) -> None:
         """Add the prefix that all names of the model begin with, where it is missing: files saved from a model without
         its head (gpt2's on the hub) lack it."""
-        prefix = first.split(".")[0] + "."
+        prefix = layers[0].get_pieces("weight")[0].hf_name.split(".")[0] + "."
         if self.wrapper is None and not any(name.startswith(prefix) for name in self._files):
             self._rename({name: prefix + name for name in self._files})
 

@@ -18,7 +18,7 @@ from models.storage.manifest import describe_missing, find_wrong_content, find_w
 from models.storage.safetensors_writer import TensorInfo
 from models.storage.tensor_files import load_torch_file
 from models.weights.config_file import load_config
-from models.weights.passthrough import list_passthrough, read_passthrough
+from models.weights.passthrough import has_passthrough, list_passthrough, read_passthrough
 from models.weights.shapes import check_tensors
 
 
@@ -76,7 +76,7 @@ class PipelineCheckpoint:
         return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
     def list_passthrough(self) -> list[TensorInfo]:
-        return list_passthrough(self.path) if self.wrapper is not None else []
+        return list_passthrough(self.path) if has_passthrough(self.config, self.wrapper) else []
 
     def read_passthrough(self, name: str) -> torch.Tensor:
         return read_passthrough(self.path, name)
@@ -99,8 +99,7 @@ class PipelineCheckpoint:
             )
         if self._has_manifest:
             _raise_damage(find_wrong_size(self.step_dir, sorted(present)))
-        if self.wrapper is not None:
-            list_passthrough(self.path)  # raises where they are missing
+        self.list_passthrough()  # raises where they are missing
 
 
 def _raise_damage(damage: str | None) -> None:

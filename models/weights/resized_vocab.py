@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -10,6 +13,7 @@ from transformers import PretrainedConfig
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
+from models.weights.passthrough import find_passthrough
 from models.weights.source import StoredWeights
 
 COLUMNS_AT_A_TIME = 64  # bounds the fp32 copy that the mean of a bf16 matrix needs
@@ -39,18 +43,41 @@ class ResizedVocabWeights:
         return {name: tensor.new_empty(shapes[name]) for name, tensor in described.items()}
 
     def list_passthrough(self) -> list[TensorInfo]:
-        return self.base.list_passthrough()
+        return list(self._passthrough.values())
 
     def read_passthrough(self, name: str) -> torch.Tensor:
-        return self.base.read_passthrough(name)
+        return resize_rows(self.base.read_passthrough(name), self._passthrough[name].shape)
+
+    @cached_property
+    def _passthrough(self) -> dict[str, TensorInfo]:
+        passthrough = find_passthrough(self.base)
+        resized = resize_copies(passthrough.unused, self.base.config, self.config)
+        return {info.name: resized.get(info.name, info) for info in passthrough.kept}
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, self._layers[index])
         shapes = layer.shapes() if tensors else {}
-        return {
-            name: tensor if tensor.shape == shapes[name] else grow_rows(tensor, shapes[name][0])
-            for name, tensor in tensors.items()
-        }
+        return {name: resize_rows(tensor, shapes[name]) for name, tensor in tensors.items()}
+
+
+def resize_copies(
+    unused: Iterable[TensorInfo], config: PretrainedConfig, resized: PretrainedConfig
+) -> dict[str, TensorInfo]:
+    """Return those tensors that no layer reads with another number of rows: copies of the embedding and the head, which
+    servers give as many rows as config.json says. config: of the source; resized: with another `vocab_size`."""
+    if config.vocab_size == resized.vocab_size:
+        return {}
+    old, new = ((each.vocab_size, each.hidden_size) for each in (config, resized))
+    return {info.name: replace(info, shape=new) for info in unused if info.shape == old}
+
+
+def resize_rows(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return `tensor` [V, ...] with the rows of `shape`: itself, its first rows, or with new ones as `grow_rows`
+    makes them."""
+    if tensor.shape == torch.Size(shape):
+        return tensor
+    rows = shape[0]
+    return grow_rows(tensor, rows) if rows > tensor.shape[0] else tensor[:rows]
 
 
 def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:

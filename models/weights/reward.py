@@ -37,10 +37,10 @@ class WithScoreHead:
         return self._base.files()
 
     def list_passthrough(self) -> list[TensorInfo]:
-        return []
+        return self._base.list_passthrough()
 
     def read_passthrough(self, name: str) -> torch.Tensor:
-        raise KeyError(name)
+        return self._base.read_passthrough(name)
 
 
 def as_reward_model(source: WeightSource, seed: int) -> WeightSource:

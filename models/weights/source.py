@@ -39,8 +39,8 @@ class WeightSource(DescribedModel, Protocol):
         """Return the files that determine the model's outputs."""
 
     def list_passthrough(self) -> list[TensorInfo]:
-        """Return the tensors outside the text model, by their names on disk; they are copied unchanged. Raises
-        UserError for quantized ones."""
+        """Return the tensors that are copied unchanged, by their names on disk: those outside the text model, and those
+        that no layer reads (`models/architecture/unused.py`). Raises UserError for quantized ones outside."""
 
     def read_passthrough(self, name: str) -> torch.Tensor:
         """Return one tensor of `list_passthrough` by its name on disk, memory-mapped."""

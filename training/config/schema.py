@@ -360,6 +360,7 @@ class RunConfig:
     save_weights_only: bool = MISSING
     save_final: bool = MISSING
     export_steps: list[int] = field(default_factory=list)
+    export_unused: bool = MISSING
     async_save: bool = MISSING
     keep_last: int | None = at_least(1)
     keep_best: int | None = at_least(1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from models.adapters.options import AdapterName, AdapterOptions
+from models.weights.passthrough import find_passthrough
+from models.weights.source import WeightSource
 from training.config.schema import Precision
 from training.costs.memory import bytes_of
 from training.optim.optimizer import OptimizerKeys, count_state_bytes
@@ -17,6 +19,7 @@ class CheckpointKeys(OptimizerKeys, Protocol):
     adapter: AdapterOptions
     precision: Precision
     save_weights_only: bool
+    export_unused: bool
 
 
 class SavingKeys(Protocol):
@@ -32,14 +35,20 @@ class SavingKeys(Protocol):
 
 
 class CheckpointSize(NamedTuple):
-    """Bytes of a checkpoint, without headers and the manifest. weights: also the size of an export."""
+    """Bytes of a checkpoint, without headers and the manifest. passthrough: of what training does not change, once for
+    all checkpoints and in each export."""
 
     weights: int
     optimizer: int
+    passthrough: int = 0
 
     @property
     def total(self) -> int:
         return self.weights + self.optimizer
+
+    @property
+    def export(self) -> int:
+        return self.weights + self.passthrough
 
 
 def estimate_size(config: CheckpointKeys, num_parameters: int, num_trainable: int) -> CheckpointSize:
@@ -53,6 +62,12 @@ def estimate_size(config: CheckpointKeys, num_parameters: int, num_trainable: in
     return CheckpointSize(weights, round(num_trainable * (masters + count_state_bytes(config))))
 
 
+def measure_passthrough(source: WeightSource, config: CheckpointKeys) -> int:
+    """Return the bytes that a run of `source` copies unchanged; adapters are saved without them."""
+    is_whole = config.adapter.name is AdapterName.none
+    return find_passthrough(source, config.export_unused).nbytes if is_whole else 0
+
+
 def count_disk_bytes(config: SavingKeys, size: CheckpointSize) -> int | None:
     """Return an upper bound of a run's disk space: the kept checkpoints, one that is being written, exports. None where
     no key limits the number of checkpoints."""
@@ -60,10 +75,10 @@ def count_disk_bytes(config: SavingKeys, size: CheckpointSize) -> int | None:
     if saves_often and config.keep_last is None:
         return None
     kept = (config.keep_last or 1) + (config.keep_best or 0) + config.load_best_model_at_end + 1 if saves_often else 1
-    return kept * size.total + (len(config.export_steps) + 1) * size.weights
+    return kept * size.total + size.passthrough + (len(config.export_steps) + 1) * size.export
 
 
 def render_disk(size: CheckpointSize, config: SavingKeys) -> str:
     whole = count_disk_bytes(config, size)
     in_all = "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} in all"
-    return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.weights)} an export; {in_all}"
+    return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.export)} an export; {in_all}"

@@ -17,12 +17,14 @@ from console import fit, measure_width
 from errors import UserError
 from models.layers.wrapped import Wrapper
 from models.weights.config_file import load_config, parse_config
+from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import NOT_GIVEN, RunConfig, to_typed
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
 from training.distributed.topology import PIPE, name_sizes, read_sizes
 from training.inputs.datasets import count_added_rows, has_tokenizer
+from training.planner.disk import measure_passthrough
 from training.planner.plan import Plan, plan_resolved
 from training.planner.profile_machine import profile_layers
 from training.planner.remedies import find_remedies
@@ -56,6 +58,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         yield render_search(found, config, machine, width, remedies)
         return
     plan = build_plan(config, model, machine)
+    plan = replace(plan, checkpoint=plan.checkpoint._replace(passthrough=find_passthrough_bytes(config)))
     steps = count_steps(config, plan.layout.global_batch_size)
     remedies = [] if plan.fits else find_remedies(plan, config, again)
     yield render_plan(plan, config, machine, steps, width=width, remedies=remedies)
@@ -142,6 +145,17 @@ def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine) -> Pla
         return plan_resolved(run, machine)
     costs, measured = profile_layers(run, machine)  # this machine
     return plan_resolved(run, measured, costs)
+
+
+def find_passthrough_bytes(config: RunConfig) -> int:
+    """Return the bytes that the run copies unchanged, where the weights are there: a plan needs none."""
+    if not Path(config.model_name_or_path).expanduser().exists():
+        return 0
+    try:
+        source = open_weights(config.model_name_or_path, config.trust_remote_code, config.trust_checkpoint)
+        return measure_passthrough(source, config)
+    except UserError:
+        return 0
 
 
 def count_steps(config: RunConfig, global_batch_size: int) -> int | None:

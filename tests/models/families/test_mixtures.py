@@ -14,8 +14,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from data.collator import shift_labels
 from errors import UserError
-from models.architecture.disk_names import list_ignored
 from models.architecture.lookup import ARCHITECTURES, build_layers
+from models.architecture.unused import list_ignored
 from models.experts.grouped import GROUPED
 from models.losses.cross_entropy import build_loss
 from models.weights.sources import open_weights

@@ -147,7 +147,7 @@ def test_a_run_continues_without_the_folder_that_it_started_from(
     load_wrapped(out / "hf")
 
     (out / "checkpoints" / "carried.safetensors").unlink()
-    with pytest.raises(UserError, match=r"carried.safetensors is missing: config.json wraps a text model"):
+    with pytest.raises(UserError, match=r"carried.safetensors is missing: the tensors that training does not change"):
         export(out / "checkpoints", tmp_path / "again")
 
 
