@@ -57,8 +57,6 @@ def run(composed: Any) -> None:
     process.buffer_library_logs()
     with exit_on_user_error(ranks, reports=ranks.is_main):
         config = to_typed(composed, unread=find_unread(composed))
-        if config.evaluate_only:
-            config = replace(config, train_file=None)
         if config.inspect_data:
             inspect_data(config, ranks)
             return
@@ -76,7 +74,11 @@ def run(composed: Any) -> None:
 
 def find_unread(composed: Any) -> list[str]:
     """Return the keys without a default that this run does not read."""
-    unread = {"train_file": composed.evaluate_only, "model_name_or_path": composed.init is Init.random}
+    holds_out = any(composed.data.get(key) is not None for key in ("eval_fraction", "eval_samples"))
+    unread = {
+        "train_file": composed.evaluate_only and not holds_out,
+        "model_name_or_path": composed.init is Init.random,
+    }
     return [key for key, is_unread in unread.items() if is_unread]
 
 
@@ -164,8 +166,8 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
         watchdog.limit_collectives()
         with watchdog.following(engine.module):
             evaluate_checkpoint(
-                config.eval_file, evaluations, source=setup.source.path, resume_from=setup.resume_from, folder=folder,
-                ranks=ranks, reporters=reporters,
+                config.eval_file or "held out of train_file", evaluations, source=setup.source.path,
+                resume_from=setup.resume_from, folder=folder, ranks=ranks, reporters=reporters,
             )  # fmt: skip
     return 0
 

@@ -153,7 +153,7 @@ def _describe_data(config: RunConfig, key: str, datasets: dict[str, Path], num_r
 def _describe_evaluations(config: RunConfig, datasets: dict[str, Path], sizes: Mapping[str, EvalSize]) -> str:
     return "; ".join(
         f"{name}: {text}" if name else text
-        for name, key in list_evaluations(config.eval_file).items()
+        for name, key in list_evaluations(config).items()
         for text in [_describe_data(config, key, datasets, sizes[name].rows)]
     )
 

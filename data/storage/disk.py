@@ -1,6 +1,7 @@
 """The disk space that a tokenized folder will need, estimated before it is written."""
 
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -30,19 +31,21 @@ def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeE
     """
     skipping = replace(encoding, on_bad_record=OnBadRecord.skip)
     num_records = num_bytes = 0.0
+    limit = encoding.selection.max_records or sys.maxsize
     for group in sources:
-        first = list(islice(read_records(group[0]), SAMPLE_RECORDS))
+        first = list(islice(read_records(group[0]), min(SAMPLE_RECORDS, limit)))
         if not first:
             continue
         counts = [count for source in group if (count := estimate_num_records(source, first)) is not None]
         if len(counts) < len(group):
             return None
         columns = encode_batch(first, skipping).columns
+        num_group = min(sum(counts), limit)
         if not len(columns["length"]):
             return None  # none of them becomes a sample: tokenizing reports why
         num_first_bytes = BYTES_PER_TOKEN * len(columns["input_ids"]) + BYTES_PER_SAMPLE * len(columns["length"])
-        num_records += sum(counts)
-        num_bytes += sum(counts) * num_first_bytes / len(first)
+        num_records += num_group
+        num_bytes += num_group * num_first_bytes / len(first)
     return SizeEstimate(round(num_records), round(num_bytes))
 
 

@@ -14,6 +14,7 @@ from data.options import LengthPolicy, OnBadRecord
 from data.sample import Encoder, Pair, Sample, count_targets
 from data.sources.formats import RawRecord
 from data.sources.records import parse_record
+from data.sources.selection import TAKE_ALL, Selection, hash_record
 from data.storage.cache import compute_cache_key
 from data.storage.summary import BatchCounts
 from errors import UserError
@@ -25,7 +26,7 @@ class Encoding:
     full.
 
     samples_per_record: 2 where a record is a preference; then its samples follow each other, the chosen one
-    first.
+    first. selection: the records that are taken.
     """
 
     encoder: Encoder
@@ -34,6 +35,7 @@ class Encoding:
     length_policy: LengthPolicy = LengthPolicy.truncate
     on_bad_record: OnBadRecord = OnBadRecord.stop
     samples_per_record: int = 1
+    selection: Selection = TAKE_ALL
 
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
         """Return the name of the folder of these sources, see `compute_cache_key`."""
@@ -42,6 +44,7 @@ class Encoding:
             "length_policy": self.length_policy.value,
             "on_bad_record": self.on_bad_record.value,
             "samples_per_record": self.samples_per_record,
+            "selection": self.selection.describe(),
         }
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
 
@@ -57,7 +60,7 @@ class EncodedBatch:
 
 def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBatch:
     """Encode a batch of records. Raises UserError for a bad record, unless bad records are skipped."""
-    counts = BatchCounts(num_records=len(records))
+    counts = BatchCounts(num_read=len(records))
     input_ids, labels, lengths, num_targets, desirable = (array("i") for _ in range(5))
     for location, encoded in _encode_records(records, encoding, counts):
         limits = location, encoding.length_policy, encoding.max_seq_length
@@ -92,9 +95,10 @@ def _encode_records(
     locations = []
     for record in records:
         try:
-            if record.problem is not None:
-                raise UserError(record.problem)
-            made = encode(parse_record(record.location, record.text), record.location, tokenizer)
+            parsed = _select_record(record, encoding.selection, counts)
+            if parsed is None:
+                continue
+            made = encode(parsed, record.location, tokenizer)
             if isinstance(made, tuple) != (encoding.samples_per_record == 2):
                 raise UserError(
                     f"{record.location}: the encoder must make a (chosen, rejected) of a record with data=preference, "
@@ -114,6 +118,27 @@ def _encode_records(
             _handle_bad_record(no_token_error(unknown[number], locations[number]), encoding, counts)
             continue
         yield locations[number], sample
+
+
+def _select_record(record: RawRecord, selection: Selection, counts: BatchCounts) -> dict | None:
+    """Return the parsed record, None where it is not taken. Raises UserError for one that cannot be read."""
+    if record.problem is not None:
+        counts.num_records += 1
+        raise UserError(record.problem)
+    try:
+        parsed = parse_record(record.location, record.text)
+    except UserError:
+        counts.num_records += 1
+        raise
+    is_taken = selection.takes(hash_record(parsed))
+    if not is_taken and selection.takes_held_out:
+        return None
+    counts.num_records += 1
+    if not selection.keeps(parsed, record.location):
+        counts.num_filtered += 1
+        return None
+    counts.num_held_out += not is_taken
+    return parsed if is_taken else None
 
 
 def _tokenize_encoded(

@@ -30,6 +30,10 @@ def holds_indexed(sources: Sequence[Sequence[str]], key: str, encoding: Encoding
         raise UserError(f"{key}: {name}.bin holds token ids without targets; it can be used with data=pretrain alone")
     if not all(indexed):
         raise UserError(f"{key}: {name}.bin is tokenized already and others are text; give one kind, or tokenize all")
+    if keys := encoding.selection.list_keys():
+        raise UserError(
+            f"{key}: {name}.bin is tokenized already, and {keys[0]} chooses among records; omit it, or give text"
+        )
     return True
 
 

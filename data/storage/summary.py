@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from data.encoders.length import LengthCounts
+from data.sources.selection import Selection
 from errors import UserError
 
 MAX_EXAMPLES = 3
@@ -15,9 +16,17 @@ MAX_EXAMPLES = 3
 
 @dataclass
 class BatchCounts:
-    """Counts of one batch of records. examples: messages of records that were skipped."""
+    """Counts of one batch of records. examples: messages of records that were skipped.
 
+    num_read: records of the files. num_records: those that this part could take: of the held out part, its own.
+    num_filtered, num_held_out, num_skipped: those of them that the filter rejects, that are left for the evaluation,
+    and that are bad.
+    """
+
+    num_read: int = 0
     num_records: int = 0
+    num_filtered: int = 0
+    num_held_out: int = 0
     num_skipped: int = 0
     lengths: LengthCounts = field(default_factory=LengthCounts)
     examples: list[str] = field(default_factory=list)
@@ -28,7 +37,10 @@ class BatchCounts:
             self.examples.append(message)
 
     def add(self, other: "BatchCounts") -> None:
+        self.num_read += other.num_read
         self.num_records += other.num_records
+        self.num_filtered += other.num_filtered
+        self.num_held_out += other.num_held_out
         self.num_skipped += other.num_skipped
         self.lengths.add(other.lengths)
         self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
@@ -46,6 +58,8 @@ class Summary:
     lengths: LengthCounts
     examples: list[str]
     fingerprints: list[str]
+    num_filtered: int = 0
+    num_held_out: int = 0
 
     def describe(self) -> str:
         parts = [f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_targets:,} target tokens"]
@@ -55,6 +69,10 @@ class Summary:
             parts.append(
                 f"{self.num_skipped:,} of {self.num_records:,} records skipped as bad, such as {self.examples[0]}"
             )
+        if self.num_filtered:
+            parts.append(f"{self.num_filtered:,} records filtered out")
+        if self.num_held_out:
+            parts.append(f"{self.num_held_out:,} records held out for evaluation")
         return "; ".join(parts)
 
     def to_json(self) -> str:
@@ -65,6 +83,25 @@ class Summary:
         """Parse what `to_json` wrote. Raises ValueError, KeyError or TypeError for a damaged text."""
         fields = json.loads(text)
         return cls(**fields | {"lengths": LengthCounts(**fields["lengths"])})
+
+
+def check_any_taken(counts: BatchCounts, selection: Selection, key: str) -> None:
+    """Raise UserError when the selection takes no record."""
+    if selection.takes_held_out and not counts.num_records:
+        assert selection.hold_out is not None
+        raise UserError(
+            f"{key}: none of its {counts.num_read:,} records is held out for evaluation; raise {selection.hold_out.key}"
+        )
+    if counts.num_filtered == counts.num_records:
+        raise UserError(
+            f"{key}: data.filter keeps none of its {counts.num_records:,} records; change the function or its fields"
+        )
+    if counts.num_filtered + counts.num_held_out == counts.num_records:
+        assert selection.hold_out is not None
+        raise UserError(
+            f"{key}: all of its {counts.num_held_out:,} records are held out for evaluation; lower "
+            f"{selection.hold_out.key}"
+        )
 
 
 def check_any_left(summary: Summary, key: str) -> None:

@@ -11,9 +11,10 @@ any time, so memory does not grow with the data, and nothing is written twice.
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from console import progress
@@ -22,8 +23,9 @@ from data.sources.records import read_records, resolve_sources
 from data.storage.cache import lock_folder
 from data.storage.disk import check_room, describe_bytes, estimate_size
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
+from data.storage.held_out import list_smallest_hashes
 from data.storage.indexed import holds_indexed, write_indexed
-from data.storage.summary import BatchCounts, Summary, check_any_left
+from data.storage.summary import BatchCounts, Summary, check_any_left, check_any_taken
 from data.storage.tokenized import TokenizedWriter, find_damage, load_summary
 from data.storage.workers import map_in_order
 from errors import UserError
@@ -82,6 +84,8 @@ def _write_dataset(
     # An existing one was left by a process that was killed: the lock ensures that no other process writes here.
     shutil.rmtree(temporary, ignore_errors=True)
     indexed = holds_indexed(sources, key, encoding)
+    if not indexed:
+        encoding = _resolve_selection(sources, key, encoding, num_proc=num_proc, shown=shown)
     num_records = None if indexed else _announce(path.parent, sources, key, encoding, say=say)
     temporary.mkdir(parents=True)
     try:
@@ -103,6 +107,16 @@ def _write_dataset(
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _resolve_selection(
+    sources: list[list[str]], key: str, encoding: Encoding, *, num_proc: int, shown: bool
+) -> Encoding:
+    """Return the encoding with the bound of what is held out, for which all records may have to be read."""
+    selection = encoding.selection
+    batches = (batch for _, batch in _batch_sources(sources, selection.max_records))
+    find = partial(list_smallest_hashes, batches=batches, selection=selection, key=key, num_proc=num_proc, shown=shown)
+    return replace(encoding, selection=selection.resolve(find))
 
 
 def _announce(
@@ -142,10 +156,11 @@ def _tokenize_sources(
         for number, batch in _encode_sources(sources, encoding, num_proc):
             writer.append(batch.columns, number)
             counts.add(batch.counts)
-            bar.advance(batch.counts.num_records)
-        if counts.num_records == 0:
+            bar.advance(batch.counts.num_read)
+        if counts.num_read == 0:
             files = ", ".join(source for group in sources for source in group)
             raise UserError(f"{key} holds no records ({files}); give a file that does")
+        check_any_taken(counts, encoding.selection, key)
         summary = Summary(
             num_samples=writer.num_samples,
             num_tokens=writer.num_tokens,
@@ -155,6 +170,8 @@ def _tokenize_sources(
             lengths=counts.lengths,
             examples=counts.examples,
             fingerprints=writer.fingerprints,
+            num_filtered=counts.num_filtered,
+            num_held_out=counts.num_held_out,
         )
         check_any_left(summary, key)
         writer.finish(summary)
@@ -162,7 +179,7 @@ def _tokenize_sources(
 
 def _encode_sources(sources: list[list[str]], encoding: Encoding, num_proc: int) -> Iterator[tuple[int, EncodedBatch]]:
     """Yield (number of the entry, batch) in the order of the records."""
-    batches = ((number, batch) for number, group in enumerate(sources) for batch in _batch_records(group))
+    batches = _batch_sources(sources, encoding.selection.max_records)
     return map_in_order(partial(_encode_numbered, encoding=encoding), batches, num_proc)
 
 
@@ -171,10 +188,17 @@ def _encode_numbered(numbered: tuple[int, list[RawRecord]], encoding: Encoding) 
     return number, encode_batch(records, encoding)
 
 
-def _batch_records(group: list[str]) -> Iterator[list[RawRecord]]:
+def _batch_sources(sources: list[list[str]], most: int | None) -> Iterator[tuple[int, list[RawRecord]]]:
+    """Yield (number of the entry, batch). most: records of each entry that are read."""
+    for number, group in enumerate(sources):
+        for batch in _batch_records(islice(chain.from_iterable(map(read_records, group)), most)):
+            yield number, batch
+
+
+def _batch_records(records: Iterable[RawRecord]) -> Iterator[list[RawRecord]]:
     batch: list[RawRecord] = []
     num_characters = 0
-    for record in chain.from_iterable(map(read_records, group)):
+    for record in records:
         batch.append(record)
         num_characters += len(record.text)
         if len(batch) == MAX_BATCH_RECORDS or num_characters >= MAX_BATCH_CHARACTERS:

@@ -137,8 +137,6 @@ def train_run(case: Case) -> None:
     from training.setup import check_run
 
     config = case.config()
-    if config.evaluate_only:
-        config = replace(config, train_file=None)
     ranks = this_rank()
     work = evaluate_only if config.evaluate_only else train
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}

@@ -171,6 +171,14 @@ EXAMPLES = {
         )
         for other in ("adapter=lora", "data=preference", "data=unpaired_preference", "evaluate_only=true")
     },
+    **{
+        f"data.{key}={value} does not go together with eval_file: ": (f"data.{key}={value}", "eval_file=a.jsonl")
+        for key, value in {"eval_fraction": "0.1", "eval_samples": "5"}.items()
+    },
+    "data.eval_fraction=0.1 does not go together with data.eval_samples=5: ": (
+        "data.eval_fraction=0.1",
+        "data.eval_samples=5",
+    ),
     "evaluate_only=true does not go together with eval_file=null: ": ("evaluate_only=true",),
     "evaluate_only=true does not go together with callbacks: ": (
         "evaluate_only=true",

@@ -17,6 +17,7 @@ from typing import Any
 from data.encoders.kinds import find_kind
 from errors import UserError
 from training.config.schema import OptimizerName, RunConfig
+from training.config.sources import list_evaluations
 
 
 class Scope(Enum):
@@ -151,6 +152,9 @@ _USER_LOSS = _given("loss", "loss={_target_: ...}")
 _KEEP_BEST = _given("keep_best", "keep_best")
 _EARLY_STOPPING = _given("early_stopping_patience", "early_stopping_patience")
 _OVERWRITE = _is("overwrite_output_dir", "true")
+_EVAL_FRACTION, _EVAL_SAMPLES = _set("data.eval_fraction"), _set("data.eval_samples")
+_NO_EVALUATION = Feature("eval_file=null", lambda run: not list_evaluations(run.config), "eval_file")
+_EVAL_FILE = _given("eval_file", "eval_file")
 _ONE_CADENCE = "both set the interval"
 _SHARDED = _is("zero_stage", "2", "3")
 _WEIGHTS_SHARDED = _is("zero_stage", "3")
@@ -439,7 +443,14 @@ INCOMPATIBLE = (
     Pair(_FROM_SCRATCH, _DPO, _NEEDS_A_MODEL, "give one of them"),
     Pair(_FROM_SCRATCH, _UNPAIRED, _NEEDS_A_MODEL, "give one of them"),
     Pair(_FROM_SCRATCH, _EVALUATION, _NEEDS_A_MODEL, "give one of them"),
-    Pair(_EVALUATION, _is("eval_file", "null"), "there is nothing to evaluate", "give eval_file"),
+    *(
+        Pair(
+            held_out, _EVAL_FILE, "each of them is what is evaluated", f"give eval_file=null, or omit {held_out.words}"
+        )
+        for held_out in (_EVAL_FRACTION, _EVAL_SAMPLES)
+    ),
+    Pair(_EVAL_FRACTION, _EVAL_SAMPLES, "each says how much is held out", "give one of them"),
+    Pair(_EVALUATION, _NO_EVALUATION, "there is nothing to evaluate", "give eval_file"),
     Pair(_EVALUATION, _given("callbacks", "callbacks"), "they are called while a run trains", "give one of them"),
     Pair(
         _EVALUATION,
@@ -458,19 +469,19 @@ INCOMPATIBLE = (
     ),
     Pair(
         _KEEP_BEST,
-        _is("eval_file", "null"),
+        _NO_EVALUATION,
         "there is no evaluation to compare",
         "give eval_file too, or keep_best=null",
     ),
     Pair(
         _is("load_best_model_at_end", "true"),
-        _is("eval_file", "null"),
+        _NO_EVALUATION,
         "there is no evaluation to compare",
         "give eval_file too, or load_best_model_at_end=false",
     ),
     Pair(
         _EARLY_STOPPING,
-        _is("eval_file", "null"),
+        _NO_EVALUATION,
         "there is no evaluation that could improve",
         "give eval_file too, or early_stopping_patience=null",
     ),

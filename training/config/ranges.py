@@ -51,6 +51,11 @@ def below(limit: float, *, note: str = "", default: Any = MISSING) -> Any:
     return _declare(lambda value: 0 <= value < limit, f"from 0 to below {limit:g}", note, default)
 
 
+def between(low: float, high: float, *, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field of a number between two others, both excluded."""
+    return _declare(lambda value: low < value < high, f"more than {low:g} and less than {high:g}", note, default)
+
+
 def one_of(*values: int, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of one of these numbers."""
     return _declare(lambda value: value in values, f"one of {', '.join(map(str, values))}", note, default)

@@ -22,7 +22,7 @@ from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo, TrainOn
 from errors import UserError
 from models.adapters.options import AdapterOptions
 from models.losses.options import DPOLossType, NLLReduction
-from training.config.ranges import at_least, below, one_of, positive, share, zero_or_more
+from training.config.ranges import at_least, below, between, one_of, positive, share, zero_or_more
 
 Schema = TypeVar("Schema")
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -147,9 +147,18 @@ class DataConfig:
     length_policy: LengthPolicy = MISSING
     on_bad_record: OnBadRecord = MISSING
     mixture_by: MixtureUnit = MISSING
+    max_samples: int | None = at_least(1)
+    filter: Any = MISSING
+    eval_fraction: float | None = between(0, 1)
+    eval_samples: int | None = at_least(1)
     pad_to: PadTo = MISSING
     cache_dir: str = MISSING
     num_proc: int = MISSING
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether a part of train_file is held out and evaluated."""
+        return self.eval_fraction is not None or self.eval_samples is not None
 
 
 @dataclass

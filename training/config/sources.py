@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data.components import TARGET, find_component
@@ -15,6 +15,7 @@ from data.sources.records import name_component_source
 from errors import UserError
 from training.config.schema import RunConfig
 
+HELD_OUT = "held_out"  # the key of the records of `train_file` that are evaluated
 SHARES = tuple(kind.value for kind in ShareKind)
 EXAMPLE = "[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]"
 
@@ -53,13 +54,15 @@ def parse_files(value: Any, key: str, unit: MixtureUnit) -> TrainFiles:
     return TrainFiles([source["path"] for source in taken], Mixture(shares, ShareKind(kind), unit))
 
 
-def list_evaluations(eval_file: Any) -> dict[str, str]:
-    """Return the evaluation files in the value of `eval_file`: name -> key, such as "math" -> "eval_file.math".
+def list_evaluations(config: RunConfig) -> dict[str, str]:
+    """Return what this run evaluates: name -> key, such as "math" -> "eval_file.math" for the value of `eval_file`, or
+    `HELD_OUT` for the records of `train_file` that are held out.
 
-    A single file has an empty name. Raises UserError for a name that no metric can have.
+    A single one has an empty name. Raises UserError for a name that no metric can have.
     """
+    eval_file = config.eval_file
     if eval_file is None:
-        return {}
+        return {"": HELD_OUT} if config.data.holds_out else {}
     if not isinstance(eval_file, dict) or TARGET in eval_file:
         return {"": "eval_file"}
     for name in eval_file:
@@ -72,14 +75,23 @@ def list_evaluations(eval_file: Any) -> dict[str, str]:
 
 
 def list_file_keys(config: RunConfig) -> list[str]:
-    """Return the keys of this run's files: `train_file`, and those of the evaluation files."""
-    training_keys = [] if config.train_file is None else ["train_file"]
-    return [*training_keys, *list_evaluations(config.eval_file).values()]
+    """Return the keys of this run's files: `train_file` if it trains, and those of `list_evaluations`."""
+    training_keys = [] if config.evaluate_only else ["train_file"]
+    return [*training_keys, *list_evaluations(config).values()]
+
+
+def parse_key(config: RunConfig, key: str) -> TrainFiles:
+    """Return the sources of one key of `list_file_keys`. What is held out is evaluated once, whatever its share in a
+    mixture. Raises UserError as `parse_files` does."""
+    if key == HELD_OUT:
+        return replace(parse_key(config, "train_file"), mixture=None)
+    return parse_files(read_files(config, key), key, config.data.mixture_by)
 
 
 def read_files(config: RunConfig, key: str) -> Any:
-    """Return the value of `train_file`, of `eval_file`, or of a named file such as `eval_file.math`."""
-    whole, _, name = key.partition(".")
+    """Return the value of `train_file`, of `eval_file`, or of a named file such as `eval_file.math`. Those of
+    `HELD_OUT` are the training files."""
+    whole, _, name = ("train_file" if key == HELD_OUT else key).partition(".")
     return getattr(config, whole)[name] if name else getattr(config, whole)
 
 

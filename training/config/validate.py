@@ -12,7 +12,7 @@ from errors import UserError
 from training.config.incompatible import Run, check_together
 from training.config.ranges import check_ranges
 from training.config.schema import OptimizerConfig, OptimizerName, RunConfig, StateDtype
-from training.config.sources import list_evaluations, parse_files, read_files
+from training.config.sources import list_evaluations, parse_key, read_files
 
 # docs/inside.md has the table of versions that were tried
 MIN_DEEPSPEED = "0.19.4"
@@ -53,15 +53,15 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
 
 def _check_files(config: RunConfig) -> None:
     """Raise UserError for a value of `train_file` or `eval_file` that names no files, or is not a mixture."""
-    for key in ("train_file", *list_evaluations(config.eval_file).values()):
+    reads_train_file = config.data.holds_out or not config.evaluate_only
+    for key in (*(["train_file"] if reads_train_file else []), *list_evaluations(config).values()):
         files = read_files(config, key)
         entries = files if isinstance(files, list) else [files]
         is_function = isinstance(files, dict) and "_target_" in files
-        may_be_missing = key == "train_file" and config.evaluate_only
-        if (not files and not may_be_missing) or (files and not is_function and not isinstance(files, (str, list))):
+        if not files or (not is_function and not isinstance(files, (str, list))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
-        if files and not any(isinstance(entry, dict) and "_target_" in entry for entry in entries):
-            parse_files(files, key, config.data.mixture_by)
+        if not any(isinstance(entry, dict) and "_target_" in entry for entry in entries):
+            parse_key(config, key)
     if config.eval_file == {}:
         raise UserError("eval_file={}: name at least one file, or give null")
 

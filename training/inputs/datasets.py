@@ -14,6 +14,7 @@ from data.encoders.kinds import find_kind
 from data.options import Packing
 from data.order import VERSION as ORDER_VERSION
 from data.sample import Encoder
+from data.sources.selection import HoldOut, Selection, build_filter
 from data.storage.encoding import Encoding
 from data.storage.mismatched import check_labels, prepare_mismatched
 from data.storage.rows import RowPlan, prepare_rows
@@ -23,7 +24,7 @@ from errors import UserError
 from models.storage.hub import split_revision
 from models.weights.source import WeightSource
 from training.config.schema import DataConfig, RunConfig
-from training.config.sources import TrainFiles, list_file_keys, parse_files, read_files
+from training.config.sources import HELD_OUT, list_file_keys, parse_key
 from training.inputs.custom import build_user_encoder
 from training.objectives.registry import get_objective
 
@@ -120,7 +121,7 @@ def prepare_file(
     """
     data = config.data
     plan = build_row_plan(config, key)
-    files = _parse_files(config, key)
+    files = parse_key(config, key)
     encoding = Encoding(
         encoder=build_encoder(data),
         tokenizer=tokenizer,
@@ -128,6 +129,7 @@ def prepare_file(
         length_policy=data.length_policy,
         on_bad_record=data.on_bad_record,
         samples_per_record=find_kind(data.name).samples_per_record,
+        selection=build_selection(data, key),
     )
     path = prepare_dataset(
         files.entries,
@@ -159,6 +161,9 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     }
     if template := build_chat_template(config.data):
         described["the chat template with its tokens"] = template.describe()
+    for key in ("max_samples", "filter", "eval_fraction", "eval_samples"):
+        if (value := getattr(config.data, key)) is not None:
+            described[f"data.{key}"] = str(value)
     fingerprints = load_summary(path).fingerprints
     return described | {
         f"the hash of the tokens of train_file entry {number}": each
@@ -177,21 +182,29 @@ def build_encoder(data: DataConfig) -> Encoder:
     return encoder(**{field.name: getattr(data, field.name) for field in fields(encoder)})
 
 
+def build_selection(data: DataConfig, key: str) -> Selection:
+    """Return which records of the files of a key are taken; of an evaluation file all that the filter keeps.
+
+    Raises UserError for a filter that cannot be called.
+    """
+    keeps = None if data.filter is None else build_filter(data.filter)
+    if key not in ("train_file", HELD_OUT):
+        return Selection(keeps)
+    hold_out = HoldOut(data.eval_fraction, data.eval_samples) if data.holds_out else None
+    return Selection(keeps, data.max_samples, hold_out, takes_held_out=key == HELD_OUT)
+
+
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:
     """Return the plan by which the samples of `train_file` or an evaluation file become rows."""
     data = config.data
     return RowPlan(
         max_seq_length=config.max_seq_length,
         packing=find_kind(data.name).choose_packing(data.packing),
-        mixture=_parse_files(config, key).mixture,
+        mixture=parse_key(config, key).mixture,
         group_size=get_objective(config).rows_per_sample,
     )
 
 
 def list_entries(config: RunConfig, key: str) -> list[str]:
     """Return the files, globs and hub names of `train_file` or an evaluation file."""
-    return _parse_files(config, key).entries
-
-
-def _parse_files(config: RunConfig, key: str) -> TrainFiles:
-    return parse_files(read_files(config, key), key, config.data.mixture_by)
+    return parse_key(config, key).entries

@@ -105,7 +105,7 @@ def build_eval_loaders(
 ) -> dict[str, Any]:
     """Build the evaluation loaders only, by the names of their files; see `build_loaders`. sizes: by the same names."""
     built = {}
-    for name, key in list_evaluations(config.eval_file).items():
+    for name, key in list_evaluations(config).items():
         if name in sizes:
             options = build_options(config, module, data, key)
             options = dataclasses.replace(options, reference_file=reference.get(key))

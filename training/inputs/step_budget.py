@@ -185,7 +185,7 @@ def _check_steps_left(config: RunConfig, start: TrainerState, resume_from: Path 
 
 def measure_evaluations(config: RunConfig, layout: Layout, datasets: Mapping[str, Path]) -> dict[str, EvalSize]:
     """Return the size of each evaluation file, by its name."""
-    keys = list_evaluations(config.eval_file)
+    keys = list_evaluations(config)
     return {name: _measure_evaluation(config, layout, key, datasets[key]) for name, key in keys.items()}
 
 

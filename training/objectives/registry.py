@@ -70,13 +70,13 @@ def check_metric_name(config: RunConfig) -> None:
     does not know in advance are checked by the first evaluation.
     """
     metric = Criterion.of(config).metric
-    names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config.eval_file)]
+    names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config)]
     others = get_objective(config).list_metrics(build_objective_options(config))
     reported = list(
         dict.fromkeys(["eval_loss", *(name + each for name in names for each in ("loss", *(others or ())))])
     )
     may_be_other = others is None and any(metric.startswith(name) for name in names)
-    if config.eval_file is not None and metric not in reported and not may_be_other:
+    if names and metric not in reported and not may_be_other:
         unknown = f", and what task={get_objective(config).name} reports of each file" if others is None else ""
         raise UserError(
             f"metric_for_best_model: '{metric}' is not reported by this run's evaluations; give one of "
