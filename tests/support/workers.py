@@ -5,7 +5,7 @@
 
 `function` is a module-level function; it runs on every rank with an initialised gloo process group. An exception on any
 rank is raised here with that rank's stack trace. When a rank does not answer after that, since it has ended or waits
-for one that failed, new processes are started for the next case.
+for one that failed, new processes are started for the next case; so they are when a case has left many threads behind.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 GPU_WATCH = "tests.support.gpu_watch"
 FORKSERVER.set_forkserver_preload(["tests.support.preload"])
 _SECONDS_A_CASE = 600
+_MOST_THREADS = 40  # of an idle worker; see `_run_in_group`
 
 
 class WorkerError(AssertionError):
@@ -42,7 +43,7 @@ class WorkerGroup:
         self.send(function, *args, **kwargs)
         answers = [self._answer(rank) for rank in range(self.world_size)]
         failed = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
-        if self._lost:
+        if self._lost or any(count_threads(process.pid) > _MOST_THREADS for process in self._processes):
             self.close()
         if failed:
             raise WorkerError("\n".join(failed))
@@ -89,6 +90,11 @@ class WorkerGroup:
             if process.is_alive():
                 process.kill()
         self._processes, self._pipes = [], []
+
+
+def count_threads(pid: int | str) -> int:
+    """The number of threads of a process, by its id or "self"."""
+    return len(os.listdir(f"/proc/{pid}/task"))
 
 
 def free_port() -> int:
