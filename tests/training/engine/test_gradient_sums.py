@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.cases import CHECKPOINTED, Case, merge, train_case, worst_difference
 from support.tiny import save_llama, save_records, save_tokenizer
-from support.workers import WorkerGroup
+from support.workers import WorkerGroup, count_threads
 
 from training.engine.gradient_sums import add_gradient
 
@@ -409,7 +409,7 @@ def test_an_engine_that_is_gone_leaves_no_process_groups(workers: Callable[[int]
 
 def train_and_count_threads(case: Case) -> int:
     """Threads of the process before the case, with those of its default process group."""
-    threads = len(list(Path("/proc/self/task").iterdir()))
+    threads = count_threads("self")
     train_case(case)
     return threads
 
