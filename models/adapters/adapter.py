@@ -224,6 +224,7 @@ def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
     """Put adapters with random matrices on the targets of a layer's module; on meta where the module is."""
     from peft import inject_adapter_in_model
 
+    from models.adapters.fused import fuse_products
     from models.experts.lora import peft_orientation, use_grouped_products
 
     targets = list_targets(module, layer, config)
@@ -235,4 +236,5 @@ def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
         # about rank patterns for another layer, or for a parameter
         warnings.simplefilter("ignore", RuntimeWarning)
         inject_adapter_in_model(exact, module, adapter_name=ADAPTER_NAME)
+    fuse_products(module)
     use_grouped_products(module)

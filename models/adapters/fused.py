@@ -1,0 +1,60 @@
+"""LoRA (2106.09685) on a projection with its last product added into the projection's own output: one `addmm`, which
+scales and adds as it multiplies.
+
+peft computes `base(x) + lora_B(lora_A(x)) * scaling` operator by operator. That writes two more tensors as large as the
+output, reads four, and multiplies one as large in the backward pass, where each is a matter of memory bandwidth alone.
+Here there is no tensor of that size but the output itself; gradients follow from autograd, which scales the small side.
+
+N rows, r the rank.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from peft.tuners import lora
+from torch import nn
+
+_PROJECTIONS = ("Linear", "Linear4bit")  # peft's classes; importing the second would import bitsandbytes
+
+
+class _FusedForward:
+    """The forward pass of peft's layer, with a fused last product where it is a plain one."""
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute base(x) + scaling * B A x; as peft does where something else is asked for."""
+        if self.disable_adapters or self.merged or args or kwargs or not _is_plain(self):
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        (name,) = self.active_adapters
+        first, second = self.lora_A[name], self.lora_B[name]
+        output = self.base_layer(x)
+        low_rank = first(self.lora_dropout[name](x.to(first.weight.dtype)))  # [..., r]
+        if output.dtype != second.weight.dtype:
+            return (output + second(low_rank) * self.scaling[name]).to(output.dtype)
+        rows = torch.addmm(
+            output.flatten(0, -2), low_rank.flatten(0, -2), second.weight.t(), alpha=self.scaling[name]
+        )  # [N, outputs]
+        return rows.view(output.shape)
+
+
+def _is_plain(adapted: Any) -> bool:
+    """Return whether the adapter is plain LoRA whose B no other code has replaced, as a split backward pass does."""
+    (name,) = adapted.active_adapters
+    second = adapted.lora_B[name]
+    is_linear = type(second) is nn.Linear and second.bias is None
+    return is_linear and "forward" not in vars(second) and name not in adapted.lora_variant
+
+
+def fuse_products(module: nn.Module) -> None:
+    """Make peft's wrappers around the projections of a layer, in 4 bits or not, add their product into the projection's
+    output."""
+    for wrapper in module.modules():
+        if isinstance(wrapper, lora.LoraLayer) and type(wrapper).__name__ in _PROJECTIONS:
+            wrapper.__class__ = _fuse(type(wrapper))
+
+
+@cache
+def _fuse(kind: type) -> type:
+    return type(f"Fused{kind.__name__}", (_FusedForward, kind), {})
