@@ -140,7 +140,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="omit the weights that no layer reads, such as layers that predict further tokens",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT_DIR, once the new one is whole")
-    parser.add_argument("--trust_remote_code", action="store_true", help="accept a folder that brings code of its own")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="accept a folder that brings code; it is never run"
+    )
     parser.add_argument("--trust_checkpoint", action="store_true", help="accept a checkpoint without a manifest.json")
     tokens = parser.add_argument_group(
         "special tokens",

@@ -103,12 +103,12 @@ def build_config(folder: Path, arguments: argparse.Namespace, *overrides: str) -
 def measure_tokenizing(folder: Path, arguments: argparse.Namespace, num_proc: int) -> list[float]:
     """Bare time / our time, one a round, both with `num_proc` processes, from the file to a folder on disk."""
     import datasets
-    from transformers import AutoTokenizer
 
+    from models.weights.vocabulary import open_tokenizer
     from training.inputs.datasets import prepare_file
 
     datasets.disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = open_tokenizer(folder / "model")
     fields = arguments.prompt_field, arguments.completion_field
 
     def tokenize(rows: dict[str, list[str]]) -> dict[str, list]:

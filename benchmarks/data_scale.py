@@ -133,9 +133,9 @@ def find_cache(config: Any) -> Path:
 
 
 def load_tokenizer(config: Any) -> Any:
-    from transformers import AutoTokenizer
+    from models.weights.vocabulary import open_tokenizer
 
-    return AutoTokenizer.from_pretrained(config.model_name_or_path)
+    return open_tokenizer(config.model_name_or_path)
 
 
 def prepare(config: Any, tokenizer: Any = None) -> Path:

@@ -159,7 +159,10 @@ def build_fsdp(folder: Path, arguments: argparse.Namespace, stage: int) -> Step:
 def load_model(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(folder / "model", dtype=dtype, attn_implementation="sdpa").train()
+    model = LlamaForCausalLM.from_pretrained(
+        folder / "model", dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+    )
+    return model.train()
 
 
 def repeat_labelled(arguments: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -26,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import (  # noqa: E402
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TextStreamer,
@@ -38,7 +37,7 @@ from models.architecture.lookup import build_layers  # noqa: E402
 from models.layers.score_head import is_reward_model  # noqa: E402
 from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
-from models.weights.vocabulary import add_end  # noqa: E402
+from models.weights.vocabulary import add_end, open_tokenizer  # noqa: E402
 
 Messages = list[dict[str, str]]
 DEFAULT_TEMPLATE = "{prompt}\n"
@@ -61,7 +60,7 @@ def load_model(source: WeightSource) -> PreTrainedModel:
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     model = (
         MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
-        .from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype)
+        .from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype, trust_remote_code=False)
         .eval()
     )
     return model.to(choose_device())
@@ -80,7 +79,7 @@ class Generator:
         self, source: WeightSource, prompt_template: str | None, max_new_tokens: int, temperature: float
     ) -> None:
         self.model = load_model(source)
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path)
+        self.tokenizer: PreTrainedTokenizerBase = open_tokenizer(source.path)
         self._template = prompt_template or (None if self.tokenizer.chat_template else DEFAULT_TEMPLATE)
         sampling: dict[str, Any] = (
             {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
@@ -160,7 +159,7 @@ def main() -> None:
     parser.add_argument(
         "--trust_remote_code",
         action="store_true",
-        help="accept a config.json that points to custom code; it is never run",
+        help="accept a folder that brings code; it is never run",
     )
     parser.add_argument("--trust_checkpoint", action="store_true", help="accept a checkpoint without a manifest.json")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token")

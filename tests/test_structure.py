@@ -362,6 +362,27 @@ def test_functions_have_few_parameters() -> None:
     assert wide == set()
 
 
+def list_loads_of_code(tree: ast.AST) -> list[str]:
+    """Returns the receivers of `from_pretrained` that may run a folder's code: `transformers` asks the person at the
+    keyboard, unless it is called with trust_remote_code=False. A peft config or adapter brings no code."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return [
+        ast.unparse(call.func.value)
+        for call in calls
+        if call.func.attr == "from_pretrained"
+        and ast.unparse(call.func.value) not in ("LoraConfig", "PeftModel")
+        and "trust_remote_code=False" not in map(ast.unparse, call.keywords)
+    ]
+
+
+def test_no_load_runs_the_code_of_a_folder() -> None:
+    made_up = "A.from_pretrained(p)\nB.from_pretrained(p, trust_remote_code=False)\nm[C].from_pretrained(p, **options)"
+    assert list_loads_of_code(ast.parse(made_up)) == ["A", "m[C]"]
+    loads = {source: list_loads_of_code(ast.parse((ROOT / source).read_text())) for source in SOURCES}
+    assert not {source: found for source, found in loads.items() if found}
+    assert any("from_pretrained" in (ROOT / source).read_text() for source in SOURCES)
+
+
 def test_bars_are_drawn_in_one_place() -> None:
     assert users_of("tqdm") == {"console.py"}
 

@@ -182,7 +182,6 @@ def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTo
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile
         tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)
     process.take_device(ranks)
-    process.choose_interface()
     process.join_process_group(PREPARATION_TIMEOUT)
     return tokenizer
 

@@ -69,7 +69,7 @@ def save_adapter(folder: Path, model_folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, trust_remote_code=False)
     options = LoraConfig(
         r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
     )

@@ -65,7 +65,9 @@ def build_model(job: Job) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, job.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        job.model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+    )
     if job.adapter:
         from peft import PeftModel
 

@@ -176,13 +176,12 @@ class Right:
 
     def _tokenize(self, *overrides: str) -> tuple[Any, Path]:
         """The config of a run and its tokenized documents."""
-        from transformers import AutoTokenizer
-
         from benchmarks.workload import compose_run
+        from models.weights.vocabulary import open_tokenizer
         from training.inputs.datasets import prepare_file
 
         config = compose_run(*self._shared_overrides(), *overrides)
-        return config, prepare_file(config, "train_file", AutoTokenizer.from_pretrained(self.model), None)
+        return config, prepare_file(config, "train_file", open_tokenizer(self.model), None)
 
     def _count_rows(self) -> int:
         from data.storage.rows import count_rows

@@ -111,9 +111,12 @@ def convert_to_pipeline(
     check_output_dir(output_dir, options.overwrite, source.path)
     if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:
         file = source.path / "tokenizer_config.json"
-        raise UserError(f"{file} points to custom code ({', '.join(custom)}); read it, then pass --trust_remote_code")
+        raise UserError(
+            f"{file} points to custom code ({', '.join(custom)}), which is copied and never run; read it, then pass "
+            "--trust_remote_code"
+        )
     tokens = special_tokens or SpecialTokens()
-    tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
+    tokenizer = load_extended_tokenizer(source.path, tokens) if tokens else None
     config = grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
     weights = _open_converted(source, config, options)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from errors import UserError
 from models.layers.wrapped import TEXT_CONFIG
-from models.storage.folders import has_tokenizer
+from models.storage.folders import TOKENIZER_FILES, has_tokenizer
+from models.storage.hub import split_revision
 from models.storage.tensor_files import load_json
 from models.weights.config_file import parse_model
 from models.weights.source import WeightSource
@@ -39,19 +40,49 @@ class SpecialTokens:
         return {name: token for name, token in named.items() if token is not None}
 
 
-def load_extended_tokenizer(
-    path: Path, tokens: SpecialTokens, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
+def open_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder or a hub id (ORG/NAME or ORG/NAME@REVISION). Code that it brings is never run.
+
+    Raises UserError when there is none, when it cannot be read, and when it needs code of its own.
+    """
+    name, revision = split_revision(str(name_or_path))
+    local = Path(name).expanduser()
+    chosen = {} if revision is None else {"revision": revision}
+    try:
+        return AutoTokenizer.from_pretrained(local if local.is_dir() else name, trust_remote_code=False, **chosen)
+    except Exception as error:  # tokenizers and transformers raise many types
+        raise _explain_tokenizer(str(name_or_path), local, error) from None
+
+
+def _explain_tokenizer(place: str, local: Path, error: Exception) -> UserError:
+    """Return what is wrong with the tokenizer of `place`, in the folder `local` if it is one. Raises UserError for a
+    damaged file."""
+    reason = " ".join(str(error).split())[:200]
+    if "custom code" in reason:  # transformers 5.23, resolve_trust_remote_code
+        return UserError(
+            f"the tokenizer of {place} needs custom code, which is never run here; give a tokenizer without it in "
+            "tokenizer_name_or_path, or remove auto_map and tokenizer_class from its tokenizer_config.json where a "
+            "tokenizer.json is next to it"
+        )
+    for file in [local / name for name in TOKENIZER_FILES if name.endswith(".json")]:
+        if file.is_file():
+            load_json(file)
+    if (local / "tokenizer.json").is_file():
+        return UserError(
+            f"{local / 'tokenizer.json'}: the tokenizer cannot be read ({reason}); fetch its files again, or update "
+            "tokenizers"
+        )
+    return UserError(f"no tokenizer in {place} ({reason}); set tokenizer_name_or_path")
+
+
+def load_extended_tokenizer(path: Path, tokens: SpecialTokens) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the folder `path`, with `tokens`. Raises UserError when there is none or it cannot be
     read."""
     if not has_tokenizer(path):
         raise UserError(f"{path} holds no tokenizer to add special tokens to; put one there, or omit the token options")
     if "" in (*tokens.named.values(), *tokens.extra):
         raise UserError("a special token is empty; give it at least one character")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizers and transformers raise many types
-        raise UserError(f"{path}: the tokenizer cannot be read ({' '.join(str(error).split())[:200]})") from None
+    tokenizer = open_tokenizer(path)
     tokenizer.add_special_tokens(dict(tokens.named))
     if tokens.extra:
         tokenizer.add_special_tokens({"extra_special_tokens": list(tokens.extra)}, replace_extra_special_tokens=False)

@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 import console
 from training.distributed import host_share
 from training.distributed.ranks import Ranks
+from training.distributed.rendezvous import choose_init_method, explain_used_port
 
 T = TypeVar("T")
 # A process that joins without a GPU builds and loads DeepSpeed's op for `inference_all_reduce`, which nothing here
@@ -96,9 +97,9 @@ def synchronize() -> None:
 
 
 def choose_interface() -> None:
-    """Set gloo's network interface to the one with a route to the main host. By default gloo uses the one that this
-    host's name resolves to, which is often the loopback, and then no other host can reach it. A user's setting is kept.
-    """
+    """Set gloo's network interface to the one with a route to the main host: the loopback where all ranks are on one.
+    By default gloo uses the one that this host's name resolves to, which other hosts may not reach, or may although no
+    rank is there. A user's setting is kept."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -108,15 +109,20 @@ def choose_interface() -> None:
         except OSError:
             return
         address = probe.getsockname()[0]
-    if not address.startswith("127."):
-        for name, addresses in psutil.net_if_addrs().items():
-            if address in (entry.address for entry in addresses):
-                os.environ["GLOO_SOCKET_IFNAME"] = name
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (entry.address for entry in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def join_process_group(timeout: timedelta | None = None) -> None:
-    """Initialize the process group, and wait for the other ranks. timeout: of its collectives; torch's by default."""
-    deepspeed.init_distributed(**({} if timeout is None else {"timeout": timeout}))
+    """Initialize the process group, and wait for the other ranks. timeout: of its collectives; torch's by default.
+
+    Raises UserError when rank 0 finds its port in use.
+    """
+    init_method = choose_init_method()
+    choose_interface()
+    with explain_used_port():
+        deepspeed.init_distributed(init_method=init_method, **({} if timeout is None else {"timeout": timeout}))
     with _hint_at_silence():
         dist.barrier()
 

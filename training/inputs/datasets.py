@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.encoders.chat_templates import ChatTemplate, load_chat_template
 from data.encoders.kinds import find_kind
@@ -21,8 +21,8 @@ from data.storage.rows import RowPlan, prepare_rows
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
-from models.storage.hub import split_revision
 from models.weights.source import WeightSource
+from models.weights.vocabulary import open_tokenizer
 from training.config.schema import DataConfig, RunConfig
 from training.config.sources import HELD_OUT, list_file_keys, parse_key
 from training.inputs.custom import build_user_encoder
@@ -47,19 +47,9 @@ def load_extended(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
     """Load the run's tokenizer, by default that of the folder `path`, with the chat template and the tokens of `data`.
     Raises UserError when there is none.
     """
-    tokenizer = _load_base_tokenizer(config, path)
+    tokenizer = open_tokenizer(config.tokenizer_name_or_path or path)
     build_chat_template(config.data).apply_to(tokenizer)
     return tokenizer
-
-
-def _load_base_tokenizer(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
-    path = config.tokenizer_name_or_path or path
-    name, revision = split_revision(path)
-    chosen = {} if revision is None else {"revision": revision}
-    try:
-        return AutoTokenizer.from_pretrained(name, **chosen)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer in {path} ({str(error).splitlines()[0]}); set tokenizer_name_or_path") from None
 
 
 def has_tokenizer(config: RunConfig, path: str) -> bool:
@@ -70,7 +60,9 @@ def has_tokenizer(config: RunConfig, path: str) -> bool:
 def list_new_tokens(config: RunConfig, path: str) -> list[str]:
     """Return the tokens of `data` that the tokenizer (by default of the folder `path`) does not have."""
     tokens = build_chat_template(config.data).tokens
-    return sorted(tokens - _load_base_tokenizer(config, path).get_vocab().keys()) if tokens else []
+    if not tokens:
+        return []
+    return sorted(tokens - open_tokenizer(config.tokenizer_name_or_path or path).get_vocab().keys())
 
 
 def count_added_rows(config: RunConfig, model: PretrainedConfig, path: str) -> int:

@@ -151,7 +151,9 @@ def test_gpus_that_never_answer_are_hinted_at(
     if accelerator is not None:
         monkeypatch.setattr(process, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(process.dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(process.deepspeed, "init_distributed", lambda: None)
+    monkeypatch.setattr(process, "choose_init_method", lambda: None)
+    monkeypatch.setattr(process, "choose_interface", lambda: None)
+    monkeypatch.setattr(process.deepspeed, "init_distributed", lambda **_: None)
     monkeypatch.setattr(process.console, "say", hinted.append)
     monkeypatch.setattr(process, "_SECONDS_OF_SILENCE", 0.01)
     monkeypatch.setattr(process.dist, "barrier", lambda: time.sleep(0.1))  # and then they do
