@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos, get_fields, leading_bos
+from data.counts import ContentCounts
+from data.encoders.segments import Piece, PieceEncoder, Pieces, check_text, get_eos, get_fields, leading_bos
 from errors import UserError
 
 
@@ -14,11 +15,13 @@ class PretrainEncoder(PieceEncoder):
 
     text_field: str = "text"
 
-    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    def split(
+        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
+    ) -> list[Pieces]:
         """Return the document of one record. Raises `UserError` naming `location` for a missing, empty or non-text
         field."""
         (value,) = get_fields(record, {"data.text_field": self.text_field}, location)
         text = check_text(value, f"{location}: field '{self.text_field}'")
         if not text.strip():
             raise UserError(f"{location}: field '{self.text_field}' is empty; fill it or remove the record")
-        return [(leading_bos(tokenizer), True), (text, True), ([get_eos(tokenizer)], True)]
+        return [[Piece(leading_bos(tokenizer), True), Piece(text, True), Piece([get_eos(tokenizer)], True)]]

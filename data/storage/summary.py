@@ -7,6 +7,7 @@ log of later runs.
 import json
 from dataclasses import asdict, dataclass, field
 
+from data.counts import ContentCounts
 from data.encoders.length import LengthCounts
 from errors import UserError
 
@@ -20,6 +21,7 @@ class BatchCounts:
     num_records: int = 0
     num_skipped: int = 0
     lengths: LengthCounts = field(default_factory=LengthCounts)
+    content: ContentCounts = field(default_factory=ContentCounts)
     examples: list[str] = field(default_factory=list)
 
     def add_skipped(self, message: str) -> None:
@@ -31,6 +33,7 @@ class BatchCounts:
         self.num_records += other.num_records
         self.num_skipped += other.num_skipped
         self.lengths.add(other.lengths)
+        self.content.add(other.content)
         self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
 
 
@@ -44,6 +47,7 @@ class Summary:
     num_records: int
     num_skipped: int
     lengths: LengthCounts
+    content: ContentCounts
     examples: list[str]
     fingerprints: list[str]
 
@@ -51,6 +55,7 @@ class Summary:
         parts = [f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_targets:,} target tokens"]
         if lengths := self.lengths.describe():
             parts.append(lengths)
+        parts += self.content.describe()
         if self.num_skipped:
             parts.append(
                 f"{self.num_skipped:,} of {self.num_records:,} records skipped as bad, such as {self.examples[0]}"
@@ -64,7 +69,11 @@ class Summary:
     def from_json(cls, text: str) -> "Summary":
         """Parse what `to_json` wrote. Raises ValueError, KeyError or TypeError for a damaged text."""
         fields = json.loads(text)
-        return cls(**fields | {"lengths": LengthCounts(**fields["lengths"])})
+        counts = {
+            "lengths": LengthCounts(**fields["lengths"]),
+            "content": ContentCounts(**fields["content"]),
+        }
+        return cls(**fields | counts)
 
 
 def check_any_left(summary: Summary, key: str) -> None:
