@@ -37,6 +37,16 @@ class RewrittenTurns(Enum):
     keep = "keep"
 
 
+class ControlTokens(Enum):
+    """The treatment of texts of control tokens in the content of records: `text` reads their letters, `parse` makes
+    them the token, `refuse` ends the run.
+    """
+
+    text = "text"
+    parse = "parse"
+    refuse = "refuse"
+
+
 class OnBadRecord(Enum):
     """`stop` ends the run with the record's location and problem; `skip` omits and counts it."""
 

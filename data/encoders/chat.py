@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
+from data.encoders.control_tokens import Guard
 from data.encoders.media import refuse_media
 from data.encoders.messages import (
     ALPACA_FIELDS,
@@ -31,7 +33,7 @@ from data.encoders.rendering import Renderer
 from data.encoders.segments import Piece, PieceEncoder, Pieces, check_text, get_eos
 from data.encoders.stops import Stops, build_stops
 from data.encoders.turns import Answer, read_answer, read_kept
-from data.options import RewrittenTurns, TrainOn
+from data.options import ControlTokens, RewrittenTurns, TrainOn
 from errors import UserError
 
 RECORD_KWARGS = "chat_template_kwargs"  # of a record, as TRL has them
@@ -41,12 +43,14 @@ RECORD_KWARGS = "chat_template_kwargs"  # of a record, as TRL has them
 class MessageKeys:
     """The keys of `data` that say how messages become text and targets.
 
-    template_kwargs: what the chat template is called with in addition. stop_tokens: those of the model's
+    template_kwargs: what the chat template is called with in addition. control_tokens: in the content; None is `text`
+    for turns that the model reads, and `parse` for everything else. stop_tokens: those of the model's
     generation_config.json.
     """
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     train_on_reasoning: bool = True
+    control_tokens: ControlTokens | None = None
     stop_tokens: tuple[str, ...] = ()
     # Constant where an answer has to stay one sample:
     train_on: ClassVar[TrainOn] = TrainOn.all_turns
@@ -131,8 +135,12 @@ def split_messages(
     targets = list_targets(turns, location, keys.train_on, first_target)
     kwargs = {**keys.template_kwargs, **(record.get(RECORD_KWARGS) or {})}
     renderer = Renderer(tokenizer, location, tools, kwargs)
-    turns = [{name: value for name, value in turn.items() if name not in TURN_FLAGS} for turn in turns]
-    turns = renderer.fit_calls(turns[: targets[-1] + 1])
+    guard = Guard(tokenizer, keys.control_tokens, counts)
+    turns = [
+        guard.protect_turn({name: value for name, value in turn.items() if name not in TURN_FLAGS}, where)
+        for turn, where in zip(turns[: targets[-1] + 1], (f"{location}: message {number}" for number in count(1)))
+    ]
+    turns = renderer.fit_calls(turns)
     stops = get_stops(tokenizer, keys.stop_tokens)
     answers = [read_answer(renderer, turns, index, stops, keys.train_on_reasoning) for index in targets]
     if keys.rewritten_turns is RewrittenTurns.keep:
@@ -141,7 +149,7 @@ def split_messages(
     kept = samples[-1:] if keys.rewritten_turns is RewrittenTurns.last else samples
     num_lost = sum(num for _, num in samples) - sum(num for _, num in kept)
     counts.add(_count(answers, sum(turn["role"] == ASSISTANT for turn in turns), num_lost))
-    return [pieces for pieces, _ in kept]
+    return [guard.release(pieces) for pieces, _ in kept]
 
 
 @lru_cache(maxsize=2)

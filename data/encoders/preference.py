@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
 from data.encoders.chat import MessageKeys, split_messages
+from data.encoders.control_tokens import Guard
 from data.encoders.media import refuse_media
 from data.encoders.messages import ASSISTANT, as_messages
 from data.encoders.segments import PieceEncoder, Pieces, check_text, get_eos, get_fields
@@ -104,7 +105,10 @@ def split_answers(
     template; then assistant turns in the prompt are not targets. record: holds the tools."""
     texts = [answer for answer in answers if isinstance(answer, str)]
     if isinstance(prompt, str) and len(texts) == len(answers):
-        return [split_completion(keys.prompt_template, prompt, text, tokenizer) for text in texts]
+        guard = Guard(tokenizer, keys.control_tokens, counts)
+        question = guard.protect_text(prompt, f"{location}: the prompt")
+        guarded = [guard.protect_text(text, f"{location}: an answer") for text in texts]
+        return [guard.release(split_completion(keys.prompt_template, question, text, tokenizer)) for text in guarded]
     turns = as_messages(prompt, "user")
     conversations = [[*turns, *as_messages(answer, ASSISTANT)] for answer in answers]
     samples = [

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
 from data.encoders.chat import TurnKeys, join_pair, split_messages
+from data.encoders.control_tokens import Guard
 from data.encoders.media import refuse_media
 from data.encoders.segments import Piece, PieceEncoder, Pieces, check_text, get_eos, get_fields, leading_bos
 from errors import UserError
@@ -46,7 +47,11 @@ class SFTEncoder(TurnKeys, PieceEncoder):
         texts = [check_text(value, f"{location}: field '{name}'") for name, value in zip(fields, (prompt, completion))]
         if not texts[1].strip():
             raise UserError(f"{location}: field '{self.completion_field}' is empty; fill it or remove the record")
-        return [split_completion(self.prompt_template, texts[0], texts[1], tokenizer)]
+        guard = Guard(tokenizer, self.control_tokens, counts)
+        question, answer = (
+            guard.protect_text(text, f"{location}: field '{name}'") for name, text in zip(fields, texts)
+        )
+        return [guard.release(split_completion(self.prompt_template, question, answer, tokenizer))]
 
 
 def check_template(template: str) -> None:

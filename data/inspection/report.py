@@ -91,9 +91,9 @@ def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colo
             text += "\n--- next document of the row ---\n"
         is_trained = labels[begin] != IGNORE_INDEX
         # The label of a turn's stop token may be another token than the template writes there.
-        shown = labels if is_trained else input_ids
+        tokens = labels if is_trained else input_ids
         # Data may hold terminal escape sequences.
-        text += _mark(tokenizer.decode(shown[begin:end]).replace("\x1b", "\\x1b"), is_trained, in_colour)
+        text += _mark(tokenizer.decode(tokens[begin:end]).replace("\x1b", "\\x1b"), is_trained, in_colour)
     left = len(input_ids) - MAX_TOKENS_SHOWN
     return f"{text}\n... and {left:,} tokens more" if left > 0 else text
 
