@@ -17,16 +17,20 @@ PROMPT_SLOT = "{prompt}"
 @dataclass(frozen=True)
 class SFTEncoder(TurnKeys, PieceEncoder):
     """Records with a prompt and a completion field, texts or lists of messages, or with `messages`; one with both is
-    read as the former."""
+    read as the former. With `response_marker` also records with a text, in which the response comes after it."""
 
     prompt_field: str = "prompt"
     completion_field: str = "completion"
     messages_field: str = "messages"
     prompt_template: str = "{prompt}\n"
+    text_field: str | None = "text"
+    response_marker: str | None = None
     chat_template: str | None = field(default=None, repr=False)  # as named; the tokenizer has its text
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
+        if self.response_marker == "":
+            raise UserError("data.response_marker is empty; give the text after which a response begins, or null")
 
     def split(
         self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
@@ -38,6 +42,10 @@ class SFTEncoder(TurnKeys, PieceEncoder):
         fields = (self.prompt_field, self.completion_field)
         if self.messages_field in record and not all(name in record for name in fields):
             return split_messages(record[self.messages_field], record, location, tokenizer, self, counts)
+        guard = Guard(tokenizer, self.control_tokens, counts)
+        if self.response_marker and self.text_field in record and not all(name in record for name in fields):
+            text = check_text(record[self.text_field], where := f"{location}: field '{self.text_field}'")
+            return [guard.release(split_text(text, self.response_marker, where, guard, tokenizer))]
         named = {"data.prompt_field": self.prompt_field, "data.completion_field": self.completion_field}
         prompt, completion = get_fields(record, named, location)
         if isinstance(prompt, list) or isinstance(completion, list):
@@ -47,7 +55,6 @@ class SFTEncoder(TurnKeys, PieceEncoder):
         texts = [check_text(value, f"{location}: field '{name}'") for name, value in zip(fields, (prompt, completion))]
         if not texts[1].strip():
             raise UserError(f"{location}: field '{self.completion_field}' is empty; fill it or remove the record")
-        guard = Guard(tokenizer, self.control_tokens, counts)
         question, answer = (
             guard.protect_text(text, f"{location}: field '{name}'") for name, text in zip(fields, texts)
         )
@@ -76,5 +83,25 @@ def split_completion(template: str, prompt: str, completion: str, tokenizer: Pre
         Piece(leading_bos(tokenizer), False),
         Piece(text, False),
         Piece(completion, True),
+        Piece([get_eos(tokenizer)], True),
+    ]
+
+
+def split_text(text: str, marker: str, where: str, guard: Guard, tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    """Return the pieces of a text whose target is what comes after the last marker, and the eos token, whether the
+    text ends with it or not. Raises `UserError` naming `where` for a text without a marker or a response."""
+    prompt, found, response = text.rpartition(marker)
+    response = response.rstrip().removesuffix(str(tokenizer.eos_token))
+    if not found or not response.strip():
+        raise UserError(
+            f"{where} has nothing after data.response_marker={marker!r}, or lacks it; fix or remove the record"
+        )
+    bos = leading_bos(tokenizer)
+    if bos:
+        prompt = prompt.removeprefix(str(tokenizer.bos_token))
+    return [
+        Piece(bos, False),
+        Piece(guard.protect_text(prompt, where) + marker, False),
+        Piece(guard.protect_text(response, where), True),
         Piece([get_eos(tokenizer)], True),
     ]

@@ -22,9 +22,15 @@ class UnpairedEncoder(AnswerKeys):
     completion_field: str = "completion"
     label_field: str = "label"
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """Return the sample of one record. Raises `UserError` naming `location` when a field is missing or empty, or
-        the label is not true or false.
+    def encode(
+        self,
+        record: dict,
+        location: str,
+        tokenizer: PreTrainedTokenizerBase,
+        counts: ContentCounts | None = None,
+    ) -> Sample:
+        """Return the sample of one record. counts: what was found is added to it. Raises `UserError` naming `location`
+        when a field is missing or empty, or the label is not true or false.
         """
         get_eos(tokenizer)  # raises without one
         refuse_media(record, location)
@@ -43,7 +49,7 @@ class UnpairedEncoder(AnswerKeys):
             check_text(prompt, f"{location}: field '{self.prompt_field}'")
         if isinstance(prompt, str) and isinstance(completion, str):
             refuse_texts(self.chat_template, location, MESSAGES)
-        (pieces,) = split_answers(self, prompt, [completion], record, location, tokenizer, ContentCounts())  # type: ignore[arg-type, list-item]
+        (pieces,) = split_answers(self, prompt, [completion], record, location, tokenizer, counts or ContentCounts())  # type: ignore[arg-type, list-item]
         unknown: dict[int, str] = {}
         (sample,) = tokenize_pieces([pieces], tokenizer, unknown)
         for text in unknown.values():

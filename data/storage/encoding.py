@@ -1,7 +1,7 @@
 """From a batch of records to the columns of a tokenized folder."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.counts import ContentCounts
 from data.encoders.length import fit_pair, fit_samples
 from data.encoders.segments import PieceEncoder, Pieces, no_token_error, tokenize_pieces
+from data.encoders.unpaired import UnpairedEncoder
 from data.options import LengthPolicy, OnBadRecord
 from data.sample import Encoder, Pair, Sample, count_targets
 from data.sources.formats import RawRecord
@@ -96,7 +97,7 @@ def _encode_records(
     call."""
     encoder, tokenizer = encoding.encoder, encoding.tokenizer
     splits = isinstance(encoder, PieceEncoder)
-    encode = partial(encoder.split, counts=counts.content) if isinstance(encoder, PieceEncoder) else encoder.encode
+    encode = _bind_counts(encoder, counts)
     encoded: list[Any] = []  # samples, or pieces to tokenize
     locations = []
     for record in records:
@@ -123,6 +124,15 @@ def _encode_records(
         if isinstance(sample, list) and len(sample) > 1:
             counts.content.add(_count_split(sample))
         yield locations[number], sample
+
+
+def _bind_counts(encoder: Encoder, counts: BatchCounts) -> Callable[..., Any]:
+    """Return what makes samples or pieces of a record. User-defined encoders count nothing."""
+    if isinstance(encoder, PieceEncoder):
+        return partial(encoder.split, counts=counts.content)
+    if isinstance(encoder, UnpairedEncoder):
+        return partial(encoder.encode, counts=counts.content)
+    return encoder.encode
 
 
 def _list_samples(encoded: Sample | list[Sample]) -> list[Sample]:

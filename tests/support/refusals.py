@@ -120,6 +120,7 @@ EXAMPLES = {
         "data=unpaired_preference",
         "data.rewritten_turns=keep",
     ),
+    "data.response_marker does not go together with data=chat: ": ("data=chat", "data.response_marker='Answer:'"),
     "data.template_kwargs does not go together with data=pretrain: ": (
         "data=pretrain",
         "data.packing=true",

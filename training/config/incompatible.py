@@ -142,6 +142,11 @@ _NO_TURNS = Feature(
     lambda run: "train_on" not in find_keys(find_kind(run.config.data.name)),
     "data.name",
 )
+_NO_MARKER = Feature(
+    "data other than sft",
+    lambda run: "response_marker" not in find_keys(find_kind(run.config.data.name)),
+    "data.name",
+)
 _PACKED = _is("data.packing", "true")
 _DYNAMIC_ROPE = _is("rope_parameters.rope_type", "dynamic")
 _COMPILED = _is("compile", "true")
@@ -383,6 +388,12 @@ INCOMPATIBLE = (
         _NO_TURNS,
         "its records stay one sample each",
         "give data.rewritten_turns=split, or data=chat",
+    ),
+    Pair(
+        _given("data.response_marker", "data.response_marker"),
+        _NO_MARKER,
+        "its records say where an answer begins",
+        "give data.response_marker=null, or data=sft",
     ),
     Pair(
         _given("data.template_kwargs", "data.template_kwargs"),

@@ -136,6 +136,7 @@ class DataConfig:
     messages_field: str | None = MISSING
     prompt_template: str | None = MISSING
     text_field: str | None = MISSING
+    response_marker: str | None = MISSING
     chosen_field: str | None = MISSING
     rejected_field: str | None = MISSING
     label_field: str | None = MISSING

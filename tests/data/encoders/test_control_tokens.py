@@ -12,6 +12,7 @@ from data.encoders.chat import ChatEncoder
 from data.encoders.preference import PreferenceEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
+from data.encoders.unpaired import UnpairedEncoder
 from data.options import ControlTokens, OnBadRecord
 from data.sample import IGNORE_INDEX, Encoder, Sample
 from data.sources.formats import RawRecord
@@ -128,5 +129,7 @@ def test_control_tokens_are_counted_with_the_first_places(tokenizer) -> None:
     both.add(counts)
     both.add(counts)
     assert (both.num_control_tokens, len(both.control_places)) == (24, 3)
+    liked = [RawRecord("a.jsonl:1", json.dumps({"prompt": "a", "completion": END, "label": True}))]
+    assert encode_batch(liked, Encoding(UnpairedEncoder(), tokenizer, 64)).counts.content.num_control_tokens == 1
     refused = read_batch(tokenizer, CHAT, policy=ControlTokens.refuse).counts
     assert refused.num_skipped == 1

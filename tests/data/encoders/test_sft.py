@@ -208,3 +208,28 @@ def test_a_template_that_rewrites_the_question(build_tokenizer) -> None:
     template = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}"
     with pytest.raises(UserError, match="train.jsonl:12: message 3: the chat template rewrites earlier turns"):
         encode(CONVERSATION, build_tokenizer(chat_template=template))
+
+
+def test_a_text_with_a_marker_where_the_response_begins(build_tokenizer) -> None:
+    tokenizer = build_tokenizer(puts_bos=True)
+    options = {"response_marker": "### Answer:"}
+    text = "### Question: ### Answer: or not?\n### Answer: Eight."
+    runs = [
+        ("masked", "<s>### Question: ### Answer: or not?\n### Answer:"),
+        ("loss", " Eight.</s>"),
+    ]
+    for written in (text, f"{text}</s>", f"<s>{text}</s>\n"):
+        assert read_runs(encode({"text": written}, tokenizer, **options), tokenizer) == runs
+    assert encode({"body": text}, tokenizer, text_field="body", **options) == encode(
+        {"text": text}, tokenizer, **options
+    )
+    with_pair = encode(RECORD | {"text": text}, tokenizer, **options)
+    assert with_pair == encode(RECORD, tokenizer)
+
+
+@pytest.mark.parametrize("text", ["no marker", "### Answer:", "### Answer: \n", "### Answer: </s>"])
+def test_a_text_without_a_response(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    with pytest.raises(UserError, match="train.jsonl:12: field 'text' has nothing after data.response_marker='### A"):
+        encode({"text": text}, tokenizer, response_marker="### Answer:")
+    with pytest.raises(UserError, match="^data.response_marker is empty"):
+        SFTEncoder(response_marker="")
