@@ -25,6 +25,28 @@ class TrainOn(Enum):
     last_turn = "last_turn"
 
 
+class RewrittenTurns(Enum):
+    """The treatment of conversations whose chat template shows earlier turns otherwise than they were generated.
+
+    `split` makes a sample for each such turn, `last` trains on the turns that the last context shows unchanged, `keep`
+    on all, as the whole conversation shows them.
+    """
+
+    split = "split"
+    last = "last"
+    keep = "keep"
+
+
+class ControlTokens(Enum):
+    """The treatment of texts of control tokens in the content of records: `text` reads their letters, `parse` makes
+    them the token, `refuse` ends the run.
+    """
+
+    text = "text"
+    parse = "parse"
+    refuse = "refuse"
+
+
 class OnBadRecord(Enum):
     """`stop` ends the run with the record's location and problem; `skip` omits and counts it."""
 

@@ -27,9 +27,9 @@ Pair = tuple[Sample, Sample]  # chosen, rejected
 class Encoder(Protocol):
     """A frozen dataclass: its `repr` names every option, and is part of the key of the tokenized cache."""
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
-        """Return the whole sample, of any length; a pair of them for preferences. Raises `UserError` naming `location`
-        for a record that cannot be read.
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | list[Sample] | Pair:
+        """Return the whole sample, of any length, or several; a pair of them for preferences. Raises `UserError`
+        naming `location` for a record that cannot be read.
         """
         ...
 

@@ -1,7 +1,8 @@
 """The kinds of data. A new one is an encoder in this folder, a line in `KINDS`, and keys in `conf/data/NAME.yaml`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from data.encoders.chat import ChatEncoder
 from data.encoders.preference import PreferenceEncoder
@@ -53,3 +54,9 @@ def find_kind(name: str) -> DataKind:
     if name not in KINDS:
         raise UserError(f"data.name={name}: must be one of {', '.join(sorted(KINDS))}")
     return KINDS[name]
+
+
+def find_keys(kind: DataKind) -> set[str]:
+    """Return the names of the keys of `data` that the encoder of a kind reads."""
+    encoder: Any = kind.encoder
+    return {field.name for field in fields(encoder)}

@@ -82,6 +82,27 @@ def fit_sample(
     )
 
 
+def fit_samples(
+    samples: Sequence[Sample], location: str, policy: LengthPolicy, max_seq_length: int | None
+) -> tuple[list[Sample], LengthCounts]:
+    """Fit each of the samples of a record as `fit_sample` does. Those that are left without a target are omitted and
+    counted; where none is left, raises its `UserError`."""
+    fitted, counts, problems = [], LengthCounts(), []
+    for sample in samples:
+        try:
+            kept, sample_counts = fit_sample(sample, location, policy, max_seq_length)
+        except UserError as error:
+            problems.append(error)
+            num_tokens, num_targets = len(sample["input_ids"]), count_targets(sample["labels"])
+            kept = []
+            sample_counts = LengthCounts(num_truncated=1, num_lost_tokens=num_tokens, num_lost_targets=num_targets)
+        fitted += kept
+        counts.add(sample_counts)
+    if problems and not fitted:
+        raise problems[0]
+    return fitted, counts
+
+
 def fit_pair(
     pair: Pair, location: str, policy: LengthPolicy, max_seq_length: int | None
 ) -> tuple[list[Sample], LengthCounts]:

@@ -18,29 +18,40 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.encoders.chat import ASSISTANT, split_messages
+from data.counts import ContentCounts
+from data.encoders.chat import MessageKeys, split_messages
+from data.encoders.control_tokens import Guard
 from data.encoders.media import refuse_media
-from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos, get_fields
+from data.encoders.messages import ASSISTANT, as_messages
+from data.encoders.segments import PieceEncoder, Pieces, check_text, get_eos, get_fields
 from data.encoders.sft import check_template, refuse_texts, split_completion
 from errors import UserError
 
 MESSAGES = "the prompt or the answer as a list of messages"
 
 
-@dataclass(frozen=True)
-class PreferenceEncoder(PieceEncoder):
-    """Records with a prompt, a chosen and a rejected answer. A field `tools` goes to the chat template."""
+@dataclass(frozen=True, kw_only=True)
+class AnswerKeys(MessageKeys):
+    """The keys of kinds of data whose records hold a prompt and answers, each one sample."""
 
-    prompt_field: str = "prompt"
-    chosen_field: str = "chosen"
-    rejected_field: str = "rejected"
     prompt_template: str = "{prompt}\n"
     chat_template: str | None = field(default=None, repr=False)  # as named; the tokenizer has its text
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
 
-    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Piece], list[Piece]]:
+
+@dataclass(frozen=True)
+class PreferenceEncoder(AnswerKeys, PieceEncoder):
+    """Records with a prompt, a chosen and a rejected answer. A field `tools` goes to the chat template."""
+
+    prompt_field: str = "prompt"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+
+    def split(
+        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
+    ) -> tuple[Pieces, Pieces]:
         """Return the pieces of both samples. Raises `UserError` naming `location` when a field is missing or empty, or
         the two answers are the same.
         """
@@ -58,8 +69,7 @@ class PreferenceEncoder(PieceEncoder):
             check_text(prompt, f"{location}: field '{self.prompt_field}'")
         if all(isinstance(value, str) for value in (prompt, *answers)):
             refuse_texts(self.chat_template, location, MESSAGES)
-        template = self.prompt_template
-        chosen, rejected = split_answers(template, prompt, answers, location, tokenizer, tools=record.get("tools"))
+        chosen, rejected = split_answers(self, prompt, answers, record, location, tokenizer, counts)
         return chosen, rejected
 
     def _read_fields(self, record: dict, location: str) -> list:
@@ -83,22 +93,28 @@ def check_answer(answer: object, field: str, location: str) -> None:
 
 
 def split_answers(
-    template: str,
+    keys: AnswerKeys,
     prompt: str | list,
     answers: Sequence[str | list],
+    record: dict,
     location: str,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    tools: object,
-) -> list[list[Piece]]:
-    """Return the pieces of the prompt with each answer: by `template` if all are texts, else by the chat template."""
+    counts: ContentCounts,
+) -> list[Pieces]:
+    """Return the pieces of the prompt with each answer: by the prompt template if all are texts, else by the chat
+    template; then assistant turns in the prompt are not targets. record: holds the tools."""
     texts = [answer for answer in answers if isinstance(answer, str)]
     if isinstance(prompt, str) and len(texts) == len(answers):
-        return [split_completion(template, prompt, text, tokenizer) for text in texts]
-    turns = _as_messages(prompt, "user")
-    return [
-        _split_answer(turns, _as_messages(answer, ASSISTANT), location, tokenizer, tools=tools) for answer in answers
+        guard = Guard(tokenizer, keys.control_tokens, counts)
+        question = guard.protect_text(prompt, f"{location}: the prompt")
+        guarded = [guard.protect_text(text, f"{location}: an answer") for text in texts]
+        return [guard.release(split_completion(keys.prompt_template, question, text, tokenizer)) for text in guarded]
+    turns = as_messages(prompt, "user")
+    conversations = [[*turns, *as_messages(answer, ASSISTANT)] for answer in answers]
+    samples = [
+        split_messages(messages, record, location, tokenizer, keys, counts, len(turns)) for messages in conversations
     ]
+    return [pieces for (pieces,) in samples]
 
 
 def _is_conversation(answer: object) -> bool:
@@ -106,14 +122,3 @@ def _is_conversation(answer: object) -> bool:
     return (
         isinstance(answer, list) and bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") != ASSISTANT
     )
-
-
-def _as_messages(value: str | list, role: str) -> list:
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
-
-
-def _split_answer(
-    prompt: Sequence, answer: Sequence, location: str, tokenizer: PreTrainedTokenizerBase, *, tools: object
-) -> list[Piece]:
-    """Return the pieces of the conversation; assistant turns in the prompt are not targets."""
-    return split_messages([*prompt, *answer], location, tokenizer, tools, first_target=len(prompt))

@@ -7,13 +7,25 @@ by token id, so a tokenizer whose pad token is its eos token trains the end toke
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from data.counts import ContentCounts
 from data.sample import IGNORE_INDEX, Pair, Sample
 from errors import UserError
 
-Piece = tuple[str | list[int], bool]  # text or token ids, is a target
+
+class Piece(NamedTuple):
+    """A part of a sample. content: text or token ids. first_label: of the first token, where the model generates
+    another one in its place: a template may show a turn of the history without the token that ended it."""
+
+    content: str | list[int]
+    is_target: bool
+    first_label: int | None = None
+
+
+Pieces = list[Piece]
 
 
 class PieceEncoder(ABC):
@@ -21,19 +33,21 @@ class PieceEncoder(ABC):
 
     @abstractmethod
     def split(
-        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase
-    ) -> list[Piece] | tuple[list[Piece], list[Piece]]:
-        """Return the pieces of one record; of both samples where it becomes a pair. Raises `UserError` naming
-        `location` for a record that cannot be read.
+        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
+    ) -> list[Pieces] | tuple[Pieces, Pieces]:
+        """Return the pieces of each sample that one record becomes; a pair of them for preferences. counts: what was
+        found is added to it. Raises `UserError` naming `location` for a record that cannot be read.
         """
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
-        pieces = self.split(record, location, tokenizer)
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair | list[Sample]:
+        pieces = self.split(record, location, tokenizer, ContentCounts())
         unknown: dict[int, str] = {}
-        samples = tokenize_pieces(pieces if isinstance(pieces, tuple) else [pieces], tokenizer, unknown)
+        samples = tokenize_pieces(pieces, tokenizer, unknown)
         for text in unknown.values():
             raise no_token_error(text, location)
-        return (samples[0], samples[1]) if isinstance(pieces, tuple) else samples[0]
+        if isinstance(pieces, tuple):
+            return samples[0], samples[1]
+        return samples if len(samples) > 1 else samples[0]
 
 
 @lru_cache(maxsize=1)  # asking a tokenizer for a token takes as long as tokenizing a word
@@ -79,18 +93,19 @@ def tokenize_pieces(
     unknown: filled with the first text of each record (by its index) that becomes no token because the vocabulary lacks
     its letters: it would be lost.
     """
-    texts = [piece for pieces in records for piece, _ in pieces if isinstance(piece, str)]
+    texts = [piece.content for pieces in records for piece in pieces if isinstance(piece.content, str)]
     # verbose=False: a text longer than the model's maximum is cut and counted later; the tokenizer need not warn.
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     tokenized = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
     samples = []
     for number, pieces in enumerate(records):
         segments = []
-        for piece, is_target in pieces:
-            token_ids = next(tokenized) if isinstance(piece, str) else piece
-            if not token_ids and isinstance(piece, str) and piece.strip():
-                unknown.setdefault(number, piece)
-            segments.append((token_ids, is_target))
+        for piece in pieces:
+            content = piece.content
+            token_ids = next(tokenized) if isinstance(content, str) else content
+            if not token_ids and isinstance(content, str) and content.strip():
+                unknown.setdefault(number, content)
+            segments.append(piece._replace(content=token_ids))
         samples.append(_join(segments))
     return samples
 
@@ -103,12 +118,18 @@ def no_token_error(text: str, location: str) -> UserError:
     )
 
 
-def _join(segments: Sequence[tuple[list[int], bool]]) -> Sample:
+def _join(segments: Sequence[Piece]) -> Sample:
     input_ids: list[int] = []
     labels: list[int] = []
-    for token_ids, is_target in segments:
+    first_label = None
+    for token_ids, is_target, replaced in segments:
+        assert isinstance(token_ids, list)
+        first_label = replaced if replaced is not None else first_label  # kept for the next piece where this is empty
         input_ids += token_ids
-        labels += token_ids if is_target else [IGNORE_INDEX] * len(token_ids)
+        added = list(token_ids) if is_target else [IGNORE_INDEX] * len(token_ids)
+        if added and first_label is not None:
+            added[0], first_label = first_label, None
+        labels += added
     return Sample(input_ids=input_ids, labels=labels)
 
 

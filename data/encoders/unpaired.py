@@ -1,34 +1,36 @@
 """Single answers, each labelled desirable or not: a prompt and a completion, texts or lists of messages as in
 `data/encoders/preference.py`, and a label."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from data.counts import ContentCounts
 from data.encoders.media import refuse_media
-from data.encoders.preference import MESSAGES, check_answer, split_answers
+from data.encoders.preference import MESSAGES, AnswerKeys, check_answer, split_answers
 from data.encoders.segments import check_text, get_eos, get_fields, no_token_error, tokenize_pieces
-from data.encoders.sft import check_template, refuse_texts
+from data.encoders.sft import refuse_texts
 from data.sample import Sample
 from errors import UserError
 
 
 @dataclass(frozen=True)
-class UnpairedEncoder:
+class UnpairedEncoder(AnswerKeys):
     """Records with a prompt, a completion and a label. A field `tools` goes to the chat template."""
 
     prompt_field: str = "prompt"
     completion_field: str = "completion"
     label_field: str = "label"
-    prompt_template: str = "{prompt}\n"
-    chat_template: str | None = field(default=None, repr=False)  # as named; the tokenizer has its text
 
-    def __post_init__(self) -> None:
-        check_template(self.prompt_template)
-
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """Return the sample of one record. Raises `UserError` naming `location` when a field is missing or empty, or
-        the label is not true or false.
+    def encode(
+        self,
+        record: dict,
+        location: str,
+        tokenizer: PreTrainedTokenizerBase,
+        counts: ContentCounts | None = None,
+    ) -> Sample:
+        """Return the sample of one record. counts: what was found is added to it. Raises `UserError` naming `location`
+        when a field is missing or empty, or the label is not true or false.
         """
         get_eos(tokenizer)  # raises without one
         refuse_media(record, location)
@@ -47,8 +49,7 @@ class UnpairedEncoder:
             check_text(prompt, f"{location}: field '{self.prompt_field}'")
         if isinstance(prompt, str) and isinstance(completion, str):
             refuse_texts(self.chat_template, location, MESSAGES)
-        template, tools = self.prompt_template, record.get("tools")
-        (pieces,) = split_answers(template, prompt, [completion], location, tokenizer, tools=tools)  # type: ignore[arg-type, list-item]
+        (pieces,) = split_answers(self, prompt, [completion], record, location, tokenizer, counts or ContentCounts())  # type: ignore[arg-type, list-item]
         unknown: dict[int, str] = {}
         (sample,) = tokenize_pieces([pieces], tokenizer, unknown)
         for text in unknown.values():

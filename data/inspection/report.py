@@ -37,6 +37,9 @@ def describe_dataset(path: Path, plan: RowPlan) -> str:
         f"rows: {len(rows):,}, {compute_fill(rows, plan):.1%} of max_seq_length={plan.max_seq_length:,} filled"
         f"{'' if dataset.has_desirable else _compare(rows, lengths, plan)}",
     ]
+    if summary.content.stop_tokens:
+        ends = sorted(summary.content.stop_tokens.items(), key=lambda end: -end[1])
+        lines.append(f"turns end at {', '.join(f'{token} ({count:,})' for token, count in ends)}")
     if dataset.has_desirable:  # such samples are never packed
         lines.append(f"labels: {dataset.desirable.sum():,} of {len(dataset):,} samples are desirable")
     return "\n".join(lines + [f"skipped: {example}" for example in summary.examples])
@@ -86,9 +89,11 @@ def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colo
     for begin, end in zip(begins, [*begins[1:], len(input_ids[shown])]):
         if position_ids[begin] == 0 and begin:
             text += "\n--- next document of the row ---\n"
+        is_trained = labels[begin] != IGNORE_INDEX
+        # The label of a turn's stop token may be another token than the template writes there.
+        tokens = labels if is_trained else input_ids
         # Data may hold terminal escape sequences.
-        part = tokenizer.decode(input_ids[begin:end]).replace("\x1b", "\\x1b")
-        text += _mark(part, labels[begin] != IGNORE_INDEX, in_colour)
+        text += _mark(tokenizer.decode(tokens[begin:end]).replace("\x1b", "\\x1b"), is_trained, in_colour)
     left = len(input_ids) - MAX_TOKENS_SHOWN
     return f"{text}\n... and {left:,} tokens more" if left > 0 else text
 

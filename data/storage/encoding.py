@@ -1,15 +1,19 @@
 """From a batch of records to the columns of a tokenized folder."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.encoders.length import fit_pair, fit_sample
-from data.encoders.segments import PieceEncoder, no_token_error, tokenize_pieces
+from data.counts import ContentCounts
+from data.encoders.length import fit_pair, fit_samples
+from data.encoders.segments import PieceEncoder, Pieces, no_token_error, tokenize_pieces
+from data.encoders.unpaired import UnpairedEncoder
 from data.options import LengthPolicy, OnBadRecord
 from data.sample import Encoder, Pair, Sample, count_targets
 from data.sources.formats import RawRecord
@@ -18,6 +22,8 @@ from data.sources.selection import TAKE_ALL, Selection, hash_record
 from data.storage.cache import compute_cache_key
 from data.storage.summary import BatchCounts
 from errors import UserError
+
+Encoded = Sample | list[Sample] | Pair
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,9 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBat
         limits = location, encoding.length_policy, encoding.max_seq_length
         try:
             fitted, length_counts = (
-                fit_pair(encoded, *limits) if isinstance(encoded, tuple) else fit_sample(encoded, *limits)
+                fit_pair(encoded, *limits)
+                if isinstance(encoded, tuple)
+                else fit_samples(_list_samples(encoded), *limits)
             )
         except UserError as error:
             _handle_bad_record(error, encoding, counts)
@@ -87,10 +95,12 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBat
 
 def _encode_records(
     records: Sequence[RawRecord], encoding: Encoding, counts: BatchCounts
-) -> Iterator[tuple[str, Sample | Pair]]:
-    """Yield (location, sample or pair) of each readable record; those of a `PieceEncoder` are tokenized in one call."""
+) -> Iterator[tuple[str, Encoded]]:
+    """Yield (location, samples or pair) of each readable record; those of a `PieceEncoder` are tokenized in one
+    call."""
     encoder, tokenizer = encoding.encoder, encoding.tokenizer
-    encode = encoder.split if isinstance(encoder, PieceEncoder) else encoder.encode
+    splits = isinstance(encoder, PieceEncoder)
+    encode = _bind_counts(encoder, counts)
     encoded: list[Any] = []  # samples, or pieces to tokenize
     locations = []
     for record in records:
@@ -110,13 +120,13 @@ def _encode_records(
             continue
         locations.append(record.location)
     unknown: dict[int, str] = {}
-    samples: Sequence[Sample | Pair] = (
-        _tokenize_encoded(encoded, tokenizer, unknown) if isinstance(encoder, PieceEncoder) else encoded
-    )
+    samples: Sequence[Encoded] = _tokenize_encoded(encoded, tokenizer, unknown) if splits else encoded
     for number, sample in enumerate(samples):
         if number in unknown:
             _handle_bad_record(no_token_error(unknown[number], locations[number]), encoding, counts)
             continue
+        if isinstance(sample, list) and len(sample) > 1:
+            counts.content.add(_count_split(sample))
         yield locations[number], sample
 
 
@@ -141,16 +151,41 @@ def _select_record(record: RawRecord, selection: Selection, counts: BatchCounts)
     return parsed if is_taken else None
 
 
+def _bind_counts(encoder: Encoder, counts: BatchCounts) -> Callable[..., Any]:
+    """Return what makes samples or pieces of a record. User-defined encoders count nothing."""
+    if isinstance(encoder, PieceEncoder):
+        return partial(encoder.split, counts=counts.content)
+    if isinstance(encoder, UnpairedEncoder):
+        return partial(encoder.encode, counts=counts.content)
+    return encoder.encode
+
+
+def _list_samples(encoded: Sample | list[Sample]) -> list[Sample]:
+    return encoded if isinstance(encoded, list) else [encoded]
+
+
+def _count_split(samples: Sequence[Sample]) -> ContentCounts:
+    """Return the counts of a record that became several samples, with the tokens that each shares with the last."""
+    ids = [np.array(sample["input_ids"]) for sample in samples]
+    repeated = 0
+    for one, two in pairwise(ids):
+        length = min(len(one), len(two))
+        differs = np.flatnonzero(one[:length] != two[:length])
+        repeated += int(differs[0]) if len(differs) else length
+    return ContentCounts(num_split=1, num_extra_samples=len(samples) - 1, num_repeated_tokens=repeated)
+
+
 def _tokenize_encoded(
-    encoded: list, tokenizer: PreTrainedTokenizerBase, unknown: dict[int, str]
-) -> Sequence[Sample | Pair]:
-    """Return samples for lists of pieces, pairs for pairs of them. unknown: as in `tokenize_pieces`."""
-    if not encoded or not isinstance(encoded[0], tuple):
-        return tokenize_pieces(encoded, tokenizer, unknown)
+    encoded: Sequence[Sequence[Pieces]], tokenizer: PreTrainedTokenizerBase, unknown: dict[int, str]
+) -> Sequence[Encoded]:
+    """Return the samples of each record, a pair for a pair of pieces. unknown: as in `tokenize_pieces`."""
     found: dict[int, str] = {}
-    samples = tokenize_pieces([pieces for pair in encoded for pieces in pair], tokenizer, found)
-    unknown.update({number // 2: text for number, text in found.items()})
-    return list(zip(samples[::2], samples[1::2], strict=True))
+    samples = iter(tokenize_pieces([pieces for record in encoded for pieces in record], tokenizer, found))
+    owners = [number for number, record in enumerate(encoded) for _ in record]
+    for place, text in found.items():
+        unknown.setdefault(owners[place], text)
+    made = [list(islice(samples, len(record))) for record in encoded]
+    return [(one[0], one[1]) if isinstance(record, tuple) else one for one, record in zip(made, encoded)]
 
 
 def _handle_bad_record(error: UserError, encoding: Encoding, counts: BatchCounts) -> None:

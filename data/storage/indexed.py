@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from console import progress
+from data.counts import ContentCounts
 from data.encoders.length import LengthCounts
 from data.encoders.pretrain import PretrainEncoder
 from data.sources.indexed import PREFIX, TOKENS_AT_A_TIME, IndexedCorpus
@@ -67,6 +68,7 @@ def write_indexed(folder: Path, sources: Sequence[Sequence[str]], key: str, enco
             num_records=num_documents,
             num_skipped=0,
             lengths=LengthCounts(),
+            content=ContentCounts(),
             examples=[],
             fingerprints=writer.fingerprints,
         )

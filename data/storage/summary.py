@@ -7,6 +7,7 @@ log of later runs.
 import json
 from dataclasses import asdict, dataclass, field
 
+from data.counts import ContentCounts
 from data.encoders.length import LengthCounts
 from data.sources.selection import Selection
 from errors import UserError
@@ -29,6 +30,7 @@ class BatchCounts:
     num_held_out: int = 0
     num_skipped: int = 0
     lengths: LengthCounts = field(default_factory=LengthCounts)
+    content: ContentCounts = field(default_factory=ContentCounts)
     examples: list[str] = field(default_factory=list)
 
     def add_skipped(self, message: str) -> None:
@@ -43,6 +45,7 @@ class BatchCounts:
         self.num_held_out += other.num_held_out
         self.num_skipped += other.num_skipped
         self.lengths.add(other.lengths)
+        self.content.add(other.content)
         self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
 
 
@@ -56,6 +59,7 @@ class Summary:
     num_records: int
     num_skipped: int
     lengths: LengthCounts
+    content: ContentCounts
     examples: list[str]
     fingerprints: list[str]
     num_filtered: int = 0
@@ -65,6 +69,7 @@ class Summary:
         parts = [f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_targets:,} target tokens"]
         if lengths := self.lengths.describe():
             parts.append(lengths)
+        parts += self.content.describe()
         if self.num_skipped:
             parts.append(
                 f"{self.num_skipped:,} of {self.num_records:,} records skipped as bad, such as {self.examples[0]}"
@@ -82,7 +87,11 @@ class Summary:
     def from_json(cls, text: str) -> "Summary":
         """Parse what `to_json` wrote. Raises ValueError, KeyError or TypeError for a damaged text."""
         fields = json.loads(text)
-        return cls(**fields | {"lengths": LengthCounts(**fields["lengths"])})
+        counts = {
+            "lengths": LengthCounts(**fields["lengths"]),
+            "content": ContentCounts(**fields["content"]),
+        }
+        return cls(**fields | counts)
 
 
 def check_any_taken(counts: BatchCounts, selection: Selection, key: str) -> None:

@@ -168,6 +168,7 @@ def _tokenize_sources(
             num_records=counts.num_records,
             num_skipped=counts.num_skipped,
             lengths=counts.lengths,
+            content=counts.content,
             examples=counts.examples,
             fingerprints=writer.fingerprints,
             num_filtered=counts.num_filtered,

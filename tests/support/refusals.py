@@ -116,6 +116,23 @@ EXAMPLES = {
         "data=preference",
         "data.train_on=last_turn",
     ),
+    "data.rewritten_turns=keep does not go together with data=unpaired_preference: ": (
+        "data=unpaired_preference",
+        "data.rewritten_turns=keep",
+    ),
+    "data.response_marker does not go together with data=chat: ": ("data=chat", "data.response_marker='Answer:'"),
+    "data.template_kwargs does not go together with data=pretrain: ": (
+        "data=pretrain",
+        "data.packing=true",
+        "data.length_policy=split",
+        "data.template_kwargs={enable_thinking: false}",
+    ),
+    "data.train_on_reasoning=false does not go together with data=pretrain: ": (
+        "data=pretrain",
+        "data.packing=true",
+        "data.length_policy=split",
+        "data.train_on_reasoning=false",
+    ),
     "rope_parameters.rope_type=dynamic does not go together with data.packing=true: ": (
         "rope_parameters.rope_type=dynamic",
         "data.packing=true",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from data.encoders.kinds import find_kind
+from data.encoders.kinds import find_keys, find_kind
 from errors import UserError
 from training.config.schema import OptimizerName, RunConfig
 from training.config.sources import list_evaluations
@@ -140,7 +140,12 @@ _EVALUATION = _is("evaluate_only", "true")
 _DOCUMENTS = Feature("data=pretrain", lambda run: find_kind(run.config.data.name).concatenates, "data.name")
 _NO_TURNS = Feature(
     "data other than chat or sft",
-    lambda run: "train_on" not in getattr(find_kind(run.config.data.name).encoder, "__dataclass_fields__", {}),
+    lambda run: "train_on" not in find_keys(find_kind(run.config.data.name)),
+    "data.name",
+)
+_NO_MARKER = Feature(
+    "data other than sft",
+    lambda run: "response_marker" not in find_keys(find_kind(run.config.data.name)),
     "data.name",
 )
 _PACKED = _is("data.packing", "true")
@@ -381,6 +386,30 @@ INCOMPATIBLE = (
         _NO_TURNS,
         "its records have no turns to choose from",
         "give data.train_on=all_turns, or data=chat",
+    ),
+    Pair(
+        _is("data.rewritten_turns", "last", "keep"),
+        _NO_TURNS,
+        "its records stay one sample each",
+        "give data.rewritten_turns=split, or data=chat",
+    ),
+    Pair(
+        _given("data.response_marker", "data.response_marker"),
+        _NO_MARKER,
+        "its records say where an answer begins",
+        "give data.response_marker=null, or data=sft",
+    ),
+    Pair(
+        _given("data.template_kwargs", "data.template_kwargs"),
+        _DOCUMENTS,
+        "raw text holds no messages",
+        "give data.template_kwargs={}, or data=chat",
+    ),
+    Pair(
+        _is("data.train_on_reasoning", "false"),
+        _DOCUMENTS,
+        "raw text holds no messages",
+        "give data.train_on_reasoning=true, or data=chat",
     ),
     Pair(
         _DYNAMIC_ROPE,

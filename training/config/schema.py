@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo, TrainOn
+from data.options import ControlTokens, LengthPolicy, MixtureUnit, OnBadRecord, PadTo, RewrittenTurns, TrainOn
 from errors import UserError
 from models.adapters.options import AdapterOptions
 from models.losses.options import DPOLossType, NLLReduction
@@ -136,10 +136,15 @@ class DataConfig:
     messages_field: str | None = MISSING
     prompt_template: str | None = MISSING
     text_field: str | None = MISSING
+    response_marker: str | None = MISSING
     chosen_field: str | None = MISSING
     rejected_field: str | None = MISSING
     label_field: str | None = MISSING
     train_on: TrainOn = MISSING
+    rewritten_turns: RewrittenTurns = MISSING
+    template_kwargs: dict[str, Any] = MISSING
+    train_on_reasoning: bool = MISSING
+    control_tokens: ControlTokens | None = MISSING
     chat_template: str | None = MISSING
     special_tokens: list[str] = MISSING
     eos_token: str | None = MISSING

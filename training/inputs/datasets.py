@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.encoders.chat_templates import ChatTemplate, load_chat_template
 from data.encoders.kinds import find_kind
+from data.encoders.stops import read_stop_tokens
 from data.options import Packing
 from data.order import VERSION as ORDER_VERSION
 from data.sample import Encoder
@@ -115,7 +116,7 @@ def prepare_file(
     plan = build_row_plan(config, key)
     files = parse_key(config, key)
     encoding = Encoding(
-        encoder=build_encoder(data),
+        encoder=build_encoder(data, list_stop_tokens(config, tokenizer)),
         tokenizer=tokenizer,
         max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
         length_policy=data.length_policy,
@@ -163,15 +164,23 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     }
 
 
-def build_encoder(data: DataConfig) -> Encoder:
+def list_stop_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return the tokens at which the model stops, by generation_config.json next to its tokenizer or its weights."""
+    folders = (tokenizer.name_or_path, config.model_name_or_path or "")
+    return next((tokens for folder in folders if (tokens := read_stop_tokens(folder, tokenizer))), ())
+
+
+def build_encoder(data: DataConfig, stop_tokens: tuple[str, ...] = ()) -> Encoder:
     """Build the encoder from records to samples: that of the kind (`conf/data/NAME.yaml`), or a user-defined one.
 
-    Raises UserError for an object that is not an encoder.
+    stop_tokens: see `list_stop_tokens`. Raises UserError for an object that is not an encoder.
     """
     if data.encoder is not None:
         return build_user_encoder(data)
     encoder: Any = find_kind(data.name).encoder
-    return encoder(**{field.name: getattr(data, field.name) for field in fields(encoder)})
+    given = {"stop_tokens": stop_tokens}
+    names = [field.name for field in fields(encoder)]
+    return encoder(**{name: given[name] if name in given else getattr(data, name) for name in names})
 
 
 def build_selection(data: DataConfig, key: str) -> Selection:

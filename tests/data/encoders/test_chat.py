@@ -2,9 +2,10 @@
 
 import pytest
 
+from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder, split_messages
 from data.encoders.sft import SFTEncoder
-from data.options import TrainOn
+from data.options import RewrittenTurns, TrainOn
 from data.sample import IGNORE_INDEX, Sample
 from errors import UserError
 
@@ -172,25 +173,49 @@ PHI3 = (
 )
 
 
-def test_a_template_that_shows_earlier_turns_without_reasoning_trains_the_last(build_tokenizer) -> None:
+def read_samples(tokenizer, **options: object) -> list[list[tuple[str, str]]]:
+    """Return (context, target) of each target turn of each sample."""
+    samples = ChatEncoder(**options).encode({"messages": MESSAGES}, "chat.jsonl:7", tokenizer)
+    return [
+        read_targets_in_context(sample, tokenizer) for sample in (samples if isinstance(samples, list) else [samples])
+    ]
+
+
+def read_targets_in_context(sample: Sample, tokenizer) -> list[tuple[str, str]]:
+    input_ids, labels = sample["input_ids"], sample["labels"]
+    starts = [i for i, label in enumerate(labels) if label != IGNORE_INDEX and labels[i - 1] == IGNORE_INDEX]
+    ends = [next((j for j in range(i, len(labels)) if labels[j] == IGNORE_INDEX), len(labels)) for i in starts]
+    return [
+        (tokenizer.decode(input_ids[:start]), tokenizer.decode(labels[start:end])) for start, end in zip(starts, ends)
+    ]
+
+
+def render_prompt(tokenizer, num_turns: int) -> str:
+    return tokenizer.apply_chat_template(MESSAGES[:num_turns], tokenize=False, add_generation_prompt=True)
+
+
+def test_a_template_that_shows_earlier_turns_without_reasoning_makes_a_sample_of_each(build_tokenizer) -> None:
     tokenizer = build_tokenizer(eos_token="<|im_end|>", chat_template=QWEN3)
-    pieces = ChatEncoder().split({"messages": MESSAGES}, "chat.jsonl:7", tokenizer)
-    assert [text for text, is_target in pieces if is_target] == ["<think>\n\n</think>\n\nYes.<|im_end|>"]
-    assert pieces[0] == (
-        tokenizer.apply_chat_template(MESSAGES[:-1], tokenize=False, add_generation_prompt=True),
-        False,
+    first, last = (
+        (render_prompt(tokenizer, turns), f"<think>\n\n</think>\n\n{answer}<|im_end|>")
+        for turns, answer in ((2, "Eight."), (4, "Yes."))
     )
+    assert read_samples(tokenizer) == [[first], [last]]
+    assert read_samples(tokenizer, rewritten_turns=RewrittenTurns.last) == [[last]]
+    ((kept, end),) = read_samples(tokenizer, rewritten_turns=RewrittenTurns.keep)
+    assert kept == (first[0], "Eight.<|im_end|>") and end == last
 
 
-def test_an_eos_token_after_the_conversation_alone(build_tokenizer) -> None:
+def test_an_eos_after_the_conversation_alone(build_tokenizer) -> None:
+    """Generation stops at it after any turn, though a next turn is shown without it."""
     tokenizer = build_tokenizer(chat_template=PHI3)
-    pieces = ChatEncoder().split({"messages": MESSAGES}, "chat.jsonl:7", tokenizer)
-    assert [text for text, is_target in pieces if is_target] == ["Eight.<end>\n", "Yes.<end>\n</s>"]
-    assert "".join(text for text, _ in pieces) == tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    ((first, last),) = read_samples(tokenizer)
+    assert first == (render_prompt(tokenizer, 2), "Eight.<end>\n</s>")
+    assert last == (render_prompt(tokenizer, 4), "Yes.<end>\n</s>")
 
 
 @pytest.mark.parametrize("template", [QWEN3, PHI3])
 def test_turns_before_the_answers_are_not_targets(build_tokenizer, template: str) -> None:
     tokenizer = build_tokenizer(eos_token="<|im_end|>" if template is QWEN3 else "</s>", chat_template=template)
-    pieces = split_messages(MESSAGES, "chat.jsonl:7", tokenizer, first_target=4)
-    assert ["Yes." in text for text, is_target in pieces if is_target] == [True]
+    split = split_messages(MESSAGES, {}, "chat.jsonl:7", tokenizer, ChatEncoder(), ContentCounts(), 4)
+    assert [next("Yes." in piece.content for piece in pieces if piece.is_target) for pieces in split] == [True]

@@ -137,22 +137,22 @@ def test_turns_after_the_last_answer_are_dropped(chat_tokenizer: PreTrainedToken
     assert encode(longer, chat_tokenizer) == encode(shorter, chat_tokenizer)
 
 
-def test_the_last_turn_gets_the_eos_that_the_template_lacks(build_tokenizer) -> None:
+def test_a_turn_ends_with_the_eos_that_the_template_lacks(build_tokenizer) -> None:
     tokenizer = build_tokenizer(chat_template=TEMPLATE_WITHOUT_EOS, pad_token="</s>")
     record = chat(("user", "Legs?"), ("assistant", "Eight."), ("user", "Sure?"), ("assistant", "Yes."))
-    assert read_runs(encode(record, tokenizer), tokenizer) == [
-        ("masked", "user: Legs?\nassistant: "),
-        ("loss", "Eight.\n"),
-        ("masked", "user: Sure?\nassistant: "),
-        ("loss", "Yes.\n</s>"),
-    ]
+    sample = encode(record, tokenizer)
+    text = "user: Legs?\nassistant: Eight.\nuser: Sure?\nassistant: Yes.</s>"
+    assert tokenizer.decode(sample["input_ids"]) == text  # in between as the template shows it
+    assert tokenizer.decode([label for label in sample["labels"] if label != -100]) == "Eight.</s>Yes.</s>"
+    place = sample["labels"].index(tokenizer.eos_token_id)
+    assert tokenizer.decode(sample["input_ids"][:place]).endswith("Eight.")
 
 
 def test_an_eos_inside_an_answer_does_not_end_it(chat_tokenizer: PreTrainedTokenizerFast, build_tokenizer) -> None:
     record = chat(("user", "a"), ("assistant", "b<|im_end|>c"))
     assert read_runs(encode(record, chat_tokenizer), chat_tokenizer)[1] == ("loss", "b<|im_end|>c<|im_end|>")
     no_end = build_tokenizer(chat_template=TEMPLATE_WITHOUT_EOS, eos_token="<|im_end|>")
-    assert read_runs(encode(record, no_end), no_end)[1] == ("loss", "b<|im_end|>c\n<|im_end|>")
+    assert read_runs(encode(record, no_end), no_end)[1] == ("loss", "b<|im_end|>c<|im_end|>")
 
 
 def test_which_fields_a_record_is_read_by(chat_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -194,7 +194,42 @@ def test_a_template_that_refuses_the_roles(build_tokenizer) -> None:
         encode(CONVERSATION, build_tokenizer(chat_template=template))
 
 
-def test_a_template_that_rewrites_earlier_turns(build_tokenizer) -> None:
+def test_a_template_that_rewrites_what_comes_before_the_question(build_tokenizer) -> None:
+    """The turn is found after the question, and its context is the prompt."""
     template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = build_tokenizer(chat_template=template)
+    sample = SFTEncoder().encode(CONVERSATION, "train.jsonl:12", tokenizer)
+    question, answer = (turn["content"] for turn in CONVERSATION["messages"][1:3])
+    system = CONVERSATION["messages"][0]["content"]
+    assert read_runs(sample[0], tokenizer) == [("masked", f"2{system}{question}"), ("loss", f"{answer}</s>")]
+
+
+def test_a_template_that_rewrites_the_question(build_tokenizer) -> None:
+    template = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}"
     with pytest.raises(UserError, match="train.jsonl:12: message 3: the chat template rewrites earlier turns"):
         encode(CONVERSATION, build_tokenizer(chat_template=template))
+
+
+def test_a_text_with_a_marker_where_the_response_begins(build_tokenizer) -> None:
+    tokenizer = build_tokenizer(puts_bos=True)
+    options = {"response_marker": "### Answer:"}
+    text = "### Question: ### Answer: or not?\n### Answer: Eight."
+    runs = [
+        ("masked", "<s>### Question: ### Answer: or not?\n### Answer:"),
+        ("loss", " Eight.</s>"),
+    ]
+    for written in (text, f"{text}</s>", f"<s>{text}</s>\n"):
+        assert read_runs(encode({"text": written}, tokenizer, **options), tokenizer) == runs
+    assert encode({"body": text}, tokenizer, text_field="body", **options) == encode(
+        {"text": text}, tokenizer, **options
+    )
+    with_pair = encode(RECORD | {"text": text}, tokenizer, **options)
+    assert with_pair == encode(RECORD, tokenizer)
+
+
+@pytest.mark.parametrize("text", ["no marker", "### Answer:", "### Answer: \n", "### Answer: </s>"])
+def test_a_text_without_a_response(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    with pytest.raises(UserError, match="train.jsonl:12: field 'text' has nothing after data.response_marker='### A"):
+        encode({"text": text}, tokenizer, response_marker="### Answer:")
+    with pytest.raises(UserError, match="^data.response_marker is empty"):
+        SFTEncoder(response_marker="")

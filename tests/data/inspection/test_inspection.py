@@ -6,6 +6,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
+from data.encoders.chat import ChatEncoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.unpaired import UnpairedEncoder
 from data.inspection.report import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
@@ -66,6 +67,17 @@ def test_trained_parts_are_marked(path: Path, tokenizer) -> None:
     packed = Rows(path, PLANS[Packing.BEST_FIT], True, True)
     parts = render_row(packed, 0, tokenizer, in_colour=False).split("\n--- next document of the row ---\n")
     assert sorted(parts) == ["How many legs?\n[[8</s>]]", "Legs?\n[[Eight\\x1b[2J.</s>]]"]
+
+
+def test_the_stop_token_of_each_turn_is_shown(build_tokenizer, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    turns = [{"role": role, "content": text} for role, text in (("user", "Legs?"), ("assistant", "Eight."))]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns * 2}))
+    encoding = Encoding(ChatEncoder(), tokenizer, 64)
+    path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
+    assert "turns end at </s> (2)" in describe_dataset(path, PLANS[Packing.NONE])
+    shown = render_row(Rows(path, PLANS[Packing.NONE], True, True), 0, tokenizer, in_colour=False)
+    assert shown == "user: Legs?\n[[assistant: Eight.</s>]]user: Legs?\n[[assistant: Eight.</s>]]"
 
 
 def test_a_long_row_is_shortened(tokenizer, tmp_path: Path) -> None:

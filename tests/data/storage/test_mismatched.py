@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.counts import ContentCounts
 from data.encoders.length import LengthCounts
 from data.storage.mismatched import check_labels, mismatched_path, prepare_mismatched
 from data.storage.rows import RowPlan
@@ -32,7 +33,7 @@ def save_samples(path: Path, prompts: list[int], desirable: list[bool] | None = 
     with TokenizedWriter(path, num_sources=1) as writer:
         writer.append(columns, 0)
         counts = len(prompts), writer.num_tokens, writer.num_targets, len(prompts), 0
-        writer.finish(Summary(*counts, LengthCounts(), [], writer.fingerprints))
+        writer.finish(Summary(*counts, LengthCounts(), ContentCounts(), [], writer.fingerprints))
 
 
 @pytest.mark.parametrize(

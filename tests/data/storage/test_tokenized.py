@@ -38,16 +38,16 @@ class SlowEncoder(SFTEncoder):
 
     trace: str = ""
 
-    def split(self, record, location, tokenizer):
+    def split(self, record, location, tokenizer, counts):
         with open(self.trace, "a") as file:
             file.write(f"{location}\n")
         time.sleep(0.02)
-        return super().split(record, location, tokenizer)
+        return super().split(record, location, tokenizer, counts)
 
 
 @dataclass(frozen=True)
 class BrokenEncoder(SFTEncoder):
-    def split(self, record, location, tokenizer):
+    def split(self, record, location, tokenizer, counts):
         raise KeyError("a bug, not a mistake of the user")
 
 
@@ -57,10 +57,10 @@ class DyingEncoder(SFTEncoder):
 
     parent: int = 0
 
-    def split(self, record, location, tokenizer):
+    def split(self, record, location, tokenizer, counts):
         if os.getpid() != self.parent:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().split(record, location, tokenizer)
+        return super().split(record, location, tokenizer, counts)
 
 
 @pytest.fixture

@@ -1,0 +1,66 @@
+"""Counts of what encoders made of the content of records, so that nothing is changed or lost silently."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+MAX_PLACES = 3
+
+
+@dataclass
+class ContentCounts:
+    """Counts of some records.
+
+    num_turns, num_target_turns: assistant turns, and those that are trained on. num_lost_turns: targets that the
+    template rewrites later and that `data.rewritten_turns=last` leaves out. num_split: conversations that became
+    several samples, since their template rewrites earlier turns; num_extra_samples, num_repeated_tokens: what that
+    adds. num_hidden_thoughts: turns whose reasoning the template does not show. num_other_masks: turns of which the
+    template's `{% generation %}` tags mark something else than what the model has to generate.
+    num_control_tokens: texts of control tokens in the content of records; control_places: the first of them.
+    stop_tokens: what ends the turns.
+    """
+
+    num_turns: int = 0
+    num_target_turns: int = 0
+    num_lost_turns: int = 0
+    num_split: int = 0
+    num_extra_samples: int = 0
+    num_repeated_tokens: int = 0
+    num_hidden_thoughts: int = 0
+    num_other_masks: int = 0
+    num_control_tokens: int = 0
+    control_places: list[str] = field(default_factory=list)
+    stop_tokens: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: "ContentCounts") -> None:
+        stop_tokens = dict(Counter(self.stop_tokens) + Counter(other.stop_tokens))
+        for name, value in vars(other).items():
+            if name != "stop_tokens":
+                setattr(self, name, getattr(self, name) + value)
+        self.stop_tokens, self.control_places = stop_tokens, self.control_places[:MAX_PLACES]
+
+    def describe(self) -> list[str]:
+        """Return what a user should know, one part each; empty where there is nothing to say."""
+        parts = []
+        if self.num_split:
+            parts.append(
+                f"{self.num_split:,} conversations are {self.num_split + self.num_extra_samples:,} samples, since the "
+                f"chat template rewrites earlier turns ({self.num_repeated_tokens:,} tokens are repeated)"
+            )
+        if self.num_lost_turns:
+            parts.append(
+                f"{self.num_lost_turns:,} of {self.num_target_turns:,} turns are not trained on, since the chat "
+                "template rewrites them later"
+            )
+        if self.num_hidden_thoughts:
+            parts.append(f"the chat template does not show the reasoning of {self.num_hidden_thoughts:,} turns")
+        if self.num_other_masks:
+            parts.append(
+                f"the chat template's generation tags, which decide, mark something else in {self.num_other_masks:,} "
+                "turns than what the model generates"
+            )
+        if self.num_control_tokens:
+            parts.append(
+                f"{self.num_control_tokens:,} control tokens in the text of records, first in "
+                f"{', '.join(self.control_places)}"
+            )
+        return parts
