@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import Case, build_engine
 from support.configs import build_config
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
 
 from errors import UserError
 from training.distributed.topology import Layout, Topology
@@ -99,3 +105,24 @@ def test_a_key_that_is_written_here_is_refused(key: str) -> None:
         UserError, match=f"deepspeed.{key.partition('.')[0]} is written from the run's own keys .*; set those instead"
     ):
         build(f"+deepspeed.{key}=0")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_pythons_garbage_collection_is_off_where_the_group_asks_for_that(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, stage: int
+) -> None:
+    save_llama(tmp_path / "model", num_hidden_layers=1)
+    save_tokenizer(tmp_path / "model")
+    records = save_records(tmp_path / "train.jsonl", 8)
+    for keys, expected in (((), True), (("+deepspeed.disable_python_gc=true",), False)):
+        case = Case(tmp_path / "model", records, tmp_path, overrides=(f"zero_stage={stage}", *keys))
+        assert workers(1).run(start_and_look_at_gc, case) == [expected]
+
+
+def start_and_look_at_gc(case: Case) -> bool:
+    """Whether collection is on when an engine has started."""
+    try:
+        build_engine(case)
+        return gc.isenabled()
+    finally:
+        gc.enable()
