@@ -73,21 +73,16 @@ EXAMPLES = {
     ),
     "zero_stage=3 does not go together with num_stages=2: ": ("zero_stage=3", "num_stages=2"),
     "zero_stage=3 does not go together with tensor_parallel_size=2: ": ("zero_stage=3", TWO_RANKS),
-    "zero_stage=2 does not go together with precision=fp16: ": ("zero_stage=2", "precision=fp16"),
+    "zero_stage=3 does not go together with precision=fp16: ": ("zero_stage=3", "precision=fp16"),
     "zero_stage=3 does not go together with compile=true: ": ("zero_stage=3", "compile=true"),
-    "zero_stage=2 does not go together with offload_optimizer=cpu: ": ("zero_stage=2", "offload_optimizer=cpu"),
+    "zero_stage=3 does not go together with offload_optimizer=cpu: ": ("zero_stage=3", "offload_optimizer=cpu"),
     "zero_stage=3 does not go together with optimizer=adamw_8bit: ": ("zero_stage=3", "optimizer=adamw_8bit"),
-    "zero_stage=2 does not go together with adapter.load_in_4bit=true: ": (
-        "zero_stage=2",
+    "zero_stage=3 does not go together with adapter.load_in_4bit=true: ": (
+        "zero_stage=3",
         "adapter.load_in_4bit=true",
     ),
     "zero_stage=3 does not go together with adapter.use_dora=true: ": ("zero_stage=3", "adapter.use_dora=true"),
     "sharding_parallel_size does not go together with zero_stage=3: ": ("sharding_parallel_size=2", "zero_stage=3"),
-    "sharding_parallel_size does not go together with offload_optimizer=cpu: ": (
-        "sharding_parallel_size=2",
-        "offload_optimizer=cpu",
-    ),
-    "sharding_parallel_size does not go together with precision=fp16: ": ("sharding_parallel_size=2", "precision=fp16"),
     "sharding_parallel_size does not go together with plan=search: ": ("sharding_parallel_size=2", "plan=search"),
     "offload_parameters=cpu does not go together with zero_stage=1: ": ("offload_parameters=cpu",),
     "zero_stage=3 does not go together with evaluate_only=true: ": (

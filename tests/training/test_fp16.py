@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.cases import Case, train_run
 from support.families import save_family
@@ -26,10 +27,14 @@ def train_in_fp16(case: Case, initial_scale_power: int = 21) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from training.config import validate
+    from training.config.incompatible import Run, check_together
     from training.engine import pipeline_engine as engines
     from training.resolution import resolve
 
     written = engines.build_deepspeed_config
+
+    def check(run: Run) -> None:
+        check_together(replace(run, has_accelerator=True))
 
     def build(*arguments: Any) -> dict[str, Any]:
         return {**written(*arguments), "fp16": {"enabled": True, "initial_scale_power": initial_scale_power}}
@@ -37,10 +42,75 @@ def train_in_fp16(case: Case, initial_scale_power: int = 21) -> None:
     with (
         patch.object(engines, "build_deepspeed_config", build),
         patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True),
-        patch.object(validate, "check_together", lambda run: None),
-        patch.object(resolve, "check_together", lambda run: None),
+        patch.object(validate, "check_together", check),
+        patch.object(resolve, "check_together", check),
     ):
         train_run(case)
+
+
+# Each rank has one micro-batch, so that sums of several are not rounded in another order
+PARTITIONED = {
+    "stage2": (1, 2, ("zero_stage=2",)),
+    "dp4-stage2": (1, 4, ("zero_stage=2",)),  # a sum over more replicas is beyond fp16, where its mean is not
+    "pp2-stage2": (2, 4, ("zero_stage=2",)),
+    "offloaded": (1, 2, ("zero_stage=2", "offload_optimizer=cpu")),
+}
+KEPT = ("loss", "grad_norm", "skipped_steps", "loss_scale")
+Result = tuple[list[dict[str, Any]], dict[str, torch.Tensor]]  # KEPT of each step, exported weights
+
+
+@pytest.fixture
+def train(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> Callable[..., Result]:
+    """train(num_stages, world_size, *overrides), with one micro-batch on each rank."""
+    save_llama(tmp_path / "hf", num_hidden_layers=2)
+    save_tokenizer(tmp_path / "hf")
+    records = save_records(tmp_path / "train.jsonl", 40)
+
+    def run(num_stages: int, world_size: int, *overrides: str) -> Result:
+        size = 8 * num_stages // world_size
+        keys = ("precision=fp16", "logging_steps=1", "save_steps=null", "overwrite_output_dir=true")
+        keys += (f"micro_batch_size={size}", *overrides)
+        case = Case(tmp_path / "hf", records, tmp_path, num_stages, world_size, STEPS, keys)
+        workers(world_size).run(train_in_fp16, case)
+        lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+        kept = [{key: line[key] for key in KEPT} for line in lines if "loss" in line]
+        return kept, load_file(tmp_path / "out" / "hf" / "model.safetensors")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=() if each == "stage2" else pytest.mark.full) for each in PARTITIONED]
+)
+def test_partitioned_gradients_take_the_same_steps(train: Callable[..., Result], layout: str) -> None:
+    """Skipped steps, loss scales, losses and weights are those of `zero_stage=1`, to the bit: where one rank's part of
+    the gradient overflows, all skip the step."""
+    num_stages, world_size, keys = PARTITIONED[layout]
+    adamw = ("optimizer=adamw", "learning_rate=1e-3")
+    whole, expected = train(num_stages, world_size, *adamw)
+    partitioned, weights = train(num_stages, world_size, *adamw, *keys)
+    assert partitioned == whole
+    assert {line["skipped_steps"] for line in whole} == {0, 1}
+    assert [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keys", [(), ("zero_stage=2",), ("offload_optimizer=cpu",)], ids=["stage1", "stage2", "cpu"])
+def test_shard_groups_take_nearly_the_same_steps(
+    train: Callable[..., Result], tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    """A group's average is rounded to fp16 before it is averaged with the others."""
+    whole, expected = train(1, 4)
+    grouped, weights = train(1, 4, "sharding_parallel_size=2", *keys)
+    for key in ("skipped_steps", "loss_scale"):
+        assert [line[key] for line in grouped] == [line[key] for line in whole]
+    for key in ("loss", "grad_norm"):
+        pairs = [(found[key], wanted[key]) for found, wanted in zip(grouped, whole, strict=True) if wanted[key]]
+        assert len(pairs) > 1 and all(found == pytest.approx(wanted, rel=1e-3) for found, wanted in pairs)
+    start = load_file(tmp_path / "hf" / "model.safetensors")
+    off = sum((weights[name].float() - expected[name].float()).square().sum() for name in start)
+    moved = sum((expected[name].float() - start[name]).square().sum() for name in start)
+    assert off.sqrt() < 0.02 * moved.sqrt()  # the export's own rounding to fp16 is in it
 
 
 def refuse(name: str) -> Any:

@@ -324,6 +324,9 @@ class GradientSums:
             if self._shards:
                 target.add_(received, alpha=1 / self._size)
                 continue
+            if target.dtype is torch.float16:
+                target.copy_(received.float().div_(self._size))  # the sum may be beyond fp16, where the mean is not
+                continue
             if target.data_ptr() != received.data_ptr():
                 target.copy_(received)
             target.div_(self._size)

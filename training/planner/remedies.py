@@ -49,7 +49,7 @@ def find_remedies(plan: Plan, config: RunConfig, build: Callable[[RunConfig], Pl
     alone = [_try(config, changes, build) for changes in (*EXACT, *ROUNDED)]
     if fitting := [remedy for remedy in alone if remedy is not None and remedy.plan.fits]:
         return fitting
-    offloading = [changes for changes in EXACT if "zero_stage" not in changes]  # they do not go together
+    offloading = [changes for changes in EXACT if changes.get("zero_stage") != 3]  # they do not go together
     sharding = [changes for changes in EXACT if "offload_optimizer" not in changes]
     together = [_collect(plan, config, [*chain, *ROUNDED[:1]], build) for chain in (offloading, sharding)]
     return [remedy for remedy in together if remedy is not None]

@@ -232,7 +232,7 @@ def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
         advice.append("zero_stage=3")
     if config.shards_weights and config.offload_parameters is Offload.none:
         advice.append("offload_parameters=cpu")
-    if config.offload_optimizer is Offload.none and not config.shards_gradients:
+    if config.offload_optimizer is Offload.none and not config.shards_weights:
         advice.append("offload_optimizer=cpu")
     if plan.layout.num_stages > 1 and plan.layout.dp_size == 1 and config.offload_optimizer is Offload.none:
         advice.append("twice the world_size, so that replicas share the optimizer")

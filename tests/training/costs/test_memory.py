@@ -108,6 +108,17 @@ def test_zero_stage_2_holds_a_part_of_the_sums() -> None:
         assert state("zero_stage=2", "activation_checkpoint_interval=0", largest=20, saved=saved).buffers == beside
 
 
+def test_zero_stage_2_offloaded_holds_its_part_of_the_sums_on_the_gpu() -> None:
+    keys = ("zero_stage=2", "activation_checkpoint_interval=1")
+    held, offloaded = state(*keys, largest=20), state(*keys, OFFLOADED, largest=20)
+    assert offloaded == replace(held, optimizer=0, host=250 * (4 + 8 + 4 + 2))
+
+
+def test_zero_stage_2_in_fp16() -> None:
+    found = state("precision=fp16", "zero_stage=2", "activation_checkpoint_interval=1")
+    assert found == Memory(weights=2000, gradients=500, optimizer=3000, buffers=2 * 1000 + 4 * 1000, step=4 * 250)
+
+
 def test_stage_3_may_keep_its_part_of_the_weights_on_the_host() -> None:
     sharded, offloaded = (state("zero_stage=3", *more) for more in ((), ("offload_parameters=cpu",)))
     assert (sharded.weights, sharded.host) == (500, 0)

@@ -86,9 +86,12 @@ def test_five_sgd_steps_equal_peft(
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp1", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [("pp2", 1), *(pytest.param(*each, marks=pytest.mark.full) for each in (("pp1", 1), ("dp2", 2), ("pp2xdp2", 2)))],
+)
 def test_projections_in_4_bits_train_the_adapters_of_a_model_with_their_values(
-    workers: Callable[[int], WorkerGroup], tmp_path: Path, layout: str
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, layout: str, stage: int
 ) -> None:
     """The oracle is peft on a Hugging Face model whose projections are quantized to nf4 and back to fp32."""
     functional = pytest.importorskip("bitsandbytes.functional")
@@ -104,8 +107,9 @@ def test_projections_in_4_bits_train_the_adapters_of_a_model_with_their_values(
             changed = max(changed, relative_difference(rounded, parameter.data))
             parameter.data = rounded
     assert changed > 0.01  # it does round
-    num_stages, world_size = LAYOUTS[layout]
+    num_stages, world_size = {**LAYOUTS, "dp2": (1, 2)}[layout]
     overrides = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", "adapter.load_in_4bit=true", CLIPPED)
+    overrides += (f"zero_stage={stage}", "micro_batch_size=1")
     case = Case(
         model_folder, save_records(tmp_path / "train.jsonl", 40), tmp_path, num_stages, world_size, overrides=overrides
     )

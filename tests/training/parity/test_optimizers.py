@@ -31,6 +31,7 @@ LAYOUTS = {  # stages, ranks, tensor_parallel_size
     "dp4-zero2": (1, 4, 1),
     "dp4-zero3": (1, 4, 1),
 }
+BLOCKS = {**LAYOUTS, "pp2xdp2-zero2": (2, 4, 1)}  # where 8 bits are compared
 DECAY = "weight_decay=0.1"
 ADAMW = ("optimizer=adamw", "optimizer.eps=1e-2", "learning_rate=1e-2", DECAY)
 Groups = list[dict]
@@ -55,7 +56,7 @@ def train(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., tu
     """train(layout, *overrides): the case, and the results of all its ranks."""
 
     def run(layout: str, *overrides: str, model: str = "tiedFalse") -> tuple[Case, dict]:
-        num_stages, world_size, parallel = LAYOUTS[layout]
+        num_stages, world_size, parallel = BLOCKS[layout]
         zero = (f"zero_stage={layout[-1]}", "micro_batch_size=1") if "zero" in layout else ()
         keys = (*zero, f"tensor_parallel_size={parallel}", "max_grad_norm=1.0", *overrides)
         case = Case(root / model, root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
@@ -276,7 +277,8 @@ def split_stages(model: torch.nn.Module, bounds: list[int]) -> list[Groups]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["pp2", pytest.param("dp2", marks=pytest.mark.full), pytest.param("pp2xdp2", marks=pytest.mark.full)]
+    "layout",
+    ["pp2", *(pytest.param(each, marks=pytest.mark.full) for each in ("dp2", "pp2xdp2", "zero2", "pp2xdp2-zero2"))],
 )
 def test_8_bits_equal_the_same_blocks_in_one_process(train, layout: str) -> None:
     keys = ("optimizer=adamw_8bit", "optimizer.eps=1e-2", f"learning_rate={LR_8BIT}", DECAY)

@@ -48,7 +48,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     return case
 
 
-TENSOR_PARALLEL = "tensor_parallel_size=2"
+TENSOR_PARALLEL, OFFLOADED = "tensor_parallel_size=2", "offload_optimizer=cpu"
 find_oracle = cache(train_oracle)
 KINDS = {
     "plain": (),
@@ -87,14 +87,17 @@ PIPELINES = {
     "pp1xtp2xdp2": (1, 4, (TENSOR_PARALLEL,)),
     "pp2xtp2xdp2": (2, 8, (TENSOR_PARALLEL,)),
     "pp2xcp2": (2, 4, ("context_parallel_size=2",)),
+    "pp2xdp2-offloaded": (2, 4, (OFFLOADED,)),
+    "dp2-offloaded": (1, 2, (OFFLOADED,)),
     "pp2": (2, 2, ()),
 }
+SHORT = (("pp2xdp2", True), ("dp2-offloaded", False))
 
 
 @pytest.mark.parametrize(
     ("layout", "tied"),
     [
-        pytest.param(layout, tied, marks=() if (layout, tied) == ("pp2xdp2", True) else pytest.mark.full)
+        pytest.param(layout, tied, marks=() if (layout, tied) in SHORT else pytest.mark.full)
         for layout in PIPELINES for tied in (False, True)
     ],
 )  # fmt: skip
@@ -127,9 +130,11 @@ GROUPED = {  # num_stages, world_size, sharding_parallel_size
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("layout", GROUPED)
-def test_shard_groups_equal_hugging_face(workers, material, layout: str, stage: int, tied: bool) -> None:
+@pytest.mark.parametrize("place", ["none", "cpu"])
+def test_shard_groups_equal_hugging_face(workers, material, place: str, layout: str, stage: int, tied: bool) -> None:
     num_stages, world_size, size = GROUPED[layout]
-    keys = (f"zero_stage={stage}", f"sharding_parallel_size={size}", "micro_batch_size=1", CLIPPED)
+    keys = (f"zero_stage={stage}", f"sharding_parallel_size={size}", f"offload_optimizer={place}")
+    keys += ("micro_batch_size=1", CLIPPED)
     case = replace(material(tied, 1, *keys), num_stages=num_stages, world_size=world_size)
     result = merge(workers(world_size).run(train_in_small_buckets, case))
     oracle = find_oracle(material(tied, 1, CLIPPED))
@@ -153,6 +158,27 @@ def test_groups_hold_what_fewer_replicas_would(workers, material, stage: int) ->
     for held in workers(4).run(measure_held, case):
         _, gradients, masters = (share / held["all"] for share in held["held"])
         assert 0.49 < masters < 0.51 and (stage == 1 or 0.49 < gradients < 0.51)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("num_stages", "world_size", "keys"),
+    [(1, 2, ("zero_stage=2",)), (2, 4, ("zero_stage=2",))]
+    + [(1, 4, (f"zero_stage={stage}", "sharding_parallel_size=2")) for stage in (1, 2)],
+    ids=["dp2", "pp2xdp2", "groups", "groups-stage2"],
+)
+def test_an_offloaded_step_is_the_same_to_the_bit(
+    workers, material, num_stages: int, world_size: int, keys: tuple[str, ...]
+) -> None:
+    """In bf16, from several micro-batches; also of shard groups, whose gradients go to the host when averaged."""
+    keys = ("precision=bf16", "data.pad_to=max_seq_length", "micro_batch_size=1", *keys)
+    held, offloaded = (
+        gather_masters(workers(world_size).run(train_masters, replace(case, num_stages=num_stages)))
+        for more in ((), (OFFLOADED,))
+        for case in [material(False, world_size, *keys, *more)]
+    )
+    assert held.keys() == offloaded.keys() and all(step.any() for step in held.values())
+    assert [name for name, step in held.items() if not torch.equal(step, offloaded[name])] == []
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ def plan_row(overrides: str) -> Plan:
 
 @pytest.mark.parametrize(
     ("overrides", "gpu", "fits", "host", "speed"),
-    [pytest.param(*row, id=row[0], marks=() if number == 12 else pytest.mark.full) for number, row in enumerate(ROWS)],
+    [pytest.param(*row, id=row[0], marks=() if number == 13 else pytest.mark.full) for number, row in enumerate(ROWS)],
 )
 def test_the_table_is_the_plans(overrides: str, gpu: str, fits: str, host: str, speed: str) -> None:
     plan = plan_row(overrides)

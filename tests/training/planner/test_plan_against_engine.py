@@ -128,6 +128,11 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
         ),
         pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=1"), marks=pytest.mark.full),
         pytest.param(1, (*OFFLOADED, "gradient_reduce_dtype=bf16"), marks=pytest.mark.full),
+        pytest.param(1, (*OFFLOADED, "zero_stage=2"), marks=pytest.mark.full),
+        pytest.param(2, (*OFFLOADED, "zero_stage=2"), marks=pytest.mark.full),
+        pytest.param(
+            1, ("precision=bf16", *RECOMPUTED, "zero_stage=2", "optimizer=adamw_8bit"), marks=pytest.mark.full
+        ),
         pytest.param(
             1,
             ("precision=fp32", "activation_checkpoint_interval=1", "gradient_reduce_dtype=bf16"),
