@@ -396,7 +396,7 @@ INCOMPATIBLE = (
         _given("data.template_kwargs", "data.template_kwargs"),
         _DOCUMENTS,
         "raw text holds no messages",
-        "give data.template_kwargs={}, or data=chat",
+        "give data.template_kwargs=null, or data=chat",
     ),
     Pair(
         _is("data.train_on_reasoning", "false"),

@@ -142,7 +142,7 @@ class DataConfig:
     label_field: str | None = MISSING
     train_on: TrainOn = MISSING
     rewritten_turns: RewrittenTurns = MISSING
-    template_kwargs: dict[str, Any] = MISSING
+    template_kwargs: Any = MISSING  # a mapping; built by training/inputs/datasets.py
     train_on_reasoning: bool = MISSING
     control_tokens: ControlTokens | None = MISSING
     chat_template: str | None = MISSING

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 from support.configs import build_config
 from support.tiny import VOCAB_SIZE, save_llama, save_tokenizer
+from transformers import AutoTokenizer
 
-from data.options import TrainOn
+from data.encoders.chat import ChatEncoder
+from data.options import ControlTokens, RewrittenTurns, TrainOn
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.weights.sources import open_weights
 from training.config.schema import RunConfig
-from training.inputs.datasets import build_encoder, load_tokenizer
+from training.inputs.datasets import build_encoder, list_stop_tokens, load_tokenizer
 from training.setup import open_source
 
 
@@ -69,3 +72,38 @@ def test_train_on_reaches_the_encoder(tmp_path: Path) -> None:
         data = write_config(tmp_path, f"data={kind}", "data.train_on=last_turn").data
         assert build_encoder(data).train_on is TrainOn.last_turn
         assert build_encoder(dataclasses.replace(data, train_on=TrainOn.all_turns)).train_on is TrainOn.all_turns
+
+
+def test_keys_of_targets_and_stop_tokens_reach_the_encoder(tmp_path: Path) -> None:
+    keys = ("data.rewritten_turns=keep", "data.template_kwargs={enable_thinking: false}", "data.control_tokens=refuse")
+    config = write_config(tmp_path, *keys, "data.train_on_reasoning=false")
+    tokenizer = load_tokenizer(config, open_source(config, None))
+    assert list_stop_tokens(config, tokenizer) == ()
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
+    stops = tuple(sorted(tokenizer.convert_ids_to_tokens([0, 1])))
+    assert list_stop_tokens(config, tokenizer) == stops
+    elsewhere = AutoTokenizer.from_pretrained(shutil.copytree(tmp_path / "model", tmp_path / "tokenizer"))
+    (tmp_path / "tokenizer" / "generation_config.json").unlink()
+    assert list_stop_tokens(config, elsewhere) == stops  # next to the weights
+    encoder = build_encoder(config.data, stops)
+    assert encoder == ChatEncoder(
+        rewritten_turns=RewrittenTurns.keep,
+        template_kwargs={"enable_thinking": False},
+        control_tokens=ControlTokens.refuse,
+        train_on_reasoning=False,
+        stop_tokens=stops,
+    )
+    keys = {repr(each) for each in (encoder, build_encoder(config.data), build_encoder(write_config(tmp_path).data))}
+    assert len(keys) == 3  # parts of the cache's key
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("high", "data.template_kwargs=high: give a mapping, such as {enable_thinking: false}"),
+        ("{tools: [], documents: []}", "data.template_kwargs: tools of a template cannot be set; omit it"),
+    ],
+)
+def test_template_kwargs_that_are_refused(tmp_path: Path, value: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_encoder(write_config(tmp_path, f"data.template_kwargs={value}").data)
