@@ -98,6 +98,25 @@ KEYS = {
         "moe.aux_loss_coef=0.01: this 'llama' model has no experts; leave it at 0",
     ),
     "a negative coefficient": (("moe.z_loss_coef=-1",), "moe.z_loss_coef=-1.0: 0 or more; 0 turns it off"),
+    "nobody to tokenize": (("data.num_proc=0",), "data.num_proc=0: at least 1"),
+    "no tensor parallelism at all": (("tensor_parallel_size=0",), "tensor_parallel_size=0: at least 1"),
+    "no context parallelism at all": (("context_parallel_size=0",), "context_parallel_size=0: at least 1"),
+    "an endless epsilon": (("optimizer.eps=inf",), "optimizer.eps=inf: a finite number, more than 0"),
+    "an epsilon of nothing": (("optimizer.eps=nan",), "optimizer.eps=nan: a finite number, more than 0"),
+    "a GPU that never computes": (("hardware.efficiency=0",), "hardware.efficiency=0.0: more than 0"),
+    "a GPU without units": (
+        ("hardware.peak_flops={bf16: 0, fp16: 0, fp32: 0}",),
+        "hardware.peak_flops={'bf16': 0.0, 'fp16': 0.0, 'fp32': 0.0}: more than 0",
+    ),
+    "a node without GPUs": (("hardware.cards_per_node=0",), "hardware.cards_per_node=0: at least 1"),
+    "an adapter that adds nothing": (
+        ("adapter=lora", "adapter.lora_alpha=0"),
+        "adapter.lora_alpha=0.0: a finite number of more than 0",
+    ),
+    "an adapter that adds no number": (
+        ("adapter=lora", "adapter.lora_alpha=nan"),
+        "adapter.lora_alpha=nan: a finite number of more than 0",
+    ),
     "three batch sizes": (
         ("gradient_accumulation_steps=3",),
         "micro_batch_size=2 x gradient_accumulation_steps=3 x dp=1 is 6, not global_batch_size=4; give two of them",

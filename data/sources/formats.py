@@ -239,14 +239,33 @@ def _read_parquet(path: str) -> Iterator[RawRecord]:
             for batch in file.iter_batches(batch_size=1000):
                 for record in batch.to_pylist():
                     number += 1
-                    # A column may hold dates or bytes, which JSON cannot express; the fields that are trained on are
-                    # text.
-                    yield RawRecord(f"{path}: row {number}", json.dumps(drop_absent(record), default=str))
+                    yield encode_row(record, f"{path}: row {number}")
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(
             f"{path} cannot be read after row {number}: {reason}; it is damaged or not a Parquet file"
         ) from None
+
+
+def encode_row(record: dict, location: str) -> RawRecord:
+    """Return a row of Arrow as JSON text, without nulls inside of its columns. Bytes are UTF-8 text, or a problem that
+    names their column; dates and the like become the text that Python prints."""
+    texts = {}
+    for name, value in drop_absent(record).items():
+        try:
+            texts[name] = json.dumps(value, default=_to_text)
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            problem = (
+                f"{location}: column '{name}' holds bytes that are not UTF-8 text (byte 0x{byte:02x} at position "
+                f"{error.start}); store it as text, or remove the column"
+            )
+            return RawRecord(location, problem=problem)
+    return RawRecord(location, f"{{{', '.join(f'{json.dumps(name)}: {text}' for name, text in texts.items())}}}")
+
+
+def _to_text(value: Any) -> str:
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
 def describe_json_error(error: Exception) -> str:

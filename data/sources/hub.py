@@ -5,7 +5,6 @@
 name of that folder is part of the key of our tokenized cache.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants, get_session
 
-from data.sources.formats import RawRecord, drop_absent
+from data.sources.formats import RawRecord, encode_row
 from errors import UserError
 
 PREFIX = "hf:"
@@ -50,7 +49,7 @@ def read_hub(source: str) -> Iterator[RawRecord]:
     """Yield every record, in order."""
     for number, record in enumerate(load_hub(source), start=1):
         # A column may hold dates or bytes, which JSON cannot express; the fields that are trained on are text.
-        yield RawRecord(f"{source}: record {number}", json.dumps(drop_absent(record), default=str))
+        yield encode_row(record, f"{source}: record {number}")
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,12 +51,7 @@ def build_adapter(
     """
     if options.name is AdapterName.none:
         return None
-    for key, value, fits in (
-        ("r", options.r, options.r >= 1),
-        ("lora_dropout", options.lora_dropout, 0 <= options.lora_dropout < 1),
-    ):
-        if not fits:
-            raise UserError(f"adapter.{key}={value}: " + ("at least 1" if key == "r" else "from 0 to below 1"))
+    _check_values(options)
     if options.load_in_4bit:
         check_4bit(layers)
     if options.name_or_path:
@@ -67,6 +63,17 @@ def build_adapter(
     if is_part:
         lora.target_modules = list_full_names(layers, lora)
     return Adapter(lora, seed, tensors, options.load_in_4bit)
+
+
+def _check_values(options: AdapterOptions) -> None:
+    if options.r < 1:
+        raise UserError(f"adapter.r={options.r}: at least 1")
+    if not 0 < options.lora_alpha < math.inf:
+        raise UserError(
+            f"adapter.lora_alpha={options.lora_alpha}: a finite number of more than 0; at 0 nothing is trained"
+        )
+    if not 0 <= options.lora_dropout < 1:
+        raise UserError(f"adapter.lora_dropout={options.lora_dropout}: from 0 to below 1")
 
 
 def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:

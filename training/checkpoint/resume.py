@@ -73,6 +73,8 @@ def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
     whole = [candidate for candidate, damage in found.items() if damage is None]
     passed_over = named[: named.index(whole[0])] if whole else named
     damages = [damage for candidate in passed_over if (damage := found[candidate]) is not None]
+    if damage := _find_damaged_latest(path):
+        damages.insert(0, damage)
     if not whole:
         raise damaged_error(damages)
     return Resumable(whole, damages)
@@ -85,18 +87,33 @@ def damaged_error(damages: list[str]) -> UserError:
 
 
 def _list_candidates(path: Path) -> list[Path]:
-    if re.fullmatch(r"global_step\d+", path.name) or path.name.startswith(TEMPORARY_PREFIX):
+    if _is_step(path.name) or path.name.startswith(TEMPORARY_PREFIX):
         return [path]
     found = list_checkpoints(path)
-    if not (path / "latest").is_file():
+    if not (path / "latest").is_file() or _find_damaged_latest(path):
         return found
-    latest = path / (path / "latest").read_text().strip()
+    latest = path / _read_latest(path)
     step = step_of(latest) if latest in found else 0
     return [
         latest,
         *(other for other in found if step_of(other) < step),
         *(other for other in found if step_of(other) > step),
     ]
+
+
+def _is_step(name: str) -> bool:
+    return re.fullmatch(r"global_step\d+", name) is not None
+
+
+def _read_latest(path: Path) -> str:
+    return (path / "latest").read_text(errors="replace").strip()
+
+
+def _find_damaged_latest(path: Path) -> str | None:
+    """Return, in words, that the file `latest` is there and names no checkpoint, as after a full disk."""
+    if not (path / "latest").is_file() or _is_step(name := _read_latest(path)):
+        return None
+    return f"{path / 'latest'} is damaged: it " + (f"holds {name[:50]!r}" if name else "is empty")
 
 
 def _find_quick_damage(step_dir: Path, trust: bool) -> str | None:

@@ -55,20 +55,26 @@ KEEP_ALL = Retention()
 
 
 def prune_checkpoints(newest: Path, retention: Retention) -> None:
-    """Delete the checkpoints next to `newest`, just completed, that `retention` does not keep.
+    """Delete the checkpoints next to `newest`, just completed, that `retention` does not keep. The newest one that a
+    run can continue from stays too, which is an older one under `save_weights_only`.
 
     Incomplete checkpoints are not counted, and are left for a person to look at. So are steps after `newest`: the run
     went back to a step before them, and they may be the reason.
     """
     metrics: dict[int, float | None] = {}
+    resumable = set[int]()
     for step_dir in list_checkpoints(newest.parent):
         if step_of(step_dir) <= step_of(newest) and find_wrong_size(step_dir) is None:
             try:
-                metrics[step_of(step_dir)] = read_state(step_dir).evaluation.get(retention.criterion.metric)
+                state = read_state(step_dir)
             except UserError:  # not ours to delete
                 continue
+            metrics[step_of(step_dir)] = state.evaluation.get(retention.criterion.metric)
+            if not state.weights_only:
+                resumable.add(step_of(step_dir))
     best = read_state(newest).best if retention.keeps_best_step else None
-    for step in retention.choose_prunable(metrics, set() if best is None else {best.step}):
+    kept = {max(resumable, default=step_of(newest))} | (set() if best is None else {best.step})
+    for step in retention.choose_prunable(metrics, kept):
         _delete(newest.with_name(f"global_step{step}"))
 
 

@@ -13,6 +13,7 @@ from filelock import BaseFileLock
 
 from errors import UserError
 from filesystem import lock_file, write_atomically
+from training.checkpoint.state import list_checkpoints
 
 
 class RunFolder:
@@ -49,7 +50,8 @@ class RunFolder:
         """Check the folder for a run. Raises UserError when it cannot be written, or when this run would overwrite its
         checkpoints."""
         self.check_writable()
-        if (self.checkpoints / "latest").exists() and not resuming and not overwrite:
+        is_used = (self.checkpoints / "latest").exists() or bool(list_checkpoints(self.checkpoints))
+        if is_used and not resuming and not overwrite:
             raise UserError(
                 f"output_dir={self.path} holds checkpoints of an earlier run; continue with resume=latest, "
                 "or start over with overwrite_output_dir=true (deletes them), or give another output_dir"

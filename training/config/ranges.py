@@ -72,10 +72,13 @@ def list_ranges(config: Any) -> dict[str, Range]:
 
 
 def check_ranges(config: Any) -> None:
-    """Raise UserError for a number in a dataclass instance that is out of its range. None is in every range."""
+    """Raise UserError for a number in a dataclass instance that is out of its range. None is in every range; of a
+    mapping every number is checked."""
     for key, value, allowed in _walk(config):
-        if value is not None and not allowed.holds(value):
-            raise UserError(f"{key}={value}: {allowed.words}")
+        for number in value.values() if isinstance(value, dict) else [] if value is None else [value]:
+            if not allowed.holds(number):
+                finite = "" if math.isfinite(number) else "a finite number, "
+                raise UserError(f"{key}={value}: {finite}{allowed.words}")
 
 
 def _walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range]]:

@@ -158,7 +158,7 @@ class DataConfig:
     eval_samples: int | None = at_least(1)
     pad_to: PadTo = MISSING
     cache_dir: str = MISSING
-    num_proc: int = MISSING
+    num_proc: int = at_least(1)
 
     @property
     def holds_out(self) -> bool:
@@ -271,17 +271,17 @@ class HardwareConfig:
 
     name: str = MISSING
     device: Device = MISSING
-    cards_per_node: int | None = MISSING
-    memory: float | None = MISSING
-    usable_memory: float = MISSING
-    peak_flops: dict[str, float] | None = MISSING
-    efficiency: float = MISSING
-    memory_bandwidth: float | None = MISSING
-    intra_node_bandwidth: float | None = MISSING
-    inter_node_bandwidth: float | None = MISSING
-    host_memory: float | None = MISSING
-    host_memory_bandwidth: float | None = MISSING
-    host_link_bandwidth: float | None = MISSING
+    cards_per_node: int | None = at_least(1)
+    memory: float | None = positive()
+    usable_memory: float = positive()
+    peak_flops: dict[str, float] | None = positive()  # noqa: RUF009 (a field, as those around it)
+    efficiency: float = positive()
+    memory_bandwidth: float | None = positive()
+    intra_node_bandwidth: float | None = positive()
+    inter_node_bandwidth: float | None = positive()
+    host_memory: float | None = positive()
+    host_memory_bandwidth: float | None = positive()
+    host_link_bandwidth: float | None = positive()
     device_name: str = MISSING
 
 
@@ -325,9 +325,9 @@ class RunConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     num_stages: int = MISSING
-    tensor_parallel_size: int = MISSING
+    tensor_parallel_size: int = at_least(1)
     sequence_parallel: bool = MISSING
-    context_parallel_size: int = MISSING
+    context_parallel_size: int = at_least(1)
     context_parallel_mode: ContextParallelMode = MISSING
     zero_stage: int = one_of(1, 2, 3, note="1 partitions the optimizer's state, 2 the gradients too, 3 the weights too")
     sharding_parallel_size: int | None = at_least(1, note="null: all replicas")

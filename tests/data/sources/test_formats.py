@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import pyarrow
@@ -64,6 +65,25 @@ def test_null_fields_of_arrow_are_removed(tmp_path: Path) -> None:
     records = [{"messages": turns, "note": None}, {"messages": [{"role": "user", "content": "a"}], "note": "x"}]
     parquet.write_table(pyarrow.Table.from_pylist(records), path)
     assert [json.loads(record.text) for record in read_file(path)] == records
+
+
+def test_bytes_of_parquet_are_text_or_an_error_that_names_row_and_column(tmp_path: Path) -> None:
+    """Some writers store text as binary; `b'...'` would be trained on."""
+    path = str(tmp_path / "a.parquet")
+    rows = [
+        {"prompt": "caf\u00e9".encode(), "turns": [{"content": b"a"}], "day": None},
+        {"prompt": b"b", "turns": [{"content": b"\x89PNG"}], "day": date(2026, 1, 2)},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    first, second = read_file(path)
+    assert (
+        json.loads(first.text) == {"prompt": "caf\u00e9", "turns": [{"content": "a"}], "day": None}
+        and first.problem is None
+    )
+    assert second.problem == (
+        f"{path}: row 2: column 'turns' holds bytes that are not UTF-8 text (byte 0x89 at position 0); store it as "
+        "text, or remove the column"
+    )
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -81,6 +81,21 @@ def test_latest_that_names_nothing(save: Callable[[int], Path], tmp_path: Path) 
     assert (resumable.candidates, resumable.damages) == ([whole], [f"{tmp_path}/global_step4 is missing"])
 
 
+@pytest.mark.parametrize(
+    "content, words",
+    [(b"", "is empty"), (b"\n", "is empty"), (b"global_st", "holds 'global_st'"), (b"\xff\0", "holds '")],
+)
+def test_a_damaged_latest_is_named_and_the_newest_complete_one_taken(
+    content: bytes, words: str, save: Callable[[int], Path], tmp_path: Path
+) -> None:
+    two, four = save(2), save(4)
+    (tmp_path / "latest").write_bytes(content)
+    resumable = find_resume("latest", tmp_path, trust=False)
+    assert resumable.candidates == [four, two]
+    (damage,) = resumable.damages
+    assert damage.startswith(f"{tmp_path / 'latest'} is damaged: it {words}")
+
+
 def test_each_byte_is_some_ranks_to_check(save: Callable[[int], Path]) -> None:
     step_dir = save(2)
     content = bytearray((step_dir / FILES[1]).read_bytes())

@@ -49,12 +49,19 @@ def test_more_may_be_better_and_one_may_be_kept_by_name() -> None:
     assert Retention(1).choose_prunable(LOSSES, kept={3}) == [1, 2, 4, 5, 6]
 
 
-def save(checkpoints: Path, step: int, eval_loss: float | None = None, best: Best | None = None) -> Path:
+def save(
+    checkpoints: Path,
+    step: int,
+    eval_loss: float | None = None,
+    best: Best | None = None,
+    weights_only: bool = False,
+) -> Path:
     evaluation = {} if eval_loss is None else {"eval_loss": eval_loss}
     step_dir = checkpoints / f"global_step{step}"
     step_dir.mkdir()
+    state = replace(STATE, step=step, evaluation=evaluation, best=best, weights_only=weights_only)
     with HashedFile(step_dir / "trainer_state.json") as stream:
-        stream.write(json.dumps(asdict(replace(STATE, step=step, evaluation=evaluation, best=best))).encode())
+        stream.write(json.dumps(asdict(state)).encode())
         write_manifest(step_dir, {"trainer_state.json": stream.finish()})
     return step_dir
 
@@ -77,6 +84,13 @@ def test_the_step_that_the_newest_calls_the_best_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == ["6", "2"]
     prune_checkpoints(newest, Retention(keep_last=1))
     assert names(tmp_path) == ["6"]
+
+
+def test_weights_alone_never_replace_the_last_checkpoint_to_continue_from(tmp_path: Path) -> None:
+    for step, weights_only in ((2, False), (4, False), (6, True), (8, True)):
+        newest = save(tmp_path, step, weights_only=weights_only)
+    prune_checkpoints(newest, Retention(keep_last=1))
+    assert names(tmp_path) == ["8", "4"]
 
 
 def test_what_is_broken_counts_for_nothing(tmp_path: Path) -> None:

@@ -87,6 +87,15 @@ def test_checkpoints_are_not_written_over_unasked(tmp_path: Path) -> None:
         folder.check_usable(resuming=False, overwrite=False)
 
 
+def test_checkpoints_without_latest_are_not_written_over_unasked(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.find_checkpoint(2).mkdir(parents=True)
+    with pytest.raises(UserError, match=f"output_dir={tmp_path} holds checkpoints .* resume=latest"):
+        folder.check_usable(resuming=False, overwrite=False)
+    folder.check_usable(resuming=True, overwrite=False)
+    folder.check_usable(resuming=False, overwrite=True)
+
+
 def test_overwriting_removes_the_old_run_and_nothing_else(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     fill(folder)

@@ -27,17 +27,23 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
     rate: float = positive(default=1.0)
     any_number: float = -1.0
+    peaks: dict[str, float] | None = positive(default=None)  # noqa: RUF009 (a field)
 
 
 def test_a_number_is_checked_however_deep_its_group() -> None:
     check_ranges(Outer())
-    assert list(list_ranges(Outer())) == ["inner.count", "inner.ratio", "rate"]
+    assert list(list_ranges(Outer())) == ["inner.count", "inner.ratio", "rate", "peaks"]
     with pytest.raises(UserError, match="^inner.count=1: at least 2; 1 is something else$"):
         check_ranges(Outer(Inner(count=1)))
     with pytest.raises(UserError, match="^inner.ratio=1.5: a share between 0 and 1$"):
         check_ranges(Outer(Inner(ratio=1.5)))
     with pytest.raises(UserError, match="^rate=0.0: more than 0$"):
         check_ranges(Outer(rate=0.0))
+    with pytest.raises(UserError, match="^rate=inf: a finite number, more than 0$"):
+        check_ranges(Outer(rate=math.inf))
+    check_ranges(Outer(peaks={"bf16": 1.0}))
+    with pytest.raises(UserError, match="^peaks={'bf16': 1.0, 'fp32': 0}: more than 0$"):
+        check_ranges(Outer(peaks={"bf16": 1.0, "fp32": 0}))
 
 
 @pytest.mark.parametrize(
@@ -68,5 +74,10 @@ def test_every_range_of_a_run_is_checked(key: str) -> None:
 
 def test_a_structured_config_has_the_default_of_a_field_with_a_range() -> None:
     node = OmegaConf.structured(Outer)
-    assert OmegaConf.to_container(node) == {"inner": {"count": 2, "ratio": None}, "rate": 1.0, "any_number": -1.0}
+    assert OmegaConf.to_container(node) == {
+        "inner": {"count": 2, "ratio": None},
+        "rate": 1.0,
+        "any_number": -1.0,
+        "peaks": None,
+    }
     assert OmegaConf.is_missing(OmegaConf.structured(RunConfig), "learning_rate")
