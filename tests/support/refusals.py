@@ -83,6 +83,7 @@ EXAMPLES = {
     ),
     "zero_stage=3 does not go together with adapter.use_dora=true: ": ("zero_stage=3", "adapter.use_dora=true"),
     "sharding_parallel_size does not go together with zero_stage=3: ": ("sharding_parallel_size=2", "zero_stage=3"),
+    "sharding_parallel_size does not go together with precision=fp16: ": ("sharding_parallel_size=2", "precision=fp16"),
     "sharding_parallel_size does not go together with plan=search: ": ("sharding_parallel_size=2", "plan=search"),
     "offload_parameters=cpu does not go together with zero_stage=1: ": ("offload_parameters=cpu",),
     "zero_stage=3 does not go together with evaluate_only=true: ": (

@@ -326,6 +326,7 @@ INCOMPATIBLE = (
         "its weights are gathered from all replicas",
         "give zero_stage=1 or 2, or sharding_parallel_size=null",
     ),
+    Pair(_GROUPED, _FP16, "loss scaling is not tested with it", "use precision=bf16, or sharding_parallel_size=null"),
     Pair(
         _GROUPED,
         Feature("plan=search", lambda run: run.config.plan == "search", scope=Scope.plan),

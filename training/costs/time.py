@@ -43,17 +43,10 @@ class PassCost(Summed):
 @dataclass(frozen=True, kw_only=True)
 class StepCost(Summed):
     """The end of a step, after a stage's passes: seconds to reduce gradients, without sending; bytes sent for that;
-    seconds of the optimizer step.
-
-    early_seconds, early_sent: likewise, of reductions that start within the last backward passes. last_share: of those,
-    the share that cannot start before the passes end.
-    """
+    seconds of the optimizer step."""
 
     reduce_seconds: float = 0
     reduce_sent: Sent = field(default_factory=Sent)
-    early_seconds: float = 0
-    early_sent: Sent = field(default_factory=Sent)
-    last_share: float = 0
     optimizer_seconds: float = 0
 
 
@@ -61,15 +54,6 @@ def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware:
     """Return the seconds to send `sent`, one axis after the other."""
     links = {axis: find_bandwidth(axis, layout, stage_id, hardware) * GB for axis, nbytes in sent.items() if nbytes}
     return sum((sent[axis] / link for axis, link in links.items()), start=0.0)
-
-
-def compute_exposed_seconds(early_seconds: float, last_share: float, pass_seconds: float) -> float:
-    """Return the seconds for which reductions go on when the passes that complete their gradients have ended.
-
-    early_seconds: of all those reductions, one bucket after the other. last_share: of the bucket that is full when the
-    passes end, as large as the others. pass_seconds: of those passes, in which gradients come at an even rate.
-    """
-    return max(last_share * early_seconds, early_seconds - (1 - last_share) * pass_seconds)
 
 
 def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:

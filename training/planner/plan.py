@@ -18,9 +18,9 @@ from training.cost_terms.cost_term import Chunk, PlannedRun, Stage
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.memory import Memory
-from training.costs.time import Sent, compute_exposed_seconds, compute_sending_seconds, find_bandwidth
+from training.costs.time import Sent, compute_sending_seconds, find_bandwidth
 from training.distributed.topology import PIPE, Layout
-from training.pipeline.schedule import Schedule, UnitKind
+from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
 from training.planner.disk import CheckpointSize, estimate_size
 from training.planner.simulation import Pass, simulate
@@ -54,8 +54,7 @@ class ChunkPlan:
 @dataclass(frozen=True)
 class StagePlan:
     """One stage. chunks: as many as its schedule gives a rank. Figures of passes are those of all its chunks together;
-    reduce_seconds, for which replicas exchange gradients and weights after the passes, and optimizer_seconds are of a
-    step."""
+    reduce_seconds and optimizer_seconds are of a step."""
 
     stage_id: int
     chunks: list[ChunkPlan]
@@ -227,29 +226,15 @@ def _simulate(
 
 def _plan_stage(stage: Stage) -> StagePlan:
     cost, run = table.sum_step_cost(stage), stage.run
-    sending, early_sending = (
-        compute_sending_seconds(sent, run.layout, stage.stage_id, run.hardware)
-        for sent in (cost.reduce_sent, cost.early_sent)
-    )
-    chunks = [_plan_chunk(chunk) for chunk in stage.chunks]
-    exposed = compute_exposed_seconds(
-        cost.early_seconds + early_sending, cost.last_share, _sum_last_passes(stage, chunks)
-    )
+    sending = compute_sending_seconds(cost.reduce_sent, run.layout, stage.stage_id, run.hardware)
     return StagePlan(
         stage_id=stage.stage_id,
-        chunks=chunks,
+        chunks=[_plan_chunk(chunk) for chunk in stage.chunks],
         num_parameters=stage.num_parameters,
         memory=table.sum_memory(stage),
-        reduce_seconds=cost.reduce_seconds + sending + exposed,
+        reduce_seconds=cost.reduce_seconds + sending,
         optimizer_seconds=cost.optimizer_seconds,
     )
-
-
-def _sum_last_passes(stage: Stage, chunks: Sequence[ChunkPlan]) -> float:
-    """Return the seconds of a stage's last backward passes, one of each chunk; of split ones the second halves, which
-    complete the gradients of matrices."""
-    splits = any(unit.kind is UnitKind.weight_backward for unit in stage.schedule.list_units(stage.stage_id))
-    return sum(chunk.deferred_seconds if splits else chunk.backward_seconds for chunk in chunks)
 
 
 def _plan_chunk(chunk: Chunk) -> ChunkPlan:

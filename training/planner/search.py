@@ -43,7 +43,6 @@ CHECKPOINTING = (
 ALWAYS: tuple[dict[str, Any], ...] = ({}, {"offload_optimizer": Offload.cpu})
 SAVING: tuple[dict[str, Any], ...] = (
     {"zero_stage": 2},
-    {"zero_stage": 2, "offload_optimizer": Offload.cpu},
     {"zero_stage": 3},
     {"zero_stage": 3, "offload_parameters": Offload.cpu},
     {"activation_offload": True},

@@ -14,9 +14,8 @@ from training.cost_terms.optimizer_step import compute_update
 from training.cost_terms.replicas import compute_reduction
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
-from training.costs.time import compute_exposed_seconds, compute_sending_seconds
+from training.costs.time import compute_sending_seconds
 from training.distributed.topology import Layout, Topology
-from training.engine.deepspeed_config import REDUCE_BUCKET
 from training.planner.plan import Plan, compute_host_bytes, compute_model_flops, compute_plan
 from training.planner.report import render_table
 
@@ -165,8 +164,7 @@ def test_mfu_by_the_convention_of_palm() -> None:
 def reduce_seconds(layout: Layout, *overrides: str) -> float:
     found = stage(layout, *overrides)
     cost = compute_reduction(found)
-    sent = cost.reduce_sent + cost.early_sent
-    return cost.reduce_seconds + cost.early_seconds + compute_sending_seconds(sent, layout, 0, HARDWARE)
+    return cost.reduce_seconds + compute_sending_seconds(cost.reduce_sent, layout, 0, HARDWARE)
 
 
 def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
@@ -183,55 +181,6 @@ def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
     in_bf16 = cast + read / 2 + (cast + divided) / 8 + 7 / 8 * (2 + 2) * gigabyte / 10
     assert reduce_seconds(across, "gradient_reduce_dtype=bf16") == pytest.approx(in_bf16)
     assert reduce_seconds(alone) == reduce_seconds(alone, "offload_optimizer=cpu") == 0
-
-
-def test_reductions_are_exposed_where_no_pass_hides_them() -> None:
-    """Ten seconds of reductions in four equal buckets: all where passes take no time, the last bucket where they take
-    long, and what is left of ten seconds in between. With one bucket nothing is hidden."""
-    assert compute_exposed_seconds(10, 1 / 4, pass_seconds=0) == 10
-    assert compute_exposed_seconds(10, 1 / 4, pass_seconds=1000) == 10 / 4
-    assert compute_exposed_seconds(10, 1 / 4, pass_seconds=8) == 10 - 3 / 4 * 8
-    assert compute_exposed_seconds(10, 1, pass_seconds=1000) == 10
-    assert compute_exposed_seconds(0, 1, pass_seconds=8) == 0
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "work", "share"),
-    [(10, 1, None), (10, 1e15, 2 / 10), (2, 1e15, 1)],  # FLOPs of a token: almost nothing; more than enough
-)
-def test_gradients_are_reduced_during_the_last_backward_passes(
-    num_layers: int, work: float, share: float | None
-) -> None:
-    """Layers with the parameters of half a bucket each, four replicas. Weights are gathered when all is done."""
-    n = REDUCE_BUCKET // 2
-    layers = [replace(layer(work=work), num_parameters=n, num_trainable=n)] * num_layers
-    run = PlannedRun(config(), Layout(Topology.of(4), B, 8), V, replace(HARDWARE, device=Device.cuda))
-    found = compute_plan(layers, [0, num_layers], run)
-    gradients = num_layers * n / GB * ((4 + 8 / 4) / 1000 + 3 / 4 * 4 / 100)
-    gathered = num_layers * n / GB * 3 / 4 * 2 / 100
-    last = found.stages[0].backward_seconds
-    exposed = gradients - (1 - 2 / 10) * last if share is None else share * gradients
-    assert found.reduce_seconds == pytest.approx(gathered + exposed)
-    assert share is not None or 2 / 10 * gradients < exposed < gradients
-
-
-def test_what_cannot_be_hidden() -> None:
-    """A CPU sends with the cores that compute; tied weights are reduced when their stages have added them; under
-    zero_bubble only the second halves of the backward passes complete gradients."""
-    pair = Layout(Topology.of(4, pipe=2), B, 8)
-    split = replace(pair, num_chunks=2, schedule="zero_bubble")
-    gpu = replace(HARDWARE, device=Device.cuda)
-    own, tied = (replace(layer(key, work=1e15), num_trainable=REDUCE_BUCKET) for key in (None, "embedding"))
-
-    def reduce(layers: list[LayerCost], machine: Machine = gpu, layout: Layout = pair) -> float:
-        num_chunks = layout.num_stages * layout.num_chunks
-        bounds = [len(layers) // num_chunks * each for each in range(num_chunks + 1)]
-        return compute_plan(layers, bounds, PlannedRun(config(), layout, V, machine)).reduce_seconds
-
-    hidden, exposed = reduce([own] * 8), reduce([own] * 8, HARDWARE)
-    assert hidden < 0.6 * exposed
-    assert reduce([own] * 8, layout=split) == exposed  # whose layers have nothing to defer
-    assert hidden < reduce([tied, *[own] * 6, tied]) < exposed
 
 
 def test_later_stages_exchange_more() -> None:
