@@ -78,7 +78,7 @@ def test_keys_of_targets_and_stop_tokens_reach_the_encoder(tmp_path: Path) -> No
     keys = ("data.rewritten_turns=keep", "data.template_kwargs={enable_thinking: false}", "data.control_tokens=refuse")
     config = write_config(tmp_path, *keys, "data.train_on_reasoning=false")
     tokenizer = load_tokenizer(config, open_source(config, None))
-    assert list_stop_tokens(config, tokenizer) == ()
+    assert list_stop_tokens(config, tokenizer) == ("</s>",)
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
     stops = tuple(sorted(tokenizer.convert_ids_to_tokens([0, 1])))
     assert list_stop_tokens(config, tokenizer) == stops
