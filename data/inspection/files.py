@@ -1,4 +1,4 @@
-"""What became of the records of each file, in words: for the screen before the first step, and for `inspect_data`.
+"""Describes what became of the records of each file: for the screen before the first step, and for `inspect_data`.
 
 Counts come from the summaries of the tokenized folders; only the hashes of records are read, 8 bytes each. Memory: 30
 bytes per evaluation record, whatever the training files hold.
@@ -111,9 +111,9 @@ def describe_files(datasets: Mapping[str, Path]) -> dict[str, str]:
     """Return what became of the records of each file: key, numbered where it has several -> text. datasets: key ->
     tokenized folder."""
     merged = merge_rest(list_files(datasets))
-    facts = {}
-    for number, report in enumerate(merged):
-        of_key = [other for other in merged if other.key == report.key]
-        name = report.key if len(of_key) == 1 else f"{report.key} {number - merged.index(of_key[0]) + 1}"
-        facts[name] = f"{report.file}: {report.describe()}"
+    facts: dict[str, str] = {}
+    for key in dict.fromkeys(report.key for report in merged):
+        reports = [report for report in merged if report.key == key]
+        names = [key] if len(reports) == 1 else [f"{key} {number}" for number in range(1, len(reports) + 1)]
+        facts |= {name: f"{report.file}: {report.describe()}" for name, report in zip(names, reports, strict=True)}
     return facts

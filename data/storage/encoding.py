@@ -70,7 +70,7 @@ class EncodedBatch:
 
 @dataclass
 class _Record:
-    """What is known of a record while it is encoded. counts: those of its file. turns: None where each target of its
+    """A record while it is encoded. counts: those of its file. turns: None where each target of its
     samples is a turn. num_before: runs of targets before the length policy cut them; None where it did not."""
 
     location: str

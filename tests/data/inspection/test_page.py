@@ -44,11 +44,11 @@ def test_samples_of_all_lengths_and_files(tokenizer, tmp_path: Path) -> None:
         ("b", 5),
     ]
     assert sum(count for _, count in found["files"][0]["lengths"]) == 400
-    of_first = [sample for sample in found["samples"] if sample["file"] == 0]
-    lengths = sorted(sample["length"] for sample in of_first)
-    assert 100 < len(of_first) < 200 and len(found["samples"]) == len(of_first) + 5
-    assert {0, 399} <= {sample["number"] for sample in of_first} and lengths[0] * 50 < lengths[-1]
-    for sample in (of_first[3], found["samples"][-1]):
+    from_first = [sample for sample in found["samples"] if sample["file"] == 0]
+    lengths = sorted(sample["length"] for sample in from_first)
+    assert 100 < len(from_first) < 200 and len(found["samples"]) == len(from_first) + 5
+    assert {0, 399} <= {sample["number"] for sample in from_first} and lengths[0] * 50 < lengths[-1]
+    for sample in (from_first[3], found["samples"][-1]):
         text = "".join(part[2] for part in sample["parts"])
         record = files["ab"[sample["file"]]][sample["number"]]
         assert text == f"{record['prompt']}\n{record['completion']}</s>"

@@ -1,4 +1,4 @@
-"""What became of the records of each file: samples, turns, targets, and turns without targets with the reason."""
+"""The counts of each file's records: samples, turns, targets, and turns without targets with the reason."""
 
 import json
 from pathlib import Path
