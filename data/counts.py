@@ -1,4 +1,4 @@
-"""Counts of what encoders made of the content of records, so that nothing is changed or lost silently."""
+"""Counts of what became of the turns and the content of records, so that nothing is changed or lost silently."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,18 +10,23 @@ MAX_PLACES = 3
 class ContentCounts:
     """Counts of some records.
 
-    num_turns, num_target_turns: assistant turns, and those that are trained on. num_lost_turns: targets that the
-    template rewrites later and that `data.rewritten_turns=last` leaves out. num_split: conversations that became
-    several samples, since their template rewrites earlier turns; num_extra_samples, num_repeated_tokens: what that
-    adds. num_hidden_thoughts: turns whose reasoning the template does not show. num_other_masks: turns of which the
+    Each assistant turn, or answer, counts once. num_target_turns: those that are targets. The others are not, by their
+    own `train` or `weight` (num_marked_turns), by `data.train_on` (num_earlier_turns), or as part of a prompt
+    (num_prompt_turns). num_lost_turns: targets that the template rewrites later and that `data.rewritten_turns=last`
+    leaves out. num_cut_turns: targets that the length policy cuts off. num_split: conversations that became several
+    samples, since their template rewrites earlier turns; num_extra_samples, num_repeated_tokens: what that adds.
+    num_hidden_thoughts: turns whose reasoning the template does not show. num_other_masks: turns of which the
     template's `{% generation %}` tags mark something else than what the model has to generate.
     num_control_tokens: texts of control tokens in the content of records; control_places: the first of them.
     stop_tokens: what ends the turns.
     """
 
-    num_turns: int = 0
     num_target_turns: int = 0
+    num_marked_turns: int = 0
+    num_earlier_turns: int = 0
+    num_prompt_turns: int = 0
     num_lost_turns: int = 0
+    num_cut_turns: int = 0
     num_split: int = 0
     num_extra_samples: int = 0
     num_repeated_tokens: int = 0
@@ -31,6 +36,11 @@ class ContentCounts:
     control_places: list[str] = field(default_factory=list)
     stop_tokens: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def num_turns(self) -> int:
+        """The assistant turns and answers of the records."""
+        return self.num_target_turns + self.num_marked_turns + self.num_earlier_turns + self.num_prompt_turns
+
     def add(self, other: "ContentCounts") -> None:
         stop_tokens = dict(Counter(self.stop_tokens) + Counter(other.stop_tokens))
         for name, value in vars(other).items():
@@ -38,18 +48,28 @@ class ContentCounts:
                 setattr(self, name, getattr(self, name) + value)
         self.stop_tokens, self.control_places = stop_tokens, self.control_places[:MAX_PLACES]
 
+    def describe_turns(self) -> str:
+        """Return in words the turns, and those without targets by reason; empty where there are no turns."""
+        if not self.num_turns:
+            return ""
+        reasons = {
+            "by their own train or weight": self.num_marked_turns,
+            "before the last one (data.train_on=last_turn)": self.num_earlier_turns,
+            "in the prompt": self.num_prompt_turns,
+            "that the chat template rewrites later": self.num_lost_turns,
+            "cut by data.length_policy": self.num_cut_turns,
+        }
+        parts = [f"{number:,} {reason}" for reason, number in reasons.items() if number]
+        without = f", {sum(reasons.values()):,} of them without targets: {', '.join(parts)}" if parts else ""
+        return f"{self.num_turns:,} assistant turns{without}"
+
     def describe(self) -> list[str]:
-        """Return what a user should know, one part each; empty where there is nothing to say."""
+        """Return what a user should know of the content, one part each; empty where there is nothing to say."""
         parts = []
         if self.num_split:
             parts.append(
                 f"{self.num_split:,} conversations are {self.num_split + self.num_extra_samples:,} samples, since the "
                 f"chat template rewrites earlier turns ({self.num_repeated_tokens:,} tokens are repeated)"
-            )
-        if self.num_lost_turns:
-            parts.append(
-                f"{self.num_lost_turns:,} of {self.num_target_turns:,} turns are not trained on, since the chat "
-                "template rewrites them later"
             )
         if self.num_hidden_thoughts:
             parts.append(f"the chat template does not show the reasoning of {self.num_hidden_thoughts:,} turns")

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from console import show_panel
+from data.inspection.files import describe_files
 from data.storage.tokenized import load_summary
 from models.adapters.options import AdapterName
 from models.adapters.targets import describe_targets
@@ -46,7 +47,9 @@ def show_start(
     prediction: Prediction,
     hosts: Sequence[str],
 ) -> None:
-    """Show the panel of a run that trains. datasets: key -> tokenized folder. hosts: the host of each rank."""
+    """Show what became of each file, and the panel of a run that trains. datasets: key -> tokenized folder. hosts: the
+    host of each rank."""
+    show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
     facts = {
         "model": _describe_model(setup, prediction),
         "data": _describe_data(config, "train_file", datasets, budget.num_samples),
@@ -82,7 +85,8 @@ def show_evaluation(
     datasets: dict[str, Path],
     hosts: Sequence[str],
 ) -> None:
-    """Show the panel of a run that only evaluates. See `show_start`."""
+    """Show the panels of a run that only evaluates. See `show_start`."""
+    show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
     facts = {
         "model": _describe_model(setup),
         **describe_wrapper(setup.source),

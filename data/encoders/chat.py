@@ -22,6 +22,7 @@ from data.encoders.messages import (
     ASSISTANT,
     SHAREGPT_FIELD,
     TURN_FLAGS,
+    Turn,
     as_messages,
     check_messages,
     list_targets,
@@ -130,15 +131,15 @@ def split_messages(
             f"{location}: the record holds messages, but the tokenizer has no chat template; name one with"
             " data.chat_template (such as chatml), or use records with a prompt and a completion"
         )
-    turns = check_messages(messages, location)
+    checked = check_messages(messages, location)
     tools = read_tools(record.get("tools"), location)
-    targets = list_targets(turns, location, keys.train_on, first_target)
+    targets = list_targets(checked, location, keys.train_on, first_target)
     kwargs = {**keys.template_kwargs, **(record.get(RECORD_KWARGS) or {})}
     renderer = Renderer(tokenizer, location, tools, kwargs)
     guard = Guard(tokenizer, keys.control_tokens, counts)
     turns = [
         guard.protect_turn({name: value for name, value in turn.items() if name not in TURN_FLAGS}, where)
-        for turn, where in zip(turns[: targets[-1] + 1], (f"{location}: message {number}" for number in count(1)))
+        for turn, where in zip(checked[: targets[-1] + 1], (f"{location}: message {number}" for number in count(1)))
     ]
     turns = renderer.fit_calls(turns)
     stops = get_stops(tokenizer, keys.stop_tokens)
@@ -147,8 +148,9 @@ def split_messages(
         answers = read_kept(renderer, turns, list(zip(targets, answers)), stops)
     samples = _join_answers(answers, tokenizer)
     kept = samples[-1:] if keys.rewritten_turns is RewrittenTurns.last else samples
-    num_lost = sum(num for _, num in samples) - sum(num for _, num in kept)
-    counts.add(_count(answers, sum(turn["role"] == ASSISTANT for turn in turns), num_lost))
+    counts.add(_count_turns(checked, targets, first_target))
+    counts.num_lost_turns += sum(num for _, num in samples) - sum(num for _, num in kept)
+    counts.add(_count_answers(answers))
     return [guard.release(pieces) for pieces, _ in kept]
 
 
@@ -187,11 +189,23 @@ def _end(pieces: Pieces, stop: str, tokenizer: PreTrainedTokenizerBase) -> Piece
     return [*pieces, Piece([tokenizer.convert_tokens_to_ids(stop)], True)] if stop else pieces
 
 
-def _count(answers: Sequence[Answer], num_turns: int, num_lost: int) -> ContentCounts:
+def _count_turns(turns: Sequence[Turn], targets: Sequence[int], first_target: int) -> ContentCounts:
+    """Return the counts of the assistant turns of a conversation, by why they are targets or not."""
+    counts = ContentCounts(num_target_turns=len(targets))
+    for index, turn in enumerate(turns):
+        if turn["role"] != ASSISTANT or index in targets:
+            continue
+        if index < first_target:
+            counts.num_prompt_turns += 1
+        elif any(turn.get(name) is not None for name in TURN_FLAGS):
+            counts.num_marked_turns += 1
+        else:
+            counts.num_earlier_turns += 1
+    return counts
+
+
+def _count_answers(answers: Sequence[Answer]) -> ContentCounts:
     return ContentCounts(
-        num_turns=num_turns,
-        num_target_turns=len(answers),
-        num_lost_turns=num_lost,
         num_hidden_thoughts=sum(answer.hides_thought for answer in answers),
         num_other_masks=sum(answer.is_tagged_otherwise for answer in answers),
         stop_tokens=dict(Counter(answer.stop for answer in answers if answer.stop)),

@@ -12,7 +12,7 @@ common.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -108,13 +108,17 @@ def split_answers(
         guard = Guard(tokenizer, keys.control_tokens, counts)
         question = guard.protect_text(prompt, f"{location}: the prompt")
         guarded = [guard.protect_text(text, f"{location}: an answer") for text in texts]
+        counts.num_target_turns += len(texts)
         return [guard.release(split_completion(keys.prompt_template, question, text, tokenizer)) for text in guarded]
     turns = as_messages(prompt, "user")
     conversations = [[*turns, *as_messages(answer, ASSISTANT)] for answer in answers]
-    samples = [
-        split_messages(messages, record, location, tokenizer, keys, counts, len(turns)) for messages in conversations
-    ]
-    return [pieces for (pieces,) in samples]
+    samples, found = [], [ContentCounts() for _ in answers]
+    for messages, own in zip(conversations, found):
+        (pieces,) = split_messages(messages, record, location, tokenizer, keys, own, len(turns))
+        samples.append(pieces)
+    for own in (found[0], *(replace(each, num_prompt_turns=0) for each in found[1:])):  # the prompt is one
+        counts.add(own)
+    return samples
 
 
 def _is_conversation(answer: object) -> bool:

@@ -45,7 +45,9 @@ class SFTEncoder(TurnKeys, PieceEncoder):
         guard = Guard(tokenizer, self.control_tokens, counts)
         if self.response_marker and self.text_field in record and not all(name in record for name in fields):
             text = check_text(record[self.text_field], where := f"{location}: field '{self.text_field}'")
-            return [guard.release(split_text(text, self.response_marker, where, guard, tokenizer))]
+            pieces = split_text(text, self.response_marker, where, guard, tokenizer)
+            counts.num_target_turns += 1
+            return [guard.release(pieces)]
         named = {"data.prompt_field": self.prompt_field, "data.completion_field": self.completion_field}
         prompt, completion = get_fields(record, named, location)
         if isinstance(prompt, list) or isinstance(completion, list):
@@ -58,6 +60,7 @@ class SFTEncoder(TurnKeys, PieceEncoder):
         question, answer = (
             guard.protect_text(text, f"{location}: field '{name}'") for name, text in zip(fields, texts)
         )
+        counts.num_target_turns += 1
         return [guard.release(split_completion(self.prompt_template, question, answer, tokenizer))]
 
 

@@ -26,11 +26,7 @@ def describe_dataset(path: Path, plan: RowPlan) -> str:
     lengths = dataset.lengths
     low, median, high, top = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
     lines = [
-        summary.describe(),
-        f"records: {summary.num_records:,}, of them {summary.num_skipped:,} skipped as bad,"
-        f" {summary.lengths.num_dropped:,} dropped,"
-        f" {summary.lengths.num_truncated:,} truncated, {summary.lengths.num_split:,} split;"
-        f" {summary.lengths.num_lost_tokens:,} tokens lost by it",
+        summary.describe_size(),
         f"tokens a sample: {low:,} to {top:,}, mean {lengths.mean():,.1f}, median {median:,},"
         f" 95% have {high:,} or fewer",
         f"target tokens: {summary.num_targets / summary.num_tokens:.1%} of all",

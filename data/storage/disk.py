@@ -10,7 +10,7 @@ from pathlib import Path
 from data.options import OnBadRecord
 from data.sources.records import estimate_num_records, read_records
 from data.storage.encoding import Encoding, encode_batch
-from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN
+from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN, HASH_DTYPE
 from errors import UserError
 
 SAMPLE_RECORDS = 200  # of each entry of `train_file`
@@ -43,7 +43,11 @@ def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeE
         num_group = min(sum(counts), limit)
         if not len(columns["length"]):
             return None  # none of them becomes a sample: tokenizing reports why
-        num_first_bytes = BYTES_PER_TOKEN * len(columns["input_ids"]) + BYTES_PER_SAMPLE * len(columns["length"])
+        num_first_bytes = (
+            BYTES_PER_TOKEN * len(columns["input_ids"])
+            + BYTES_PER_SAMPLE * len(columns["length"])
+            + HASH_DTYPE.itemsize * len(first)
+        )
         num_records += num_group
         num_bytes += num_group * num_first_bytes / len(first)
     return SizeEstimate(round(num_records), round(num_bytes))

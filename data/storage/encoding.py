@@ -1,8 +1,8 @@
-"""From a batch of records to the columns of a tokenized folder."""
+"""From a batch of records to the columns of a tokenized folder, and counts of what became of the records."""
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any
@@ -11,19 +11,20 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.encoders.length import fit_pair, fit_samples
+from data.encoders.length import LengthCounts, fit_pair, fit_samples
 from data.encoders.segments import PieceEncoder, Pieces, no_token_error, tokenize_pieces
 from data.encoders.unpaired import UnpairedEncoder
 from data.options import LengthPolicy, OnBadRecord
-from data.sample import Encoder, Pair, Sample, count_targets
+from data.sample import IGNORE_INDEX, Encoder, Pair, Sample, count_targets
 from data.sources.formats import RawRecord
 from data.sources.records import parse_record
 from data.sources.selection import TAKE_ALL, Selection, hash_record
 from data.storage.cache import compute_cache_key
-from data.storage.summary import BatchCounts
+from data.storage.summary import BatchCounts, sum_counts
 from errors import UserError
 
 Encoded = Sample | list[Sample] | Pair
+_UNCUT = LengthCounts()
 
 
 @dataclass(frozen=True)
@@ -58,110 +59,153 @@ class Encoding:
 @dataclass(frozen=True)
 class EncodedBatch:
     """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length and
-    num_targets of each; int32. Where the kind of data has it, `desirable`, 1 or 0."""
+    num_targets of each; int32. Where the kind of data has it, `desirable`, 1 or 0. files: counts of each file by its
+    number. hashes: of the records that became samples, or were dropped as too long, uint64."""
 
     columns: dict[str, np.ndarray]
+    files: dict[int, BatchCounts]
+    hashes: np.ndarray
+
+    @property
+    def counts(self) -> BatchCounts:
+        """The counts of all files."""
+        return sum_counts(self.files.values())
+
+
+@dataclass
+class _Record:
+    """A record while it is encoded. counts: those of its file. content: its own, added to them once it is encoded."""
+
+    location: str
     counts: BatchCounts
+    content: ContentCounts = field(default_factory=ContentCounts)
+    hash: int = 0
 
 
-def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBatch:
-    """Encode a batch of records. Raises UserError for a bad record, unless bad records are skipped."""
-    counts = BatchCounts(num_read=len(records))
+def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequence[int] = ()) -> EncodedBatch:
+    """Encode a batch of records. files: the number of the file of each; without them, all are of file 0. Raises
+    UserError for a bad record, unless bad records are skipped."""
+    per_file = {number: BatchCounts() for number in files or [0]}
+    states = [_Record(raw.location, per_file[number]) for raw, number in zip(records, files or [0] * len(records))]
     input_ids, labels, lengths, num_targets, desirable = (array("i") for _ in range(5))
-    for location, encoded in _encode_records(records, encoding, counts):
-        limits = location, encoding.length_policy, encoding.max_seq_length
+    hashes = []
+    for record, encoded in _encode_records(records, states, encoding):
         try:
-            fitted, length_counts = (
-                fit_pair(encoded, *limits)
-                if isinstance(encoded, tuple)
-                else fit_samples(_list_samples(encoded), *limits)
-            )
+            fitted = _fit(encoded, record, encoding)
         except UserError as error:
-            _handle_bad_record(error, encoding, counts)
+            _handle_bad_record(error, encoding, record.counts)
             continue
-        counts.lengths.add(length_counts)
+        record.counts.content.add(record.content)
+        record.counts.num_samples += len(fitted)
         for piece in fitted:
             input_ids.fromlist(piece["input_ids"])
             labels.fromlist(piece["labels"])
             lengths.append(len(piece["input_ids"]))
             num_targets.append(count_targets(piece["labels"]))
+            record.counts.num_tokens += lengths[-1]
+            record.counts.num_targets += num_targets[-1]
             if isinstance(encoded, dict) and "desirable" in encoded:
                 desirable.append(encoded["desirable"])
+        hashes.append(record.hash)
     columns = {"input_ids": input_ids, "labels": labels, "length": lengths, "num_targets": num_targets}
     if desirable:
         columns["desirable"] = desirable
-    return EncodedBatch({name: np.array(values, np.int32) for name, values in columns.items()}, counts)
+    arrays = {name: np.array(values, np.int32) for name, values in columns.items()}
+    return EncodedBatch(arrays, per_file, np.array(hashes, np.uint64))
+
+
+def _fit(encoded: Encoded, record: _Record, encoding: Encoding) -> list[Sample]:
+    """Return what the length policy makes of the samples of a record, and count it. Raises UserError as
+    `fit_samples` and `fit_pair` do."""
+    limits = record.location, encoding.length_policy, encoding.max_seq_length
+    if isinstance(encoded, tuple):
+        samples, (fitted, counts) = list(encoded), fit_pair(encoded, *limits)
+    else:
+        samples = encoded if isinstance(encoded, list) else [encoded]
+        fitted, counts = fit_samples(samples, *limits)
+    if len(samples) > 1 and not isinstance(encoded, tuple):
+        record.content.add(_count_split(samples))
+    if counts != _UNCUT:
+        record.counts.lengths.add(counts)
+        record.content.num_cut_turns = _count_cut_turns(samples, fitted, record.content)
+    return fitted
+
+
+def _count_cut_turns(samples: Sequence[Sample], fitted: Sequence[Sample], counts: ContentCounts) -> int:
+    """Return how many target turns of a record are cut off whole: runs of targets that are gone, of which a turn with
+    masked parts has several."""
+    before, after = (sum(map(_count_runs, each)) for each in (samples, fitted))
+    return min(max(0, before - after), counts.num_target_turns - counts.num_lost_turns)
+
+
+def _count_runs(sample: Sample) -> int:
+    """Return the number of runs of adjacent targets in a sample."""
+    has_target = np.array(sample["labels"]) != IGNORE_INDEX
+    has_target[:1] = False  # nothing predicts the first token
+    return int(np.count_nonzero(has_target[1:] & ~has_target[:-1]))
 
 
 def _encode_records(
-    records: Sequence[RawRecord], encoding: Encoding, counts: BatchCounts
-) -> Iterator[tuple[str, Encoded]]:
-    """Yield (location, samples or pair) of each readable record; those of a `PieceEncoder` are tokenized in one
+    records: Sequence[RawRecord], states: Sequence[_Record], encoding: Encoding
+) -> Iterator[tuple[_Record, Encoded]]:
+    """Yield each readable record that is taken, and its samples or pair; those of a `PieceEncoder` are tokenized in one
     call."""
     encoder, tokenizer = encoding.encoder, encoding.tokenizer
-    splits = isinstance(encoder, PieceEncoder)
-    encode = _bind_counts(encoder, counts)
     encoded: list[Any] = []  # samples, or pieces to tokenize
-    locations = []
-    for record in records:
+    taken: list[_Record] = []
+    for raw, record in zip(records, states, strict=True):
         try:
-            parsed = _select_record(record, encoding.selection, counts)
+            parsed = _select_record(raw, encoding.selection, record)
             if parsed is None:
                 continue
-            made = encode(parsed, record.location, tokenizer)
+            made = _bind_counts(encoder, record.content)(parsed, raw.location, tokenizer)
             if isinstance(made, tuple) != (encoding.samples_per_record == 2):
                 raise UserError(
-                    f"{record.location}: the encoder must make a (chosen, rejected) of a record with data=preference, "
+                    f"{raw.location}: the encoder must make a (chosen, rejected) of a record with data=preference, "
                     "and one sample otherwise"
                 )
             encoded.append(made)
         except UserError as error:
-            _handle_bad_record(error, encoding, counts)
+            _handle_bad_record(error, encoding, record.counts)
             continue
-        locations.append(record.location)
+        taken.append(record)
     unknown: dict[int, str] = {}
+    splits = isinstance(encoder, PieceEncoder)
     samples: Sequence[Encoded] = _tokenize_encoded(encoded, tokenizer, unknown) if splits else encoded
-    for number, sample in enumerate(samples):
+    for number, (record, sample) in enumerate(zip(taken, samples, strict=True)):
         if number in unknown:
-            _handle_bad_record(no_token_error(unknown[number], locations[number]), encoding, counts)
+            _handle_bad_record(no_token_error(unknown[number], record.location), encoding, record.counts)
             continue
-        if isinstance(sample, list) and len(sample) > 1:
-            counts.content.add(_count_split(sample))
-        yield locations[number], sample
+        yield record, sample
 
 
-def _select_record(record: RawRecord, selection: Selection, counts: BatchCounts) -> dict | None:
+def _select_record(raw: RawRecord, selection: Selection, record: _Record) -> dict | None:
     """Return the parsed record, None where it is not taken. Raises UserError for one that cannot be read."""
-    if record.problem is not None:
-        counts.num_records += 1
-        raise UserError(record.problem)
-    try:
-        parsed = parse_record(record.location, record.text)
-    except UserError:
-        counts.num_records += 1
-        raise
-    is_taken = selection.takes(hash_record(parsed))
-    if not is_taken and selection.takes_held_out:
-        return None
+    counts = record.counts
+    counts.num_read += 1
     counts.num_records += 1
-    if not selection.keeps(parsed, record.location):
+    if raw.problem is not None:
+        raise UserError(raw.problem)
+    parsed = parse_record(raw.location, raw.text)
+    record.hash = hash_record(parsed)
+    is_taken = selection.takes(record.hash)
+    if not is_taken and selection.takes_held_out:
+        counts.num_records -= 1
+        return None
+    if not selection.keeps(parsed, raw.location):
         counts.num_filtered += 1
         return None
     counts.num_held_out += not is_taken
     return parsed if is_taken else None
 
 
-def _bind_counts(encoder: Encoder, counts: BatchCounts) -> Callable[..., Any]:
+def _bind_counts(encoder: Encoder, counts: ContentCounts) -> Callable[..., Any]:
     """Return what makes samples or pieces of a record. User-defined encoders count nothing."""
     if isinstance(encoder, PieceEncoder):
-        return partial(encoder.split, counts=counts.content)
+        return partial(encoder.split, counts=counts)
     if isinstance(encoder, UnpairedEncoder):
-        return partial(encoder.encode, counts=counts.content)
+        return partial(encoder.encode, counts=counts)
     return encoder.encode
-
-
-def _list_samples(encoded: Sample | list[Sample]) -> list[Sample]:
-    return encoded if isinstance(encoded, list) else [encoded]
 
 
 def _count_split(samples: Sequence[Sample]) -> ContentCounts:

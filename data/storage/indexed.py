@@ -3,18 +3,17 @@ memory-mapped from the corpora's own files (`data/sources/indexed.py`).
 """
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from console import progress
-from data.counts import ContentCounts
-from data.encoders.length import LengthCounts
 from data.encoders.pretrain import PretrainEncoder
 from data.sources.indexed import PREFIX, TOKENS_AT_A_TIME, IndexedCorpus
 from data.storage.encoding import Encoding
-from data.storage.summary import Summary, check_any_left
+from data.storage.summary import BatchCounts, FileCounts, check_any_left, sum_files
 from data.storage.tokenized import CORPORA_FILE, TokenizedWriter
 from errors import UserError
 
@@ -46,7 +45,7 @@ def write_indexed(folder: Path, sources: Sequence[Sequence[str]], key: str, enco
     groups = [[IndexedCorpus(source.removeprefix(PREFIX)) for source in group] for group in sources]
     corpora = [(number, corpus) for number, group in enumerate(groups) for corpus in group]
     total = sum(len(corpus.map_tokens()) for _, corpus in corpora)
-    num_documents = 0
+    files = []
     with (
         TokenizedWriter(folder, len(groups)) as writer,
         progress(f"reading {key}", total, "tokens", shown) as bar,
@@ -58,20 +57,19 @@ def write_indexed(folder: Path, sources: Sequence[Sequence[str]], key: str, enco
                 corpus.check_tokens(vocab_size, first=first, chunk=chunk)
                 writer.add_to_fingerprint(chunk.astype(np.int32), number)
                 bar.advance(len(chunk))
-            num_documents += corpus.num_documents
+            before = writer.num_samples, writer.num_tokens, writer.num_targets
             for lengths in corpus.list_lengths():
                 writer.append_lengths(lengths[lengths > 0], number)
-        summary = Summary(
-            num_samples=writer.num_samples,
-            num_tokens=writer.num_tokens,
-            num_targets=writer.num_targets,
-            num_records=num_documents,
-            num_skipped=0,
-            lengths=LengthCounts(),
-            content=ContentCounts(),
-            examples=[],
-            fingerprints=writer.fingerprints,
-        )
+            after = writer.num_samples, writer.num_tokens, writer.num_targets
+            files.append(FileCounts(os.path.abspath(corpus.bin_file), _count_documents(corpus, before, after)))
+        summary = sum_files(files, writer.fingerprints)
         check_any_left(summary, key)
         (folder / CORPORA_FILE).write_text(json.dumps([corpus.prefix for _, corpus in corpora]))
         writer.finish(summary)
+
+
+def _count_documents(corpus: IndexedCorpus, before: tuple[int, int, int], after: tuple[int, int, int]) -> BatchCounts:
+    """Return the counts of a corpus. before, after: samples, tokens and targets that were written."""
+    num_samples, num_tokens, num_targets = (end - start for start, end in zip(before, after, strict=True))
+    documents = corpus.num_documents
+    return BatchCounts(documents, documents, num_samples=num_samples, num_tokens=num_tokens, num_targets=num_targets)

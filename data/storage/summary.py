@@ -1,11 +1,13 @@
 """Counts of what tokenizing did with the records, so that nothing is lost silently.
 
-Each batch of records has its `BatchCounts`; at the end they become one `Summary`, stored next to the tokens for the
-log of later runs.
+Each file of a batch of records has its `BatchCounts`; at the end those of each file, and their sums, become one
+`Summary`, stored next to the tokens for the screen of later runs.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from data.counts import ContentCounts
 from data.encoders.length import LengthCounts
@@ -17,11 +19,11 @@ MAX_EXAMPLES = 3
 
 @dataclass
 class BatchCounts:
-    """Counts of one batch of records. examples: messages of records that were skipped.
+    """Counts of the records of one file in a batch, or of several. examples: messages of records that were skipped.
 
     num_read: records of the files. num_records: those that this part could take: of the held out part, its own.
     num_filtered, num_held_out, num_skipped: those of them that the filter rejects, that are left for the evaluation,
-    and that are bad.
+    and that are bad. num_targets: tokens, counted after the shift. content: of the records that were encoded.
     """
 
     num_read: int = 0
@@ -29,9 +31,17 @@ class BatchCounts:
     num_filtered: int = 0
     num_held_out: int = 0
     num_skipped: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
     lengths: LengthCounts = field(default_factory=LengthCounts)
     content: ContentCounts = field(default_factory=ContentCounts)
     examples: list[str] = field(default_factory=list)
+
+    @property
+    def num_encoded(self) -> int:
+        """The records that became samples, or were dropped as too long."""
+        return self.num_records - self.num_filtered - self.num_held_out - self.num_skipped
 
     def add_skipped(self, message: str) -> None:
         self.num_skipped += 1
@@ -39,37 +49,26 @@ class BatchCounts:
             self.examples.append(message)
 
     def add(self, other: "BatchCounts") -> None:
-        self.num_read += other.num_read
-        self.num_records += other.num_records
-        self.num_filtered += other.num_filtered
-        self.num_held_out += other.num_held_out
-        self.num_skipped += other.num_skipped
+        for name, value in vars(other).items():
+            if name.startswith("num_"):
+                setattr(self, name, getattr(self, name) + value)
         self.lengths.add(other.lengths)
         self.content.add(other.content)
         self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
 
-
-@dataclass(frozen=True)
-class Summary:
-    """The contents of a tokenized folder, and counts of the records. fingerprints: a hash per entry of `train_file`."""
-
-    num_samples: int
-    num_tokens: int
-    num_targets: int
-    num_records: int
-    num_skipped: int
-    lengths: LengthCounts
-    content: ContentCounts
-    examples: list[str]
-    fingerprints: list[str]
-    num_filtered: int = 0
-    num_held_out: int = 0
-
     def describe(self) -> str:
-        parts = [f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_targets:,} target tokens"]
-        if lengths := self.lengths.describe():
-            parts.append(lengths)
-        parts += self.content.describe()
+        """Return all counts in words."""
+        return "; ".join(
+            part for part in (f"{self.num_records:,} records", self.describe_size(), self.describe_fate()) if part
+        )
+
+    def describe_size(self) -> str:
+        """Return in words what the records became."""
+        return f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_targets:,} target tokens"
+
+    def describe_fate(self) -> str:
+        """Return in words the turns, and what was changed or left out of the records; empty where there is nothing."""
+        parts = [self.content.describe_turns(), self.lengths.describe(), *self.content.describe()]
         if self.num_skipped:
             parts.append(
                 f"{self.num_skipped:,} of {self.num_records:,} records skipped as bad, such as {self.examples[0]}"
@@ -78,7 +77,25 @@ class Summary:
             parts.append(f"{self.num_filtered:,} records filtered out")
         if self.num_held_out:
             parts.append(f"{self.num_held_out:,} records held out for evaluation")
-        return "; ".join(parts)
+        return "; ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class FileCounts:
+    """The counts of a file, a data set of the hub, or a user-defined function. name: as a source is named, of a file
+    its absolute path."""
+
+    name: str
+    counts: BatchCounts
+
+
+@dataclass
+class Summary(BatchCounts):
+    """The contents of a tokenized folder, and the counts of all records. fingerprints: a hash per entry of
+    `train_file`. files: the same counts of each file, in the order of the samples."""
+
+    fingerprints: list[str] = field(default_factory=list)
+    files: list[FileCounts] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -87,11 +104,28 @@ class Summary:
     def from_json(cls, text: str) -> "Summary":
         """Parse what `to_json` wrote. Raises ValueError, KeyError or TypeError for a damaged text."""
         fields = json.loads(text)
-        counts = {
-            "lengths": LengthCounts(**fields["lengths"]),
-            "content": ContentCounts(**fields["content"]),
-        }
-        return cls(**fields | counts)
+        files = [FileCounts(file["name"], BatchCounts(**_parse_counts(file["counts"]))) for file in fields["files"]]
+        return cls(**_parse_counts(fields) | {"files": files})
+
+
+def _parse_counts(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of counts that `asdict` made. Raises KeyError or TypeError for others."""
+    parsed = {"lengths": LengthCounts(**fields["lengths"]), "content": ContentCounts(**fields["content"])}
+    return fields | parsed
+
+
+def sum_counts(parts: Iterable[BatchCounts]) -> BatchCounts:
+    """Return the sums of counts."""
+    total = BatchCounts()
+    for part in parts:
+        total.add(part)
+    return total
+
+
+def sum_files(files: list[FileCounts], fingerprints: list[str]) -> Summary:
+    """Return the summary of files with these counts."""
+    counts = sum_counts(file.counts for file in files)
+    return Summary(**vars(counts), fingerprints=fingerprints, files=files)
 
 
 def check_any_taken(counts: BatchCounts, selection: Selection, key: str) -> None:

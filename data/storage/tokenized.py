@@ -5,6 +5,7 @@
     length, num_targets    int32 [num_samples]; targets are counted after the shift
     desirable              int32 [num_samples], 1 or 0, of a kind of data that has it
     source                 int32 [num_samples], the entry of `train_file` that the sample comes from
+    record_hash            uint64 [num_records], of the records that became samples, or were dropped as too long
 
 Opening it reads nothing and copies nothing into a process's own memory, whatever its size.
 """
@@ -31,6 +32,7 @@ DTYPES: dict[str, np.dtype] = {
     **dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)),
     "offset": np.dtype(np.int64),
 }
+HASHES_COLUMN, HASH_DTYPE = "record_hash", np.dtype(np.uint64)
 BYTES_PER_TOKEN = sum(DTYPES[name].itemsize for name in TOKEN_COLUMNS)
 BYTES_PER_SAMPLE = sum(DTYPES[name].itemsize for name in (*SAMPLE_COLUMNS, "offset"))
 
@@ -58,6 +60,14 @@ def column_file(path: str | Path, name: str) -> Path:
 def map_column(path: str | Path, name: str, dtype: np.dtype) -> np.ndarray:
     """Return a column of a tokenized folder, memory-mapped: flat, in its order on disk."""
     return np.asarray(np.memmap(column_file(path, name), dtype, mode="r"))  # a memmap is an array that is slow to slice
+
+
+def load_record_hashes(path: str | Path) -> np.ndarray | None:
+    """Return the hashes of a tokenized folder's records, memory-mapped, in the order of its files; None for corpora
+    that were tokenized elsewhere, which have no records."""
+    if not column_file(path, HASHES_COLUMN).is_file():
+        return None
+    return map_column(path, HASHES_COLUMN, HASH_DTYPE)
 
 
 class TokenizedWriter:
@@ -92,6 +102,10 @@ class TokenizedWriter:
         self.num_samples += len(lengths)
         self.num_tokens += len(columns["input_ids"])
         self.num_targets += int(columns["num_targets"].sum(dtype=np.int64))
+
+    def append_hashes(self, hashes: np.ndarray) -> None:
+        """Write the hashes of some records, uint64."""
+        self._write(HASHES_COLUMN, hashes)
 
     def append_lengths(self, lengths: np.ndarray, source: int) -> None:
         """Write documents whose tokens are stored elsewhere, all but the first targets. lengths: int64, 1 or more."""

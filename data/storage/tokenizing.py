@@ -11,10 +11,10 @@ any time, so memory does not grow with the data, and nothing is written twice.
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 from console import progress
@@ -25,8 +25,8 @@ from data.storage.disk import check_room, describe_bytes, estimate_size
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
 from data.storage.held_out import list_smallest_hashes
 from data.storage.indexed import holds_indexed, write_indexed
-from data.storage.summary import BatchCounts, Summary, check_any_left, check_any_taken
-from data.storage.tokenized import TokenizedWriter, find_damage, load_summary
+from data.storage.summary import BatchCounts, FileCounts, check_any_left, check_any_taken, sum_files
+from data.storage.tokenized import TokenizedWriter, find_damage
 from data.storage.workers import map_in_order
 from errors import UserError
 from filesystem import sync_to_disk
@@ -66,7 +66,7 @@ def prepare_dataset(
                     shutil.rmtree(path)
                 _write_dataset(path, sources, key, encoding, num_proc=num_proc, say=say, shown=log is not None)
                 origin = "tokenized into"
-    say(f"{key}: {load_summary(path).describe()}; {origin} {path}")
+    say(f"{key}: {origin} {path}")
     return path
 
 
@@ -114,7 +114,7 @@ def _resolve_selection(
 ) -> Encoding:
     """Return the encoding with the bound of what is held out, for which all records may have to be read."""
     selection = encoding.selection
-    batches = (batch for _, batch in _batch_sources(sources, selection.max_records))
+    batches = (batch.records for batch in _batch_sources(sources, selection.max_records))
     find = partial(list_smallest_hashes, batches=batches, selection=selection, key=key, num_proc=num_proc, shown=shown)
     return replace(encoding, selection=selection.resolve(find))
 
@@ -148,32 +148,22 @@ def _tokenize_sources(
     num_records: int | None,
     shown: bool,
 ) -> None:
-    counts = BatchCounts()
+    names = [source for group in sources for source in group]
+    files = [FileCounts(os.path.abspath(name) if os.path.exists(name) else name, BatchCounts()) for name in names]
     with (
         TokenizedWriter(folder, len(sources)) as writer,
         progress(f"tokenizing {key}", num_records, "records", shown) as bar,
     ):
         for number, batch in _encode_sources(sources, encoding, num_proc):
             writer.append(batch.columns, number)
-            counts.add(batch.counts)
+            writer.append_hashes(batch.hashes)
+            for file, found in batch.files.items():
+                files[file].counts.add(found)
             bar.advance(batch.counts.num_read)
-        if counts.num_read == 0:
-            files = ", ".join(source for group in sources for source in group)
-            raise UserError(f"{key} holds no records ({files}); give a file that does")
-        check_any_taken(counts, encoding.selection, key)
-        summary = Summary(
-            num_samples=writer.num_samples,
-            num_tokens=writer.num_tokens,
-            num_targets=writer.num_targets,
-            num_records=counts.num_records,
-            num_skipped=counts.num_skipped,
-            lengths=counts.lengths,
-            content=counts.content,
-            examples=counts.examples,
-            fingerprints=writer.fingerprints,
-            num_filtered=counts.num_filtered,
-            num_held_out=counts.num_held_out,
-        )
+        summary = sum_files(files, writer.fingerprints)
+        if summary.num_read == 0:
+            raise UserError(f"{key} holds no records ({', '.join(names)}); give a file that does")
+        check_any_taken(summary, encoding.selection, key)
         check_any_left(summary, key)
         writer.finish(summary)
 
@@ -184,26 +174,38 @@ def _encode_sources(sources: list[list[str]], encoding: Encoding, num_proc: int)
     return map_in_order(partial(_encode_numbered, encoding=encoding), batches, num_proc)
 
 
-def _encode_numbered(numbered: tuple[int, list[RawRecord]], encoding: Encoding) -> tuple[int, EncodedBatch]:
-    number, records = numbered
-    return number, encode_batch(records, encoding)
+@dataclass
+class _RecordBatch:
+    """Records of one entry. files: the number of the file of each, counted over all entries."""
+
+    entry: int
+    records: list[RawRecord] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+    num_characters: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.records) == MAX_BATCH_RECORDS or self.num_characters >= MAX_BATCH_CHARACTERS
 
 
-def _batch_sources(sources: list[list[str]], most: int | None) -> Iterator[tuple[int, list[RawRecord]]]:
-    """Yield (number of the entry, batch). most: records of each entry that are read."""
-    for number, group in enumerate(sources):
-        for batch in _batch_records(islice(chain.from_iterable(map(read_records, group)), most)):
-            yield number, batch
+def _encode_numbered(batch: _RecordBatch, encoding: Encoding) -> tuple[int, EncodedBatch]:
+    return batch.entry, encode_batch(batch.records, encoding, batch.files)
 
 
-def _batch_records(records: Iterable[RawRecord]) -> Iterator[list[RawRecord]]:
-    batch: list[RawRecord] = []
-    num_characters = 0
-    for record in records:
-        batch.append(record)
-        num_characters += len(record.text)
-        if len(batch) == MAX_BATCH_RECORDS or num_characters >= MAX_BATCH_CHARACTERS:
+def _batch_sources(sources: list[list[str]], most: int | None) -> Iterator[_RecordBatch]:
+    """Yield the batches of all entries. most: records of each entry that are read."""
+    first_file = 0
+    for entry, group in enumerate(sources):
+        numbered = enumerate(group, start=first_file)
+        records = ((file, record) for file, source in numbered for record in read_records(source))
+        batch = _RecordBatch(entry)
+        for file, record in islice(records, most):
+            batch.records.append(record)
+            batch.files.append(file)
+            batch.num_characters += len(record.text)
+            if batch.is_full:
+                yield batch
+                batch = _RecordBatch(entry)
+        if batch.records:
             yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
+        first_file += len(group)

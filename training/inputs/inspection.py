@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from data.inspection.files import describe_files
 from data.inspection.findings import Inspected, describe_findings
+from data.inspection.page import NAME as page_name
+from data.inspection.page import save_page
 from data.inspection.report import choose_rows, describe_dataset, render_row, save_histogram
 from data.storage.rows import RowPlan, Rows, list_rows
 from training.config.schema import RunConfig
@@ -19,9 +22,10 @@ TOKENS_NAMED = 12  # of a sample that looks wrong
 
 
 def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print, for `train_file` and `eval_file`, counts and a few rows with their masks, and what looks wrong; save
-    histograms of lengths in `output_dir`."""
+    """Print what became of each file, counts and a few rows with their masks for `train_file` and what is evaluated,
+    and what looks wrong; save histograms of lengths, and a page of samples to read, in `output_dir`."""
     in_colour = sys.stdout.isatty()
+    print("=== files ===", *(f"{name}: {text}" for name, text in describe_files(datasets).items()), "", sep="\n")
     print("trained parts are green, masked ones faint" if in_colour else "trained parts are in [[double brackets]]")
     for key, path in datasets.items():
         plan = build_row_plan(config, key)
@@ -34,7 +38,10 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
             documents = f", {num_documents:,} documents" if num_documents > 1 else ""
             counts = f"{rows.lengths[row]:,} tokens, {rows.num_targets[row]:,} of them targets{documents}"
             print(f"\n--- {_name_row(row, plan)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
-    group_size = build_row_plan(config, "train_file").group_size
+    group_size = build_row_plan(config, next(iter(datasets))).group_size
+    page = Path(config.output_dir) / page_name
+    save_page(datasets, page, title=f"{page.parent.name}: data", tokenizer=tokenizer, group_size=group_size)
+    print(f"\nsamples to read in a browser: {page}")
     files = [
         Inspected(key, path, [str(entry) for entry in list_entries(config, key)], group_size)
         for key, path in datasets.items()

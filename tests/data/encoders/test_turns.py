@@ -18,7 +18,7 @@ from data.encoders.stops import read_stop_tokens
 from data.options import LengthPolicy, OnBadRecord, RewrittenTurns
 from data.sources.formats import RawRecord
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
-from data.storage.summary import Summary
+from data.storage.summary import FileCounts, Summary, sum_files
 
 ASKED = {"role": "user", "content": "How many legs has a spider?"}
 THOUGHTS = CONVERSATIONS["two thoughts"]
@@ -111,13 +111,15 @@ def test_what_splitting_costs_is_counted() -> None:
     last = batch("Qwen3", THOUGHTS, rewritten_turns=RewrittenTurns.last).counts.content
     assert (last.num_split, last.num_lost_turns) == (0, 1)
     assert split.describe()[0].startswith("1 conversations are 2 samples, since the chat template rewrites earlier")
-    assert last.describe() == ["1 of 2 turns are not trained on, since the chat template rewrites them later"]
+    assert last.describe_turns() == (
+        "2 assistant turns, 1 of them without targets: 1 that the chat template rewrites later"
+    )
 
 
 def test_counts_are_stored_with_the_tokens() -> None:
     counts = batch("GLM-4.5", THOUGHTS, CALLED).counts
     assert counts.content.stop_tokens == {"<|user|>": 4, "<|observation|>": 1}
-    summary = Summary(1, 2, 3, 4, 0, counts.lengths, counts.content, [], [])
+    summary = sum_files([FileCounts("a.jsonl", counts)], ["0"])
     assert Summary.from_json(summary.to_json()) == summary
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.counts import ContentCounts
-from data.encoders.length import LengthCounts
 from data.storage.mismatched import check_labels, mismatched_path, prepare_mismatched
 from data.storage.rows import RowPlan
 from data.storage.summary import Summary
@@ -32,8 +30,8 @@ def save_samples(path: Path, prompts: list[int], desirable: list[bool] | None = 
         columns["desirable"] = np.array(desirable, np.int32)
     with TokenizedWriter(path, num_sources=1) as writer:
         writer.append(columns, 0)
-        counts = len(prompts), writer.num_tokens, writer.num_targets, len(prompts), 0
-        writer.finish(Summary(*counts, LengthCounts(), ContentCounts(), [], writer.fingerprints))
+        counts = {name: getattr(writer, name) for name in ("num_samples", "num_tokens", "num_targets")}
+        writer.finish(Summary(**counts, num_records=len(prompts), fingerprints=writer.fingerprints))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from data.encoders.sft import SFTEncoder
 from data.options import LengthPolicy, OnBadRecord
 from data.storage.disk import estimate_size
 from data.storage.encoding import Encoding
-from data.storage.tokenized import TokenizedDataset
+from data.storage.tokenized import TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -109,10 +109,12 @@ def test_columns_hold_what_the_encoder_made(prepare, tokenizer) -> None:
     lost_targets = sum(label != -100 for sample in whole for label in sample["labels"][15:])
     assert 0 < truncated < 12
     tokens, targets = data.lengths.sum(), data.num_targets.sum()
-    expected = f"12 samples, {tokens} tokens, {targets} target tokens; {truncated} samples truncated"
-    assert lines[1:] == [
-        f"train_file: {expected}, {lost} tokens lost by it ({lost_targets} of them targets); tokenized into {path}"
-    ]
+    size = f"12 samples, {tokens} tokens, {targets} target tokens"
+    assert lines[1:] == [f"train_file: tokenized into {path}"]  # the counts are shown once, by file
+    fate = (
+        f"12 assistant turns; {truncated} samples truncated, {lost} tokens lost by it ({lost_targets} of them targets)"
+    )
+    assert load_summary(path).describe() == f"12 records; {size}; {fate}"
 
 
 def test_processes_make_the_same_data(prepare, tmp_path: Path) -> None:
@@ -234,11 +236,10 @@ def test_bad_records_are_skipped_and_counted(prepare, train_file: Path, num_proc
     bad = [b'{"prompt": "a"}', b'{"prompt": "a"', b'{"prompt": "\xff"}', b"[]"]
     good = train_file.read_bytes().splitlines()
     train_file.write_bytes(b"\n".join([good[0], *bad, *good[1:]]))
-    path, lines = prepare(on_bad_record=OnBadRecord.skip, num_proc=num_proc)
+    path, _ = prepare(on_bad_record=OnBadRecord.skip, num_proc=num_proc)
     assert len(TokenizedDataset(path, True, True)) == 12
-    line = lines[1]
-    assert line.startswith("train_file: 12 samples, ") and "; 4 of 16 records skipped as bad, such as " in line
-    assert f"{train_file}:" in line.partition("such as ")[2]
+    assert load_summary(path).describe().startswith("16 records; 12 samples, ")
+    assert f"; 4 of 16 records skipped as bad, such as {train_file}:" in load_summary(path).describe()
     with pytest.raises(UserError, match="train.jsonl:2: no field 'completion'"):
         prepare()  # a run that does not skip does not find the other's cache
 
@@ -256,14 +257,15 @@ def test_nothing_left_of_the_records(prepare, train_file: Path) -> None:
 
 
 def test_lengths_are_fitted_as_the_policy_says(prepare) -> None:
-    dropped, lines = prepare(length_policy=LengthPolicy.drop, max_seq_length=15)
-    split, more = prepare(length_policy=LengthPolicy.split, max_seq_length=15)
-    whole, rest = prepare(max_seq_length=None)
+    dropped, _ = prepare(length_policy=LengthPolicy.drop, max_seq_length=15)
+    split, _ = prepare(length_policy=LengthPolicy.split, max_seq_length=15)
+    whole, _ = prepare(max_seq_length=None)
+    words = [load_summary(path).describe() for path in (dropped, split, whole)]
     count = [len(TokenizedDataset(path, False, False)) for path in (dropped, whole, split)]
     assert 0 < count[0] < count[1] == 12 < count[2]
-    assert f"{12 - count[0]} samples too long and dropped" in lines[1] and f"{12 - count[0]} samples split" in more[1]
+    assert f"{12 - count[0]} samples too long and dropped" in words[0] and f"{12 - count[0]} samples split" in words[1]
     targets = [TokenizedDataset(path, False, False).num_targets.sum() for path in (whole, split)]
-    assert targets[0] == targets[1] and "tokens lost" not in rest[1]
+    assert targets[0] == targets[1] and "tokens lost" not in words[2]
 
 
 def flip_a_byte(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""`inspect_data=true`: one process for any layout; no process group, no engine, only the histograms in output_dir."""
+"""`inspect_data=true`: one process for any layout; no process group, no engine, pictures and a page in output_dir."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ def test_it_prints_what_the_model_will_see(config, tmp_path: Path, capsys: pytes
     inspect_data(config, Ranks(0, 1, 0, 1))
     printed = capsys.readouterr().out
     for part in (
+        f"=== files ===\ntrain_file: {tmp_path}/train.jsonl: 20 records; 20 samples, ",
+        "; 20 of its records are in train_file too, so the evaluation is contaminated\n",
+        f"samples to read in a browser: {tmp_path}/out/data_report.html\n",
         "=== train_file ===",
         "=== eval_file ===",
         "20 samples, ",
@@ -49,6 +52,7 @@ def test_it_prints_what_the_model_will_see(config, tmp_path: Path, capsys: pytes
     ):
         assert part in printed, part
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "data_report.html",
         "lengths_eval_file.png",
         "lengths_train_file.png",
     ]
