@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def show_start(
     facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {attention}"
     facts["memory"] = _describe_memory(prediction)
     passthrough = measure_passthrough(setup.source, config)
-    facts["on disk"] = render_disk(prediction.plan.checkpoint._replace(passthrough=passthrough), config)
+    facts["on disk"] = render_disk(replace(prediction.plan.checkpoint, passthrough=passthrough), config)
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
     if setup.resume_from is not None:
         facts["resumed from"] = str(setup.resume_from)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from models.adapters.options import AdapterName, AdapterOptions
 from models.weights.passthrough import find_passthrough
@@ -34,7 +35,8 @@ class SavingKeys(Protocol):
     export_steps: list[int]
 
 
-class CheckpointSize(NamedTuple):
+@dataclass(frozen=True)
+class CheckpointSize:
     """Bytes of a checkpoint, without headers and the manifest. passthrough: of what training does not change, once for
     all checkpoints and in each export."""
 

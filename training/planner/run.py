@@ -58,7 +58,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         yield render_search(found, config, machine, width, remedies)
         return
     plan = build_plan(config, model, machine)
-    plan = replace(plan, checkpoint=plan.checkpoint._replace(passthrough=find_passthrough_bytes(config)))
+    plan = replace(plan, checkpoint=replace(plan.checkpoint, passthrough=find_passthrough_bytes(config)))
     steps = count_steps(config, plan.layout.global_batch_size)
     remedies = [] if plan.fits else find_remedies(plan, config, again)
     yield render_plan(plan, config, machine, steps, width=width, remedies=remedies)

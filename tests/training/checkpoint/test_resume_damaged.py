@@ -116,7 +116,9 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
     "converter that verifies": lambda step_dir, output_dir: convert(step_dir, output_dir, "--verify"),
     "converter with workers": lambda step_dir, output_dir: convert(step_dir, output_dir, "--workers", "2"),
     "generate.py": lambda step_dir, _: generate.load_model(open_weights(str(step_dir))),
-    "the run's own export": lambda step_dir, output_dir: export(SimpleNamespace(adapter=None), step_dir, output_dir),
+    "the run's own export": lambda step_dir, output_dir: export(
+        SimpleNamespace(adapter=None, config=SimpleNamespace(export_unused=True)), step_dir, output_dir
+    ),
 }
 
 
