@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_families import build_tokenizer
+from test_template_families import build_tokenizer
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.chat_families import FAMILIES, assistant, calls, judge, result, user
-from test_families import build_tokenizer
+from test_template_families import build_tokenizer
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 

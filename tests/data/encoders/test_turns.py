@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.chat_families import CLOSE, CONVERSATIONS, FAMILIES, OPEN
 from test_chat import read_targets_in_context
-from test_families import build_tokenizer
+from test_template_families import build_tokenizer
 
 from data.encoders.chat import ChatEncoder
 from data.encoders.messages import REASONING_FIELDS
