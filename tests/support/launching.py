@@ -81,6 +81,12 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
+def _restore_signals() -> None:
+    """What is started in the background, or by nohup, ignores these, and so would the run."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+
+
 def run_slurm(arguments: Sequence[str], cwd: Path, while_running: Callable[[Launch], None] | None = None) -> Ended:
     """scripts/slurm.sh over a stand-in for srun, which starts two tasks and returns the highest of their codes."""
     stand_ins = cwd / "bin"
@@ -174,7 +180,13 @@ class Launch:
         self.started = time.monotonic()
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                command, cwd=cwd, env=environment, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=cwd,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_restore_signals,
             )
 
     def processes(self) -> dict[int, str]:
