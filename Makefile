@@ -47,8 +47,8 @@ format: venv-dev
 parity: venv-dev
 	python tests/support/parity_table.py --output docs/parity.md
 
-# requirements.lock: what requirements.txt needs on any machine, with hashes, without torch and what its builds bring along.
-# Keeps the versions that are locked already as far as requirements.txt lets it; `make lock UPGRADE=--upgrade` takes newer ones
+# requirements.lock: what requirements.txt needs on any machine, with hashes, without torch and what its builds bring
+# along. Keeps the locked versions as far as requirements.txt lets it; `make lock UPGRADE=--upgrade` takes newer ones
 lock: venv
 	python -m pip install --quiet uv==0.13.9
 	echo torch | uv pip compile requirements.txt --quiet --universal --python-version 3.11 --generate-hashes --excludes - \

@@ -33,7 +33,8 @@ class Guard:
     guarded: dict[str, str] = field(default_factory=dict)  # character -> text
 
     def protect_turn(self, turn: Turn, where: str) -> Turn:
-        """Return a message with guarded texts. Raises `UserError` naming `where` if control tokens are refused."""
+        """Return a message with guarded texts. Raises `UserError` naming `where` if control tokens are refused, or
+        cannot be read as letters."""
         policy = self.policy or (ControlTokens.parse if turn["role"] == ASSISTANT else ControlTokens.text)
         return {name: value if name == "role" else self._protect(value, where, policy) for name, value in turn.items()}
 
@@ -55,6 +56,12 @@ class Guard:
                 raise UserError(
                     f"{where} holds the control token '{found[0]}' as text; remove it or the record, or give "
                     "data.control_tokens=text to read it as its letters"
+                )
+            lost = next((text for text in found if not encode_letters(self.tokenizer, text)), None)
+            if policy is ControlTokens.text and lost:
+                raise UserError(
+                    f"{where} holds the control token '{lost}' as text, and the tokenizer has no tokens for its "
+                    "letters; remove it or the record, or give data.control_tokens=parse to read it as the token"
                 )
         value = PRIVATE.sub(self._stand_in, value)  # those of the text itself
         return find_pattern(self.tokenizer).sub(self._stand_in, value) if policy is ControlTokens.text else value
@@ -95,7 +102,7 @@ def find_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 @lru_cache(maxsize=1024)
 def encode_letters(tokenizer: PreTrainedTokenizerBase, token: str) -> list[int]:
-    """Return the ids of a special token's text, none of them its own."""
+    """Return the ids of a special token's text, none of them its own; empty where there are none."""
     own = tokenizer.convert_tokens_to_ids(token)
     for parts in ([token], [token[:1], token[1:]], list(token)):
         options = {"add_special_tokens": False, "split_special_tokens": True}

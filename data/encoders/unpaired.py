@@ -49,7 +49,9 @@ class UnpairedEncoder(AnswerKeys):
             check_text(prompt, f"{location}: field '{self.prompt_field}'")
         if isinstance(prompt, str) and isinstance(completion, str):
             refuse_texts(self.chat_template, location, MESSAGES)
-        (pieces,) = split_answers(self, prompt, [completion], record, location, tokenizer, counts or ContentCounts())  # type: ignore[arg-type, list-item]
+        assert isinstance(prompt, str | list) and isinstance(completion, str | list)
+        found = counts or ContentCounts()
+        (pieces,) = split_answers(self, prompt, [completion], record, location, tokenizer, found)
         unknown: dict[int, str] = {}
         (sample,) = tokenize_pieces([pieces], tokenizer, unknown)
         for text in unknown.values():

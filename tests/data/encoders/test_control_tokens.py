@@ -6,6 +6,8 @@ import json
 
 import pytest
 from test_template_families import build_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder
@@ -133,3 +135,16 @@ def test_control_tokens_are_counted_with_the_first_places(tokenizer) -> None:
     assert encode_batch(liked, Encoding(UnpairedEncoder(), tokenizer, 64)).counts.content.num_control_tokens == 1
     refused = read_batch(tokenizer, CHAT, policy=ControlTokens.refuse).counts
     assert refused.num_skipped == 1
+
+
+def test_letters_that_the_tokenizer_lacks_are_not_lost_in_silence() -> None:
+    letters = Tokenizer(models.BPE({"</s>": 0, "S": 1, "a": 2, "y": 3, "o": 4}, []))
+    letters.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>")
+    record = {"prompt": "Say </s>", "completion": "So"}
+    with pytest.raises(UserError) as caught:
+        SFTEncoder(control_tokens=ControlTokens.text).encode(record, "a.jsonl:1", tokenizer)
+    assert str(caught.value) == (
+        "a.jsonl:1: field 'prompt' holds the control token '</s>' as text, and the tokenizer has no tokens for its "
+        "letters; remove it or the record, or give data.control_tokens=parse to read it as the token"
+    )
