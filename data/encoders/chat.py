@@ -30,7 +30,7 @@ from data.encoders.messages import (
     read_sharegpt,
     read_tools,
 )
-from data.encoders.rendering import Renderer
+from data.encoders.rendering import Renderer, read_template_kwargs
 from data.encoders.segments import Piece, PieceEncoder, Pieces, check_text, get_eos
 from data.encoders.stops import Stops, build_stops
 from data.encoders.turns import Answer, read_answer, read_kept
@@ -134,8 +134,8 @@ def split_messages(
     checked = check_messages(messages, location)
     tools = read_tools(record.get("tools"), location)
     targets = list_targets(checked, location, keys.train_on, first_target)
-    kwargs = {**keys.template_kwargs, **(record.get(RECORD_KWARGS) or {})}
-    renderer = Renderer(tokenizer, location, tools, kwargs)
+    own_kwargs = read_template_kwargs(record.get(RECORD_KWARGS), f"{location}: {RECORD_KWARGS}")
+    renderer = Renderer(tokenizer, location, tools, {**keys.template_kwargs, **own_kwargs})
     guard = Guard(tokenizer, keys.control_tokens, counts)
     turns = [
         guard.protect_turn({name: value for name, value in turn.items() if name not in TURN_FLAGS}, where)

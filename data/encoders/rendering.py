@@ -18,6 +18,10 @@ SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn r
 GENERATION_TAG = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 MARKS = ("\U0010fff0", "\U0010fff1")  # private characters: where a generation tag opens and closes
 
+# Arguments of `apply_chat_template` that say how it is called, or that come from other fields of a record.
+OWN_KWARGS = {"conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
+OWN_KWARGS |= {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
+
 
 @dataclass(frozen=True)
 class Renderer:
@@ -101,6 +105,17 @@ class Renderer:
                 if self.try_render([*turns[:number], changed, *turns[number + 1 :]]) == text:
                     return number + 1, place + 1
         return None
+
+
+def read_template_kwargs(value: object, where: str) -> dict[str, Any]:
+    """Return what a chat template is called with in addition; None is nothing. Raises `UserError` naming `where` for
+    what is not a mapping, and for names that are given otherwise."""
+    kwargs = {} if value is None else value
+    if not isinstance(kwargs, dict):
+        raise UserError(f"{where}={kwargs}: give a mapping, such as {{enable_thinking: false}}")
+    if own := sorted(OWN_KWARGS & kwargs.keys()):
+        raise UserError(f"{where}: {', '.join(own)} of a template cannot be set; omit it")
+    return kwargs
 
 
 def _list_forms(turns: Sequence[Turn]) -> Iterator[list[Turn]]:

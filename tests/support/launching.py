@@ -82,7 +82,7 @@ sys.exit(max(task.wait() for task in tasks))
 
 
 def _restore_signals() -> None:
-    """What is started in the background, or by nohup, ignores these, and so would the run."""
+    """Restore the signals that a process started by nohup, or in the background, ignores, as does all that it starts."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_DFL)
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.encoders.chat_templates import ChatTemplate, load_chat_template
 from data.encoders.kinds import find_kind
+from data.encoders.rendering import read_template_kwargs
 from data.encoders.stops import read_stop_tokens
 from data.options import Packing
 from data.order import VERSION as ORDER_VERSION
@@ -28,10 +29,6 @@ from training.config.schema import DataConfig, RunConfig
 from training.config.sources import HELD_OUT, list_file_keys, parse_key
 from training.inputs.custom import build_user_encoder
 from training.objectives.registry import get_objective
-
-# Arguments of `apply_chat_template` that say how it is called, or that come from the records.
-OWN_KWARGS = {"conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
-OWN_KWARGS |= {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
 
 
 def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokenizerBase:
@@ -182,7 +179,10 @@ def build_encoder(data: DataConfig, stop_tokens: tuple[str, ...] = ()) -> Encode
     if data.encoder is not None:
         return build_user_encoder(data)
     encoder: Any = find_kind(data.name).encoder
-    given = {"stop_tokens": stop_tokens, "template_kwargs": read_template_kwargs(data)}
+    given = {
+        "stop_tokens": stop_tokens,
+        "template_kwargs": read_template_kwargs(data.template_kwargs, "data.template_kwargs"),
+    }
     names = [field.name for field in fields(encoder)]
     return encoder(**{name: given[name] if name in given else getattr(data, name) for name in names})
 
@@ -197,17 +197,6 @@ def build_selection(data: DataConfig, key: str) -> Selection:
         return Selection(keeps)
     hold_out = HoldOut(data.eval_fraction, data.eval_samples) if data.holds_out else None
     return Selection(keeps, data.max_samples, hold_out, takes_held_out=key == HELD_OUT)
-
-
-def read_template_kwargs(data: DataConfig) -> dict[str, Any]:
-    """Return `data.template_kwargs`. Raises UserError for a value that is not a mapping, and for names that the run
-    itself gives."""
-    kwargs = {} if data.template_kwargs is None else data.template_kwargs
-    if not isinstance(kwargs, dict):
-        raise UserError(f"data.template_kwargs={kwargs}: give a mapping, such as {{enable_thinking: false}}")
-    if own := sorted(OWN_KWARGS & kwargs.keys()):
-        raise UserError(f"data.template_kwargs: {', '.join(own)} of a template cannot be set; omit it")
-    return kwargs
 
 
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:

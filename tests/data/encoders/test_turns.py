@@ -84,6 +84,20 @@ def test_keys_of_the_template_decide_over_what_a_turn_holds() -> None:
     assert "Reasoning: low" in build_tokenizer("gpt-oss").decode(sample["input_ids"])
 
 
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ("low", "a:1: chat_template_kwargs=low: give a mapping, such as {enable_thinking: false}"),
+        ({"tools": []}, "a:1: chat_template_kwargs: tools of a template cannot be set; omit it"),
+    ],
+)
+def test_keys_of_a_record_that_are_refused(own: object, message: str) -> None:
+    record = {**CONVERSATIONS["one turn"], "chat_template_kwargs": own}
+    with pytest.raises(UserError) as caught:
+        ChatEncoder().encode(record, "a:1", build_tokenizer("Qwen3"))
+    assert str(caught.value) == message
+
+
 def test_turns_that_are_rewritten() -> None:
     assert read("Qwen3", THOUGHTS, rewritten_turns=RewrittenTurns.last) == read("Qwen3", THOUGHTS)[1:]
     kept = ["Eight.<|im_end|>", "<think>\nAn insect.\n</think>\n\nSix.<|im_end|>"]
