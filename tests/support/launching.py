@@ -82,7 +82,7 @@ sys.exit(max(task.wait() for task in tasks))
 
 
 def _restore_signals() -> None:
-    """Restore the signals that a process started by nohup, or in the background, ignores, as does all that it starts."""
+    """Restore the signals that a process started by nohup, or in the background, ignores."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_DFL)
 

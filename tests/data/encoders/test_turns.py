@@ -19,6 +19,7 @@ from data.options import LengthPolicy, OnBadRecord, RewrittenTurns
 from data.sources.formats import RawRecord
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
 from data.storage.summary import FileCounts, Summary, sum_files
+from errors import UserError
 
 ASKED = {"role": "user", "content": "How many legs has a spider?"}
 THOUGHTS = CONVERSATIONS["two thoughts"]
