@@ -1,6 +1,5 @@
 """Counts of what became of the turns and the content of records, so that nothing is changed or lost silently."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 MAX_PLACES = 3
@@ -42,11 +41,12 @@ class ContentCounts:
         return self.num_target_turns + self.num_marked_turns + self.num_earlier_turns + self.num_prompt_turns
 
     def add(self, other: "ContentCounts") -> None:
-        stop_tokens = dict(Counter(self.stop_tokens) + Counter(other.stop_tokens))
         for name, value in vars(other).items():
-            if name != "stop_tokens":
+            if name.startswith("num_") and value:
                 setattr(self, name, getattr(self, name) + value)
-        self.stop_tokens, self.control_places = stop_tokens, self.control_places[:MAX_PLACES]
+        for token, number in other.stop_tokens.items():
+            self.stop_tokens[token] = self.stop_tokens.get(token, 0) + number
+        self.control_places = (self.control_places + other.control_places)[:MAX_PLACES]
 
     def describe_turns(self) -> str:
         """Return in words the turns, and those without targets by reason; empty where there are no turns."""
