@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 from support.damage import damage
-from support.launching import Ended, Launch, run_deepspeed
+from support.launching import ROOT, Ended, Launch, run_deepspeed
 from support.small_disk import small_disk
+from support.tiny import save_records
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
 from training.checkpoint.resume import find_damage, find_resume
-from training.checkpoint.state import TEMPORARY_PREFIX, list_checkpoints, step_of
+from models.storage.steps import list_checkpoints, step_of
+from training.checkpoint.state import TEMPORARY_PREFIX
 
 pytestmark = pytest.mark.full
 STEPS = 60
@@ -168,6 +171,47 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(train, expected, tmp_path: 
         ), error
         assert check_whole(out) >= 3 + 20 * rank
     finish(train, out, expected)
+
+
+@pytest.mark.parametrize(
+    "how, error",
+    [
+        ("sleep", r"rank 0 has made no progress for stuck_minutes=0.15: it is at tests/support/hanging.py:"),
+        ("stop", r"rank 0 has not answered for stuck_minutes=0.15: it is stopped or stuck"),
+    ],
+)
+def test_an_export_that_hangs_is_named(
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    error: str,
+) -> None:
+    """Rank 0 exports while the others wait; continued, the run only exports."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    out = tmp_path / "out"
+    hangs = (f"callbacks=[{{_target_: support.hanging.HangInExport, how: {how}}}]", "stuck_minutes=0.15")
+    ended = run_deepspeed(arguments(root, out, *hangs), tmp_path)
+    (found,) = ended.errors()
+    assert re.match(f"error: {error}", found) and ended.code != 0 and ended.left_alive == [], ended.output
+    assert check_whole(out) == 3 and not (out / "hf").exists() and not (out / "completed.json").exists()
+    ended = run_deepspeed(arguments(root, out, "resume=latest"), tmp_path)
+    assert (ended.code, ended.left_alive) == (0, []), ended.output
+    assert (out / "hf" / "config.json").is_file() and [int(line["step"]) for line in read_metrics(out)] == [1, 2, 3]
+
+
+def test_a_rank_that_stops_while_a_checkpoint_is_evaluated_is_named(root: Path, tmp_path: Path) -> None:  # noqa: F811
+    records = save_records(tmp_path / "many.jsonl", 20_000)
+
+    def stop(launch: Launch) -> None:
+        launch.wait_for("evaluating: ")
+        os.kill(launch.rank(1), signal.SIGSTOP)
+
+    given = arguments(root, tmp_path / "out", f"eval_file={records}", "evaluate_only=true", "stuck_minutes=0.15")
+    ended = run_deepspeed(given, tmp_path, while_running=stop)
+    (error,) = ended.errors()
+    assert error.startswith("error: rank 1 has not answered for stuck_minutes=0.15: it is stopped or stuck")
+    assert ended.code != 0 and ended.left_alive == [], ended.output
 
 
 def test_a_full_disk_is_survived(train, expected, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.launching import Ended, Launch, run_deepspeed, run_slurm, run_supervised, run_torchrun
+from support.tiny import save_pairs
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
 TERM, INT, HUP, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL
@@ -116,3 +117,30 @@ def test_a_signal_while_tokenizing_ends_the_run_at_once(
     assert (ended.left_alive, ended.errors()) == ([], []), ended.output
     assert not (out / "metrics.jsonl").exists() and list(cache.glob("*.lock"))
     assert "samples" not in ended.output, "it was still tokenizing"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("send", [signal_launcher, signal_tree])
+def test_a_signal_while_references_are_scored_ends_the_run_at_once(
+    send: Callable[[Launch, int], None],
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Nothing is half done: the run that follows scores them."""
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    few = save_pairs(tmp_path / "few.jsonl", 100).read_text()
+    (tmp_path / "many.jsonl").write_text(200 * few)
+
+    def interrupt(launch: Launch) -> None:
+        launch.wait_for("reference log-probabilities of train_file: ")
+        send(launch, TERM)
+        launch.wait_until_gone(30)
+
+    keys = ("data=preference", "task=dpo", f"data.cache_dir={cache}", "eval_file=null", "max_steps=2")
+    given = arguments(root, out, f"train_file={tmp_path}/many.jsonl", *keys)
+    ended = run_deepspeed(given, tmp_path, while_running=interrupt)
+    assert (ended.left_alive, ended.errors()) == ([], []), ended.output
+    assert not (out / "metrics.jsonl").exists() and "answers" in ended.output and "done" not in ended.output
+    (tmp_path / "many.jsonl").write_text(few)
+    ended = run_deepspeed(given, tmp_path)
+    assert (ended.code, ended.left_alive) == (0, []) and "done, 200 answers" in ended.output, ended.output

@@ -77,7 +77,7 @@ def _check_values(options: AdapterOptions) -> None:
 
 
 def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    if not (path / ADAPTER_CONFIG).is_file() or (path / "latest").is_file():
+    if not all((path / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)):
         raise UserError(
             f"adapter.name_or_path={path} is not a peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to "
             "continue a run, use resume"

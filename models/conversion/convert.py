@@ -33,7 +33,7 @@ from models.storage.folders import (
     find_custom_tokenizer,
     staged_folder,
 )
-from models.storage.manifest import CONVERTED_NAME
+from models.storage.manifest import CONVERTED_NAME, FileRecord, HashedFile, write_manifest
 from models.storage.safetensors_writer import (
     INDEX_NAME,
     build_index,
@@ -41,6 +41,7 @@ from models.storage.safetensors_writer import (
     plan_shards,
     write_safetensors,
 )
+from models.storage.steps import LATEST_NAME
 from models.storage.tensor_files import open_tensors
 from models.storage.torch_writer import own_storage, save_torch, without_crc32
 from models.weights.passthrough import write_passthrough
@@ -130,22 +131,30 @@ def convert_to_pipeline(
             if infos
         }
 
-        def write(file: Path) -> None:
-            save_torch({name: own_storage(weights.read(*place)) for name, place in places[file].items()}, file)
+        records: dict[str, FileRecord] = {}
+
+        def write(file: Path, content: dict[str, Any]) -> None:
+            with HashedFile(file) as stream:
+                save_torch(content, stream)
+                records[file.name] = stream.record
+
+        def write_layer(file: Path) -> None:
+            write(file, {name: own_storage(weights.read(*place)) for name, place in places[file].items()})
             weights.report(sum(weights.infos[index][name].nbytes for index, name in places[file].values()))
             folder.flush(file)
 
         with without_crc32():
-            _for_each(write, places, options.workers)
+            _for_each(write_layer, places, options.workers)
+        write(step_dir / ENGINE_STATE_NAME, ENGINE_STATE)
+        write_manifest(step_dir, records)
         passthrough = {}
         if infos := weights.passthrough_infos:
             file = write_passthrough(
                 folder.path, infos.values(), lambda name: weights.read(PASSTHROUGH, name), weights.report
             )
             passthrough[file] = {name: (PASSTHROUGH, name) for name in infos}
-        save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
         write_model_files(folder, weights, tokenizer, tokens, is_pipeline=True)
-        (folder.path / "latest").write_text(CONVERTED_NAME)
+        (folder.path / LATEST_NAME).write_text(CONVERTED_NAME)
         if options.verify:
             folder.flush_all()
             written = places | passthrough

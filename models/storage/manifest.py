@@ -1,8 +1,9 @@
 """The manifest: each file of a checkpoint with its size and hash, so that a checkpoint is either complete or not one.
 
 The hash (XXH3, 128 bits: faster than memory, and no protection against forgery) is computed while the bytes are written
-and compared when they are read back. Training writes a manifest with every checkpoint; one of its checkpoints without
-`manifest.json` was not written completely, or comes from elsewhere. A converted folder has none: it is `global_step0`,
+and compared when they are read back. Training writes a manifest with every checkpoint, and the converter with its one
+step; the file of passthrough tensors next to them has one of its own. A training checkpoint without `manifest.json` was
+not written completely, or comes from elsewhere. A converted folder may be from before it had one: it is `global_step0`,
 and holds no state of a trainer (`is_converted`).
 """
 
@@ -33,8 +34,8 @@ class FileRecord:
 
 
 class HashedFile:
-    """A file that is written front to back and hashed on the way; a context. `finish` syncs it and returns its
-    record."""
+    """A file that is written front to back and hashed on the way; a context. Gives its record when all is written;
+    `finish` syncs it before."""
 
     def __init__(self, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
         """wrote: called with the number of bytes."""
@@ -66,15 +67,20 @@ class HashedFile:
     def flush(self) -> None:
         self._file.flush()
 
+    @property
+    def record(self) -> FileRecord:
+        """The size and the hash of what has been written."""
+        return FileRecord(self._size, self._hash.hexdigest())
+
     def finish(self) -> FileRecord:
         """Sync the file to the disk. Returns its size and hash."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        return FileRecord(self._size, self._hash.hexdigest())
+        return self.record
 
 
 def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
-    """Write the manifest of `folder`, with a record of every other file. It is on the disk on return."""
+    """Write the manifest of `folder`: a record of each file that it vouches for. It is on the disk on return."""
     content = {"files": {name: asdict(record) for name, record in sorted(records.items())}}
     file = folder / MANIFEST_NAME
     file.write_text(json.dumps(content, indent=1) + "\n")
@@ -96,9 +102,14 @@ def has_manifest(step_dir: Path) -> bool:
     return (step_dir / MANIFEST_NAME).exists()
 
 
+def is_trained(step_dir: Path) -> bool:
+    """Return whether the checkpoint was written by training, by the file of its state or the record of that file."""
+    return (step_dir / STATE_NAME).exists() or STATE_NAME in (read_manifest(step_dir) or {})
+
+
 def is_converted(step_dir: Path) -> bool:
     """Return whether the checkpoint needs no manifest, as it was not written by training."""
-    return step_dir.name == CONVERTED_NAME and not (step_dir / STATE_NAME).exists()
+    return step_dir.name == CONVERTED_NAME and not is_trained(step_dir)
 
 
 def describe_missing(step_dir: Path) -> str:

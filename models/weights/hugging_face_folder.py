@@ -23,6 +23,9 @@ from models.weights.passthrough import describe_tensor
 from models.weights.quantized import Read, parse_quantization
 from models.weights.shapes import check_shape, check_tensors
 
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (*INDEX_FILES, "model.safetensors", "pytorch_model.bin")
+
 
 class HuggingFaceFolder:
     """`model*.safetensors` or `pytorch_model*.bin`, with or without an index."""
@@ -197,7 +200,7 @@ class HuggingFaceFolder:
 
 def _find_tensors(path: Path) -> dict[str, Path]:
     """Return tensor name -> file, from the index where there is one."""
-    for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+    for index_name in INDEX_FILES:
         if (path / index_name).is_file():
             weight_map = load_json(path / index_name).get("weight_map")
             if not isinstance(weight_map, dict):

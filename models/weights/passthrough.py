@@ -10,7 +10,6 @@ when only wrapped models had one.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +18,10 @@ import torch
 from transformers import PretrainedConfig
 
 from errors import UserError
-from filesystem import sync_to_disk
 from models.architecture.unused import clear_further_layers, find_unread, group_names
 from models.layers.wrapped import Wrapper
-from models.storage.safetensors_writer import TensorInfo, write_safetensors
+from models.storage.manifest import HashedFile, write_manifest
+from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
 from models.storage.tensor_files import open_safetensors
 from models.weights.source import WeightSource
 
@@ -93,16 +92,14 @@ def write_passthrough(
     read: Callable[[str], torch.Tensor],
     written: Callable[[int], None] | None = None,
 ) -> Path:
-    """Write passthrough tensors into `folder`, one at a time, and return the file. It appears complete or not at all.
-    read: a tensor by its name."""
+    """Write passthrough tensors into `folder`, which nobody reads yet, one at a time, with a manifest. Returns the
+    file. read: a tensor by its name."""
     file = folder / PASSTHROUGH_NAME
-    temporary = file.with_suffix(".tmp")
     # Wider elements first, so that each tensor is aligned in the file
     aligned = sorted(infos, key=lambda info: -info.dtype.itemsize)
-    write_safetensors(temporary, aligned, read=lambda info: read(info.name), written=written)
-    sync_to_disk(temporary)
-    os.replace(temporary, file)
-    sync_to_disk(folder)
+    with HashedFile(file) as stream:
+        write_safetensors_to(stream, str(file), aligned, read=lambda info: read(info.name), written=written)
+        write_manifest(folder, {PASSTHROUGH_NAME: stream.finish()})
     return file
 
 

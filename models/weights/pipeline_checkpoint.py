@@ -1,8 +1,8 @@
 """A pipeline checkpoint: a folder with `latest`, `config.json` and `global_stepN/layer_XX-model_states.pt`, names
 without the layer's prefix. Converted folders and training checkpoints have the same shape.
 
-Where a step has a manifest, `check_complete` compares sizes, and the bytes of a layer's file are compared before its
-tensors are first read: a pass over the file at the speed of the disk or of memory, after which it is in the page cache.
+Where there is a manifest, `check_complete` compares sizes, and a file's bytes are compared before its tensors are first
+read: a pass over the file at the speed of the disk or of memory, after which it is in the page cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from models.storage.manifest import describe_missing, find_wrong_content, find_w
 from models.storage.safetensors_writer import TensorInfo
 from models.storage.tensor_files import load_torch_file
 from models.weights.config_file import load_config
-from models.weights.passthrough import has_passthrough, list_passthrough, read_passthrough
+from models.weights.passthrough import PASSTHROUGH_NAME, has_passthrough, list_passthrough, read_passthrough
 from models.weights.shapes import check_tensors
 
 
@@ -35,12 +35,10 @@ class PipelineCheckpoint:
         """trust_checkpoint: accept a training checkpoint without a manifest. Raises UserError otherwise."""
         self.path = path
         self.step_dir = path / tag
-        if not tag or not self.step_dir.is_dir():
-            raise UserError(f"{path}/latest names '{tag}', but there is no such folder; the checkpoint is incomplete")
         self._has_manifest = has_manifest(self.step_dir)
         if not (self._has_manifest or trust_checkpoint or is_converted(self.step_dir)):
             raise UserError(describe_missing(self.step_dir))
-        self._checked: set[str] = set()
+        self._checked: set[Path] = set()  # files whose bytes have been compared
         self.config, self.wrapper = load_config(path)
 
     @property
@@ -51,9 +49,7 @@ class PipelineCheckpoint:
     def read_parameters(self, index: int) -> dict[str, torch.Tensor]:
         """Return the tensors in the file of layer `index`, whatever their names and shapes."""
         file = layer_file(self.step_dir, index)
-        if self._has_manifest and file.is_file() and file.name not in self._checked:
-            _raise_damage(find_wrong_content(self.step_dir, [file.name]))
-            self._checked.add(file.name)
+        self._compare_bytes(file)
         return load_torch_file(file)
 
     def read_adapter(self, index: int, layer: Layer, names: list[str]) -> dict[str, torch.Tensor]:
@@ -79,7 +75,13 @@ class PipelineCheckpoint:
         return list_passthrough(self.path) if has_passthrough(self.config, self.wrapper) else []
 
     def read_passthrough(self, name: str) -> torch.Tensor:
+        self._compare_bytes(self.path / PASSTHROUGH_NAME)
         return read_passthrough(self.path, name)
+
+    def _compare_bytes(self, file: Path) -> None:
+        if has_manifest(file.parent) and file.is_file() and file not in self._checked:
+            _raise_damage(find_wrong_content(file.parent, [file.name]))
+            self._checked.add(file)
 
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(self.step_dir.glob("layer_*-model_states.pt"))]

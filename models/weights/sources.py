@@ -6,7 +6,6 @@ Both are opened memory-mapped: a tensor's bytes are read when they are used, and
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,11 @@ from errors import UserError
 from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
 from models.layers.rope_scaling import copy_positions
 from models.storage.hub import split_revision
+from models.storage.manifest import find_wrong_size
+from models.storage.steps import LATEST_NAME, find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest
 from models.weights.adapted import AdaptedWeights
 from models.weights.config_file import load_config
-from models.weights.hugging_face_folder import HuggingFaceFolder
+from models.weights.hugging_face_folder import WEIGHT_FILES, HuggingFaceFolder
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from models.weights.resized_vocab import ResizedVocabWeights
 from models.weights.source import StoredWeights
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> StoredWeights:
-    """Open a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. For an adapter (a peft
-    folder, or the checkpoint of a LoRA run) return the base model's weights with the adapter merged in.
+    """Open a Hugging Face folder, a hub id, a pipeline checkpoint (of several steps the one that `latest` names), or
+    one `global_stepN`. For an adapter (a peft folder, or the checkpoint of a LoRA run) return the base model's weights
+    with the adapter merged in. A folder with weights and a checkpoint of something else next to them, as the Trainer of
+    transformers leaves it under DeepSpeed, is opened as its weights.
 
     trust_checkpoint: accept a training checkpoint without a manifest. Raises UserError for anything else.
     """
@@ -36,13 +39,28 @@ def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_check
         path = _download(name_or_path)
     if path.is_file():
         raise UserError(f"{path} is a file; give the folder it is in")
-    if re.fullmatch(r"global_step\d+", path.name):
+    if is_step(path.name):
         return _open_checkpoint(path.parent, path.name, trust_remote_code, trust_checkpoint)
-    if (path / "latest").is_file():
-        return _open_checkpoint(path, (path / "latest").read_text().strip(), trust_remote_code, trust_checkpoint)
+    has_weights = any((path / name).is_file() for name in (*WEIGHT_FILES, ADAPTER_WEIGHTS))
+    if not has_weights and (has_latest(path) or list_checkpoints(path)):
+        return _open_checkpoint(path, _choose_step(path), trust_remote_code, trust_checkpoint)
     if (path / ADAPTER_CONFIG).is_file():
         return _open_adapted(path, None, trust_remote_code, trust_checkpoint)
     return HuggingFaceFolder(path, trust_remote_code)
+
+
+def _choose_step(path: Path) -> str:
+    """Return the step that `latest` names. Raises UserError where it names none that is there: which weights are used
+    is not guessed."""
+    damage = find_damaged_latest(path) if has_latest(path) else f"{path} holds checkpoints and no file {LATEST_NAME}"
+    name = "" if damage else read_latest(path)
+    if damage is None and not (path / name).is_dir():
+        damage = f"{path / LATEST_NAME} names '{name}', but there is no such folder; the checkpoint is incomplete"
+    if damage is None:
+        return name
+    whole = (step_dir for step_dir in list_checkpoints(path) if find_wrong_size(step_dir) is None)
+    newest = next(whole, None)
+    raise UserError(f"{damage}; " + (f"give one by its own path, such as {newest}" if newest else "copy it again"))
 
 
 def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool, trust_checkpoint: bool) -> StoredWeights:

@@ -46,6 +46,28 @@ def test_weights_alone_and_exports_at_chosen_steps(run: Callable[..., Path]) -> 
         run("weights", 2, 2, *KEYS, "max_steps=6", "save_weights_only=true", "resume=latest")
 
 
+def test_the_best_is_of_the_same_evaluation_files(run: Callable[..., Path], root: Path) -> None:
+    """Results on files that are easier, or harder, would decide which model is exported."""
+    keys = (*KEYS[2:], "eval_steps=1", "save_steps=1", "load_best_model_at_end=true", "eval_on_start=false")
+    same, other = f"eval_file={root}/eval.jsonl", f"eval_file={root}/train.jsonl"
+
+    def continue_to(step: int, *given: str) -> tuple[dict[str, Any], list[int]]:
+        out = run("best", 2, 2, *keys, f"max_steps={step}", *given, "resume=auto", "resume_allow_changes=true")
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        state = json.loads((out / f"checkpoints/global_step{step}/trainer_state.json").read_text())
+        return state, [line["step"] for line in lines if "eval_loss" in line]
+
+    first, _ = continue_to(1, same)
+    second, evaluated = continue_to(2, same)
+    assert first["evaluated_on"] == second["evaluated_on"] != "" and evaluated == [1, 2]
+    assert second["best"]["step"] in (1, 2) and second["best"]["evaluations_since"] == 2 - second["best"]["step"]
+    third, evaluated = continue_to(3, other)  # step 2 again, on this file
+    assert third["evaluated_on"] != second["evaluated_on"] and evaluated == [1, 2, 2, 3]
+    assert third["best"]["step"] in (2, 3)
+    fourth, _ = continue_to(4, "eval_file={name: " + f"{root}/train.jsonl" + "}", "metric_for_best_model=eval_name_loss")
+    assert fourth["evaluated_on"] not in (second["evaluated_on"], third["evaluated_on"])
+
+
 @pytest.mark.full
 def test_an_export_is_of_its_step(run: Callable[..., Path]) -> None:
     """Resumed from the checkpoint of the step before, the run exports the same again."""

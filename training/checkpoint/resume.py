@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,11 @@ from models.storage.manifest import (
     find_wrong_content,
     find_wrong_size,
     has_manifest,
+    is_trained,
     read_manifest,
 )
-from training.checkpoint.state import TEMPORARY_PREFIX, TrainerState, list_checkpoints, step_of
+from models.storage.steps import find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest, step_of
+from training.checkpoint.state import TEMPORARY_PREFIX, TrainerState
 from training.distributed.ranks import raise_together
 
 # The fields that determine which samples come next and what a step does with them. The layout does not.
@@ -60,10 +61,7 @@ def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
             f"resume={resume}: there is no checkpoint at {named[0] if named else path}; omit resume to start a new run"
         )
     first = named[0]
-    if first.is_dir() and (
-        first.name.startswith(TEMPORARY_PREFIX)
-        or not any((first / name).exists() for name in (STATE_NAME, MANIFEST_NAME))
-    ):
+    if first.is_dir() and (first.name.startswith(TEMPORARY_PREFIX) or not is_trained(first)):
         raise UserError(
             f"resume={resume}: {first} is not a training checkpoint of this project, or a save that never ended (a "
             f"complete one is named global_stepN and holds {STATE_NAME}); to start a new run from a folder's weights, "
@@ -73,7 +71,7 @@ def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
     whole = [candidate for candidate, damage in found.items() if damage is None]
     passed_over = named[: named.index(whole[0])] if whole else named
     damages = [damage for candidate in passed_over if (damage := found[candidate]) is not None]
-    if damage := _find_damaged_latest(path):
+    if damage := find_damaged_latest(path):
         damages.insert(0, damage)
     if not whole:
         raise damaged_error(damages)
@@ -87,33 +85,18 @@ def damaged_error(damages: list[str]) -> UserError:
 
 
 def _list_candidates(path: Path) -> list[Path]:
-    if _is_step(path.name) or path.name.startswith(TEMPORARY_PREFIX):
+    if is_step(path.name) or path.name.startswith(TEMPORARY_PREFIX):
         return [path]
     found = list_checkpoints(path)
-    if not (path / "latest").is_file() or _find_damaged_latest(path):
+    if not has_latest(path) or find_damaged_latest(path):
         return found
-    latest = path / _read_latest(path)
+    latest = path / read_latest(path)
     step = step_of(latest) if latest in found else 0
     return [
         latest,
         *(other for other in found if step_of(other) < step),
         *(other for other in found if step_of(other) > step),
     ]
-
-
-def _is_step(name: str) -> bool:
-    return re.fullmatch(r"global_step\d+", name) is not None
-
-
-def _read_latest(path: Path) -> str:
-    return (path / "latest").read_text(errors="replace").strip()
-
-
-def _find_damaged_latest(path: Path) -> str | None:
-    """Return, in words, that the file `latest` is there and names no checkpoint, as after a full disk."""
-    if not (path / "latest").is_file() or _is_step(name := _read_latest(path)):
-        return None
-    return f"{path / 'latest'} is damaged: it " + (f"holds {name[:50]!r}" if name else "is empty")
 
 
 def _find_quick_damage(step_dir: Path, trust: bool) -> str | None:

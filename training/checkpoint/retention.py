@@ -12,7 +12,8 @@ from typing import Protocol
 
 from errors import UserError
 from models.storage.manifest import find_wrong_size
-from training.checkpoint.state import TEMPORARY_PREFIX, list_checkpoints, read_state, step_of
+from models.storage.steps import list_checkpoints, step_of
+from training.checkpoint.state import TEMPORARY_PREFIX, read_state
 from training.config.criterion import Criterion, CriterionKeys
 
 
@@ -62,6 +63,7 @@ def prune_checkpoints(newest: Path, retention: Retention) -> None:
     went back to a step before them, and they may be the reason.
     """
     metrics: dict[int, float | None] = {}
+    evaluated_on = read_state(newest).evaluated_on
     resumable = set[int]()
     for step_dir in list_checkpoints(newest.parent):
         if step_of(step_dir) <= step_of(newest) and find_wrong_size(step_dir) is None:
@@ -69,7 +71,8 @@ def prune_checkpoints(newest: Path, retention: Retention) -> None:
                 state = read_state(step_dir)
             except UserError:  # not ours to delete
                 continue
-            metrics[step_of(step_dir)] = state.evaluation.get(retention.criterion.metric)
+            comparable = state.evaluated_on in ("", evaluated_on)
+            metrics[step_of(step_dir)] = state.evaluation.get(retention.criterion.metric) if comparable else None
             if not state.weights_only:
                 resumable.add(step_of(step_dir))
     best = read_state(newest).best if retention.keeps_best_step else None

@@ -13,7 +13,7 @@ from filelock import BaseFileLock
 
 from errors import UserError
 from filesystem import lock_file, write_atomically
-from training.checkpoint.state import list_checkpoints
+from models.storage.steps import has_latest, list_checkpoints
 
 
 class RunFolder:
@@ -50,7 +50,7 @@ class RunFolder:
         """Check the folder for a run. Raises UserError when it cannot be written, or when this run would overwrite its
         checkpoints."""
         self.check_writable()
-        is_used = (self.checkpoints / "latest").exists() or bool(list_checkpoints(self.checkpoints))
+        is_used = has_latest(self.checkpoints) or bool(list_checkpoints(self.checkpoints))
         if is_used and not resuming and not overwrite:
             raise UserError(
                 f"output_dir={self.path} holds checkpoints of an earlier run; continue with resume=latest, "

@@ -17,7 +17,6 @@ unpickled but tensors (`weights_only=True`). `training/checkpoint/writer.py` wri
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ from training.checkpoint.best import Best
 from training.engine.engine import Engine
 
 TEMPORARY_PREFIX = "tmp-"
-FORMAT = 3  # increase it when an older version of the project could not read what this one writes
+FORMAT = 4  # increase it when an older version of the project could not read what this one writes
 
 
 @dataclass(frozen=True)
@@ -61,21 +60,11 @@ class TrainerState:
     optimizer: str = ""
     data: dict[str, str] = field(default_factory=dict)  # what decides the loss: `describe_data`, `describe_objective`
     evaluation: dict[str, float] = field(default_factory=dict)  # of this step; empty where it was not evaluated
+    evaluated_on: str = ""  # a hash of the evaluation files' tokens; empty where there is none, and before format 4
     best: Best | None = None  # of the evaluations so far
     identity: dict[str, Identity] = field(default_factory=dict)  # of base model, reference model and tokenizer
     weights_only: bool = False  # `save_weights_only`: without the optimizer's state
     format: int = FORMAT
-
-
-def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the `global_stepN` folders, newest step first, complete or not."""
-    found = [path for path in checkpoints.glob("global_step*") if re.fullmatch(r"global_step\d+", path.name)]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(step_dir: Path) -> int:
-    """Return N of a `global_stepN` folder."""
-    return int(step_dir.name.removeprefix("global_step"))
 
 
 def read_state(step_dir: Path) -> TrainerState:
@@ -99,7 +88,8 @@ def read_state(step_dir: Path) -> TrainerState:
 
 
 def _modernize(content: dict[str, Any]) -> dict[str, Any]:
-    """Convert the fields of format 1 to the current ones, and of JSON to their types. Format 2 has no identity."""
+    """Convert the fields of format 1 to the current ones, and of JSON to their types. Format 2 has no identity, and
+    3 no hash of the evaluation files."""
     known = dict(content)
     eval_loss = known.pop("eval_loss", None)
     if eval_loss is not None:

@@ -34,6 +34,7 @@ from models.parallel.exchanges import wait_for
 from models.storage.folders import check_disk_space
 from models.storage.manifest import STATE_NAME, FileRecord, HashedFile, write_manifest
 from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
+from models.storage.steps import LATEST_NAME
 from models.storage.torch_writer import save_torch
 from models.weights.pipeline_checkpoint import layer_file
 from training.checkpoint import optimizer_state
@@ -316,7 +317,7 @@ def publish(folder: Path, checkpoints: Path, state: TrainerState, records: dict[
     else:
         os.rename(folder, final)
     sync_to_disk(checkpoints)
-    write_atomically(checkpoints / "latest", final.name)
+    write_atomically(checkpoints / LATEST_NAME, final.name)
 
 
 def _explain(error: Exception, folder: Path) -> UserError:

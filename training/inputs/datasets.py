@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.encoders.chat_templates import ChatTemplate, load_chat_template
@@ -26,7 +28,7 @@ from errors import UserError
 from models.weights.source import WeightSource
 from models.weights.vocabulary import open_tokenizer
 from training.config.schema import DataConfig, RunConfig
-from training.config.sources import HELD_OUT, list_file_keys, parse_key
+from training.config.sources import HELD_OUT, list_evaluations, list_file_keys, parse_key
 from training.inputs.custom import build_user_encoder
 from training.objectives.registry import get_objective
 
@@ -163,6 +165,13 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
         f"the hash of the tokens of train_file entry {number}": each
         for number, each in enumerate(fingerprints, start=1)
     }
+
+
+def hash_evaluations(config: RunConfig, datasets: Mapping[str, Path]) -> str:
+    """Return a hash of the names and the tokens of the evaluation files, whose results can be compared where it is the
+    same; empty where there is none. datasets: key of the files -> tokenized folder."""
+    named = {name: load_summary(datasets[key]).fingerprints for name, key in list_evaluations(config).items()}
+    return xxhash.xxh3_64_hexdigest(json.dumps(named, sort_keys=True)) if named else ""
 
 
 def list_stop_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.distributed.topology import Layout
-from training.inputs.datasets import build_row_plan, describe_data
+from training.inputs.datasets import build_row_plan, describe_data, hash_evaluations
 from training.objectives.registry import describe_objective, get_objective
 from training.optim.optimizer import describe_optimizer, describe_updates
 
@@ -89,6 +89,7 @@ def compute_step_budget(
         precision=config.precision.value,
         optimizer=describe_optimizer(config),
         data=describe_data(config, datasets["train_file"]) | describe_objective(config) | describe_updates(config),
+        evaluated_on=hash_evaluations(config, datasets),
         identity=dict(identity),
     )
     if resume_from is not None:
@@ -106,12 +107,15 @@ def _resume(start: TrainerState, resume_from: Path, config: RunConfig) -> Traine
     saved = read_state(resume_from)
     for difference in check_resumable(saved, start, resume_from, config.resume_allow_changes):
         console.say(f"resume: {difference}")
+    comparable = saved.evaluated_on in ("", start.evaluated_on)
+    if saved.best is not None and not comparable:
+        console.say("resume: the evaluation files are others than before; the search for the best starts again")
     return dataclasses.replace(
         start,
         step=saved.step,
         num_tokens=saved.num_tokens,
-        evaluation=saved.evaluation,
-        best=_recall_best(saved, config),
+        evaluation=saved.evaluation if comparable else {},
+        best=_recall_best(saved, config) if comparable else None,
         identity=saved.identity | start.identity,  # what only the first run has read stays on record
     )
 

@@ -178,6 +178,17 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         export(converted, tmp_path / "back")
 
 
+def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
+    save_with_unused(tmp_path / "hf", FIRST)
+    converted = convert(tmp_path / "hf", tmp_path / "converted")
+    file = converted / "carried.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"{file} is damaged: its bytes are not those that were saved; copy"):
+        export(converted, tmp_path / "back")
+
+
 def test_a_reward_model_keeps_them(tmp_path: Path) -> None:
     """Its own folder, and one that a run makes a reward model of."""
     unused = save_with_unused(tmp_path / "hf", FIRST)

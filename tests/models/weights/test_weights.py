@@ -52,6 +52,17 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
     save_file(tensors, folder / MODEL)
 
 
+def forget_manifest(folder: Path) -> None:
+    """As a folder that was converted before it had one."""
+    (folder / "global_step0" / "manifest.json").unlink()
+
+
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def truncate(file: Path) -> None:
     with file.open("rb+") as stream:
         stream.truncate(file.stat().st_size // 2)
@@ -132,7 +143,17 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     "half a layer file": (
         "pipeline",
         lambda d: truncate(d / "global_step0/layer_03-model_states.pt"),
+        ("layer_03-model_states.pt is damaged", "bytes", "were saved"),
+    ),
+    "half a layer file without a manifest": (
+        "pipeline",
+        lambda d: (forget_manifest(d), truncate(d / "global_step0/layer_03-model_states.pt")),
         ("layer_03-model_states.pt", "half-written"),
+    ),
+    "a flipped byte": (
+        "pipeline",
+        lambda d: flip_a_byte(d / "global_step0/layer_03-model_states.pt"),
+        ("layer_03-model_states.pt is damaged: its bytes are not those that were saved",),
     ),
     "extra layer file": (
         "pipeline",
@@ -146,11 +167,29 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "no tensors": (
         "pipeline",
-        lambda d: torch.save([1], d / "global_step0/layer_03-model_states.pt"),
+        lambda d: (forget_manifest(d), torch.save([1], d / "global_step0/layer_03-model_states.pt")),
         ("layer_03-model_states.pt", "tensors"),
     ),
-    "missing step": ("pipeline", lambda d: (d / "latest").write_text("global_step9"), ("latest", "'global_step9'")),
-    "empty latest": ("pipeline", lambda d: (d / "latest").write_text(""), ("latest", "incomplete")),
+    "missing step": (
+        "pipeline",
+        lambda d: (d / "latest").write_text("global_step9"),
+        ("latest names 'global_step9'", "give one by its own path, such as", "/global_step0"),
+    ),
+    "empty latest": (
+        "pipeline",
+        lambda d: (d / "latest").write_text(""),
+        ("latest is damaged: it is empty", "give one by its own path, such as", "/global_step0"),
+    ),
+    "no latest": (
+        "pipeline",
+        lambda d: (d / "latest").unlink(),
+        ("holds checkpoints and no file latest", "give one by its own path, such as", "/global_step0"),
+    ),
+    "no latest and nothing whole": (
+        "pipeline",
+        lambda d: ((d / "latest").unlink(), (d / "global_step0/layer_03-model_states.pt").unlink()),
+        ("holds checkpoints and no file latest; copy it again",),
+    ),
 }
 
 
@@ -165,6 +204,15 @@ def test_a_broken_folder_is_refused(name: str, originals: dict[str, Path], tmp_p
     message = str(caught.value)
     assert "\n" not in message and str(folder) in message, message
     assert all(part in message for part in expected), message
+
+
+@pytest.mark.parametrize("kind", ["hf", "sharded"])
+def test_weights_next_to_a_checkpoint_of_something_else(kind: str, originals: dict[str, Path], tmp_path: Path) -> None:
+    """As the Trainer of transformers leaves a checkpoint under DeepSpeed."""
+    folder = Path(shutil.copytree(originals[kind], tmp_path / "checkpoint-500"))
+    (folder / "global_step500").mkdir()
+    (folder / "latest").write_text("global_step500")
+    read_everything(folder)
 
 
 def test_a_path_that_is_not_a_folder_is_refused(originals: dict[str, Path]) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from errors import UserError
 from models.storage.manifest import HashedFile, write_manifest
-from training.checkpoint.state import TrainerState, list_checkpoints, read_state, remove_leftovers
+from models.storage.steps import list_checkpoints
+from training.checkpoint.state import TrainerState, read_state, remove_leftovers
 
 STATE = TrainerState(
     step=2,
@@ -71,6 +72,6 @@ def test_a_state_that_cannot_be_read(tmp_path: Path) -> None:
             read_state(step_dir)
     (step_dir / "trainer_state.json").write_text('{"format": 99}')
     with pytest.raises(
-        UserError, match="written by a newer version of this project .format 99, this one reads 3.; update the project"
+        UserError, match="written by a newer version of this project .format 99, this one reads 4.; update the project"
     ):
         read_state(step_dir)

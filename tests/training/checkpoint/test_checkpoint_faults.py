@@ -26,7 +26,8 @@ from errors import UserError
 from training.checkpoint.resume import find_damage, find_resume
 from training.checkpoint.retention import Retention
 from training.checkpoint.run_folder import RunFolder
-from training.checkpoint.state import list_checkpoints, read_state, remove_leftovers, step_of
+from models.storage.steps import list_checkpoints, step_of
+from training.checkpoint.state import read_state, remove_leftovers
 from training.checkpoint.writer import CheckpointWriter, ShareFile
 
 TIMES = 25

@@ -14,7 +14,8 @@ from models.storage.manifest import HashedFile, write_manifest
 from training.checkpoint import retention
 from training.checkpoint.best import Best
 from training.checkpoint.retention import Retention, prune_checkpoints
-from training.checkpoint.state import list_checkpoints, remove_leftovers
+from models.storage.steps import list_checkpoints
+from training.checkpoint.state import remove_leftovers
 from training.config.criterion import Criterion
 
 LOSSES = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: 1.0, 6: math.nan, 7: 2.5}
@@ -55,11 +56,14 @@ def save(
     eval_loss: float | None = None,
     best: Best | None = None,
     weights_only: bool = False,
+    evaluated_on: str = "",
 ) -> Path:
     evaluation = {} if eval_loss is None else {"eval_loss": eval_loss}
     step_dir = checkpoints / f"global_step{step}"
     step_dir.mkdir()
-    state = replace(STATE, step=step, evaluation=evaluation, best=best, weights_only=weights_only)
+    state = replace(
+        STATE, step=step, evaluation=evaluation, best=best, weights_only=weights_only, evaluated_on=evaluated_on
+    )
     with HashedFile(step_dir / "trainer_state.json") as stream:
         stream.write(json.dumps(asdict(state)).encode())
         write_manifest(step_dir, {"trainer_state.json": stream.finish()})
@@ -75,6 +79,14 @@ def test_deletion_by_loss(tmp_path: Path) -> None:
         newest = save(tmp_path, step, loss)
     prune_checkpoints(newest, Retention(keep_last=1, keep_best=1))
     assert names(tmp_path) == ["8", "6"] and len(list(tmp_path.iterdir())) == 2
+
+
+def test_results_of_other_evaluation_files_are_not_compared(tmp_path: Path) -> None:
+    """Those of step 2, from before files were recorded, may be of any."""
+    for step, loss, files in ((2, 1.0, ""), (4, 0.5, "others"), (6, 2.0, "these"), (8, 3.0, "these")):
+        newest = save(tmp_path, step, loss, evaluated_on=files)
+    prune_checkpoints(newest, Retention(keep_last=1, keep_best=2))
+    assert names(tmp_path) == ["8", "6", "2"]
 
 
 def test_the_step_that_the_newest_calls_the_best_stays(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from models.storage import manifest
 from training.checkpoint import optimizer_state, share_file
 from training.checkpoint import writer as checkpoint_writer
 from training.checkpoint.resume import find_damage, find_resume
-from training.checkpoint.state import list_checkpoints, read_state, remove_leftovers, step_of
+from models.storage.steps import list_checkpoints, step_of
+from training.checkpoint.state import read_state, remove_leftovers
 from training.checkpoint.writer import CheckpointWriter, ShareFile, have_room
 
 TENSORS = {"layer_00-model_states.pt": 1.0, "optimizer-stage_00-dp_00.safetensors": 2.0}
