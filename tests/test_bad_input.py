@@ -328,7 +328,7 @@ def edit_json(file: Path, **fields: object) -> None:
 WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "missing": (shutil.rmtree, ("model_name_or_path '{folder}' is not a folder here",)),
     "no checkpoint": (
-        lambda d: [(d / "latest").unlink(), (d / "config.json").unlink()],
+        lambda d: (d / "config.json").unlink(),
         ("{folder} holds no config.json",),
     ),
     "half-copied": (
@@ -337,7 +337,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "without its step": (
         lambda d: shutil.rmtree(d / "global_step0"),
-        ("{folder}/latest names 'global_step0'", "incomplete"),
+        ("{folder}/latest names 'global_step0', but there is no such folder; copy the checkpoint again",),
     ),
     "of another architecture": (
         lambda d: edit_json(d / "config.json", model_type="bert"),

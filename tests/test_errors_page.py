@@ -17,7 +17,9 @@ REASONS = {
     "models/generic/family.py": ("find_fault", "_find_leak"),
     "models/generic/wrapped_proof.py": ("_find_fault",),
     "models/storage/manifest.py": ("find_wrong_size", "find_wrong_content", "describe_missing"),
-    "training/checkpoint/resume.py": ("_find_quick_damage", "_find_damaged_latest", "find_damage"),
+    "models/storage/steps.py": ("find_damaged_latest",),
+    "models/weights/sources.py": ("_find_fault_of_latest",),
+    "training/checkpoint/resume.py": ("_find_quick_damage", "find_damage"),
 }
 # Raises with the words of a range, which the schema states.
 RANGES = "training/config/ranges.py"

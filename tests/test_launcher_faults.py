@@ -22,8 +22,8 @@ from support.small_disk import small_disk
 from support.tiny import save_records
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
-from training.checkpoint.resume import find_damage, find_resume
 from models.storage.steps import list_checkpoints, step_of
+from training.checkpoint.resume import find_damage, find_resume
 from training.checkpoint.state import TEMPORARY_PREFIX
 
 pytestmark = pytest.mark.full

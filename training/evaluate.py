@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from filesystem import write_atomically
-from training.checkpoint.run_folder import RunFolder
 from models.storage.steps import step_of
+from training.checkpoint.run_folder import RunFolder
 from training.distributed.ranks import Ranks
 from training.evaluations import Evaluations
 from training.observability.metrics import Reporter, describe_evaluation

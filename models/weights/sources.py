@@ -52,15 +52,23 @@ def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_check
 def _choose_step(path: Path) -> str:
     """Return the step that `latest` names. Raises UserError where it names none that is there: which weights are used
     is not guessed."""
-    damage = find_damaged_latest(path) if has_latest(path) else f"{path} holds checkpoints and no file {LATEST_NAME}"
-    name = "" if damage else read_latest(path)
-    if damage is None and not (path / name).is_dir():
-        damage = f"{path / LATEST_NAME} names '{name}', but there is no such folder; the checkpoint is incomplete"
-    if damage is None:
-        return name
-    whole = (step_dir for step_dir in list_checkpoints(path) if find_wrong_size(step_dir) is None)
-    newest = next(whole, None)
-    raise UserError(f"{damage}; " + (f"give one by its own path, such as {newest}" if newest else "copy it again"))
+    fault = _find_fault_of_latest(path)
+    if fault is None:
+        return read_latest(path)
+    newest = next((step_dir for step_dir in list_checkpoints(path) if find_wrong_size(step_dir) is None), None)
+    if newest is None:
+        raise UserError(f"{fault}; copy the checkpoint again")
+    raise UserError(f"{fault}; give a checkpoint by its own path, such as {newest}")
+
+
+def _find_fault_of_latest(path: Path) -> str | None:
+    if not has_latest(path):
+        return f"{path} holds checkpoints and no file {LATEST_NAME}"
+    if damage := find_damaged_latest(path):
+        return damage
+    if not (path / read_latest(path)).is_dir():
+        return f"{path / LATEST_NAME} names '{read_latest(path)}', but there is no such folder"
+    return None
 
 
 def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool, trust_checkpoint: bool) -> StoredWeights:

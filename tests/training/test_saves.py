@@ -64,7 +64,9 @@ def test_the_best_is_of_the_same_evaluation_files(run: Callable[..., Path], root
     third, evaluated = continue_to(3, other)  # step 2 again, on this file
     assert third["evaluated_on"] != second["evaluated_on"] and evaluated == [1, 2, 2, 3]
     assert third["best"]["step"] in (2, 3)
-    fourth, _ = continue_to(4, "eval_file={name: " + f"{root}/train.jsonl" + "}", "metric_for_best_model=eval_name_loss")
+    fourth, _ = continue_to(
+        4, "eval_file={name: " + f"{root}/train.jsonl" + "}", "metric_for_best_model=eval_name_loss"
+    )
     assert fourth["evaluated_on"] not in (second["evaluated_on"], third["evaluated_on"])
 
 

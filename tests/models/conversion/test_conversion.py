@@ -49,6 +49,7 @@ def test_the_folder_has_the_files_deepspeed_reads(layers: int, tied: bool, tmp_p
     step = convert(tmp_path / "hf", tmp_path / "pipeline") / "global_step0"
     count = layers + 2 if tied else layers + 3
     assert {file.name for file in step.iterdir()} == {
+        "manifest.json",
         "mp_rank_00_model_states.pt",
         *(f"layer_{i:02d}-model_states.pt" for i in range(count)),
     }

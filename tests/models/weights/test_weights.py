@@ -173,22 +173,22 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     "missing step": (
         "pipeline",
         lambda d: (d / "latest").write_text("global_step9"),
-        ("latest names 'global_step9'", "give one by its own path, such as", "/global_step0"),
+        ("latest names 'global_step9'", "give a checkpoint by its own path, such as", "/global_step0"),
     ),
     "empty latest": (
         "pipeline",
         lambda d: (d / "latest").write_text(""),
-        ("latest is damaged: it is empty", "give one by its own path, such as", "/global_step0"),
+        ("latest is damaged: it is empty", "give a checkpoint by its own path, such as", "/global_step0"),
     ),
     "no latest": (
         "pipeline",
         lambda d: (d / "latest").unlink(),
-        ("holds checkpoints and no file latest", "give one by its own path, such as", "/global_step0"),
+        ("holds checkpoints and no file latest", "give a checkpoint by its own path, such as", "/global_step0"),
     ),
     "no latest and nothing whole": (
         "pipeline",
         lambda d: ((d / "latest").unlink(), (d / "global_step0/layer_03-model_states.pt").unlink()),
-        ("holds checkpoints and no file latest; copy it again",),
+        ("holds checkpoints and no file latest; copy the checkpoint again",),
     ),
 }
 

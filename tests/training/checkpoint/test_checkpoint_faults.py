@@ -23,10 +23,10 @@ from support.small_disk import small_disk
 from test_checkpoint import STATE
 
 from errors import UserError
+from models.storage.steps import list_checkpoints, step_of
 from training.checkpoint.resume import find_damage, find_resume
 from training.checkpoint.retention import Retention
 from training.checkpoint.run_folder import RunFolder
-from models.storage.steps import list_checkpoints, step_of
 from training.checkpoint.state import read_state, remove_leftovers
 from training.checkpoint.writer import CheckpointWriter, ShareFile
 

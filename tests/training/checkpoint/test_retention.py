@@ -11,10 +11,10 @@ import pytest
 from test_checkpoint import STATE
 
 from models.storage.manifest import HashedFile, write_manifest
+from models.storage.steps import list_checkpoints
 from training.checkpoint import retention
 from training.checkpoint.best import Best
 from training.checkpoint.retention import Retention, prune_checkpoints
-from models.storage.steps import list_checkpoints
 from training.checkpoint.state import remove_leftovers
 from training.config.criterion import Criterion
 

@@ -16,10 +16,10 @@ from test_checkpoint import STATE
 
 from errors import UserError
 from models.storage import manifest
+from models.storage.steps import list_checkpoints, step_of
 from training.checkpoint import optimizer_state, share_file
 from training.checkpoint import writer as checkpoint_writer
 from training.checkpoint.resume import find_damage, find_resume
-from models.storage.steps import list_checkpoints, step_of
 from training.checkpoint.state import read_state, remove_leftovers
 from training.checkpoint.writer import CheckpointWriter, ShareFile, have_room
 
