@@ -5,6 +5,7 @@ any size is counted at once, and nothing depends on this machine.
     python benchmarks/launches.py [--model llama_8b] [--tokens 4000] [--rank 16]
 
     full            all weights trained
+    frozen          none of them: what is left where only adapters are trained
     lora            LoRA on all projections, as a run has it
     lora of peft    the same, as peft runs it
 
@@ -141,7 +142,13 @@ def build_modules(model: str, rank: int) -> tuple[dict[str, nn.Module], int]:
 
     fused = build(adapted=True)
     fuse_products(fused)
-    return {"full": build(adapted=False), "lora": fused, "lora of peft": build(adapted=True)}, config.hidden_size
+    modules = {
+        "full": build(adapted=False),
+        "frozen": build(adapted=False).requires_grad_(False),
+        "lora": fused,
+        "lora of peft": build(adapted=True),
+    }
+    return modules, config.hidden_size
 
 
 def main() -> None:
