@@ -10,7 +10,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from support.launching import Ended, Launch, run_deepspeed, run_slurm, run_supervised, run_torchrun
+from support.hanging import SEEN
+from support.launching import ROOT, Ended, Launch, run_deepspeed, run_slurm, run_supervised, run_torchrun
 from support.tiny import save_pairs
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
@@ -121,6 +122,31 @@ def test_a_signal_while_tokenizing_ends_the_run_at_once(
 
 @pytest.mark.full
 @pytest.mark.parametrize("send", [signal_launcher, signal_tree])
+def test_a_signal_while_a_model_is_exported_ends_the_run_at_once(
+    send: Callable[[Launch, int], None],
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No rank is reported as lost; continued, the run exports."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    out = tmp_path / "out"
+
+    def interrupt(launch: Launch) -> None:
+        launch.wait_for(SEEN)
+        send(launch, TERM)
+        launch.wait_until_gone(30)
+
+    hangs = "callbacks=[{_target_: support.hanging.HangInExport, how: sleep}]"
+    ended = run_deepspeed(arguments(root, out, hangs), tmp_path, while_running=interrupt)
+    assert (ended.left_alive, ended.errors()) == ([], []), ended.output
+    assert "stopped by SIGTERM outside of training steps: nothing was to be saved" in ended.output
+    ended = run_deepspeed(arguments(root, out, "resume=auto"), tmp_path)
+    assert (ended.code, ended.left_alive) == (0, []) and (out / "hf" / "config.json").is_file(), ended.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("send", [signal_launcher, signal_tree])
 def test_a_signal_while_references_are_scored_ends_the_run_at_once(
     send: Callable[[Launch, int], None],
     root: Path,  # noqa: F811
@@ -140,7 +166,8 @@ def test_a_signal_while_references_are_scored_ends_the_run_at_once(
     given = arguments(root, out, f"train_file={tmp_path}/many.jsonl", *keys)
     ended = run_deepspeed(given, tmp_path, while_running=interrupt)
     assert (ended.left_alive, ended.errors()) == ([], []), ended.output
-    assert not (out / "metrics.jsonl").exists() and "answers" in ended.output and "done" not in ended.output
+    assert "stopped by SIGTERM outside of training steps: nothing was to be saved" in ended.output
+    assert not (out / "metrics.jsonl").exists() and "done" not in ended.output
     (tmp_path / "many.jsonl").write_text(few)
     ended = run_deepspeed(given, tmp_path)
     assert (ended.code, ended.left_alive) == (0, []) and "done, 200 answers" in ended.output, ended.output

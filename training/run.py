@@ -17,7 +17,7 @@ from training.checkpoint.state import TrainerState, load_checkpoint
 from training.config.schema import Init, RunConfig, to_typed
 from training.config.validate import check_config
 from training.distributed import process
-from training.distributed.interrupts import exit_code
+from training.distributed.interrupts import exit_code, leave_on_signals
 from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks
 from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
@@ -99,7 +99,8 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         folder.acquire_lock()
     machine = find_run_machine(config, ranks) if ranks.is_main else None  # before the other ranks use the cores
     tokenizer = join_ranks(config, setup, ranks)
-    with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank) as watchdog:
+    watchdog = Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank)
+    with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)  # reads the cache
         setup = agree_on_setup(config, setup, ranks)
         budget, start = agree_on_steps(config, setup, datasets, tokenizer, ranks)
@@ -149,7 +150,8 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
 def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
     """Join the ranks, build and evaluate, instead of `train`. Returns 0."""
     tokenizer = join_ranks(config, setup, ranks)
-    with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank) as watchdog:
+    watchdog = Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank)
+    with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)
         setup = load_resumed(setup, config, ranks.say)
         sizes = process.broadcast_from_main(lambda: measure_evaluations(config, setup.layout, datasets), ranks)

@@ -3,11 +3,14 @@
 
 Whichever rank receives one, all ranks act at the same step boundary: one all-reduce of four numbers on the host, at a
 point where the ranks have just synchronized anyway (the gradient norm and the loss are reduced over all of them). An
-evaluation and a save are asked for signals too, since a step may be long after them.
+evaluation and a save are asked for signals too, since a step may be long after them. Before the first step and while a
+model is exported or only evaluated there is nothing to save: a signal ends the process, and the others are told first
+(`leave_on_signals`), or they would report it as lost.
 
 A signal may arrive while the main thread is in a collective, where Python runs no handler: the interpreter's C handler
-writes a byte into a socket, and a thread reads it. If the step does not end within `grace_seconds`, in which saves do
-not count, the process exits and no checkpoint is touched: the one being written has its temporary name.
+writes a byte into a socket, and a thread reads it (`SignalListener`). If the step does not end within `grace_seconds`,
+in which saves do not count, the process exits and no checkpoint is touched: the one being written has its temporary
+name.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import console
+from training.distributed.ranks import Ranks
 
 STOP_NAME, SAVE_NAME = "STOP", "SAVE"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -50,6 +54,71 @@ class EvaluationInterrupted(Exception):
     """A signal ends the run during an evaluation; raised on all ranks at the same point."""
 
 
+class SignalListener:
+    """Calls `act` in a thread with the number of the first signal that this process receives, from `start` to `close`.
+    One that starts later takes its place until it closes."""
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self._act = act
+
+    def start(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # under nohup
+        received = [signum for signum in _SIGNALS if signum not in ignored]
+        self._handlers = {signum: signal.signal(signum, _wake) for signum in received}
+        self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, args=(self._reader,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Restore what was there before, and wait for the end of the thread, which would otherwise hold process groups
+        while the interpreter ends: gloo aborts then. A listener that took this one's place, and was kept until the
+        exit, stays."""
+        current = signal.set_wakeup_fd(self._before)
+        if current != self._writer.fileno():
+            signal.set_wakeup_fd(current)
+        else:
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, handler)
+        self._writer.close()  # ends the thread
+        self._thread.join()
+
+    def keep_until_exit(self) -> None:
+        """Stay, whatever is called from now on."""
+        self._writer.detach()  # the handler's file descriptor outlives this object
+
+    def _listen(self, reader: socket.socket) -> None:
+        with reader:
+            while received := reader.recv(1):  # the signal's number
+                if received[0] in _SIGNALS:
+                    self._act(received[0])
+                    return
+
+
+@contextmanager
+def leave_on_signals(ranks: Ranks, notify: Callable[[], None]) -> Iterator[None]:
+    """Within this context a signal ends the process at once: there is nothing to save. Where an `Interrupts` has
+    started, the signal is for that.
+
+    notify: tells the other ranks that this one is about to leave.
+    """
+
+    def leave(signum: int) -> None:
+        notify()
+        name = signal.Signals(signum).name
+        if ranks.is_main:
+            _say(f"stopped by {name} outside of training steps: nothing was to be saved; continue with resume=auto")
+        os._exit(exit_code(signum))
+
+    listener = SignalListener(leave)
+    listener.start()
+    try:
+        yield
+    finally:
+        listener.close()
+
+
 class Interrupts:
     """Receives requests from `start` to `close`. All ranks call `agree` after each step."""
 
@@ -69,30 +138,22 @@ class Interrupts:
         self._is_saving = False
         self._agreed = threading.Event()
         self._last_save = time.monotonic()
+        self._listener = SignalListener(self._receive)
 
     def start(self) -> Interrupts:
-        """Install the signal handlers, and start the thread that receives signals. Returns self."""
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # under nohup
-        received = [signum for signum in _SIGNALS if signum not in ignored]
-        self._handlers = {signum: signal.signal(signum, _wake) for signum in received}
-        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(self._reader,), daemon=True).start()
+        """Start to receive signals. Returns self."""
+        self._listener.start()
         return self
 
     def close(self) -> None:
-        """Restore the previous signal handlers, and end the thread."""
-        signal.set_wakeup_fd(self._wakeup)
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
+        """Restore the previous signal handlers."""
         self._agreed.set()
-        self._writer.close()  # ends the thread
+        self._listener.close()
 
     def keep_until_exit(self) -> None:
         """Keep the signal handlers: launchers repeat their signals, and the next one would kill a rank that is about to
         exit, which the others would report as lost."""
-        self._writer.detach()  # the handler's file descriptor outlives this object
+        self._listener.keep_until_exit()
 
     def agree(self, nonfinite: bool = False) -> Interrupt:
         """Return the action of all ranks now, the same on each. nonfinite: whether the last step's loss or gradient was
@@ -145,15 +206,9 @@ class Interrupts:
     def _is_time(self) -> bool:
         return self._save_seconds is not None and time.monotonic() - self._last_save >= self._save_seconds
 
-    def _listen(self, reader: socket.socket) -> None:
-        with reader:
-            while not self._signum:
-                received = reader.recv(1)  # the signal's number
-                if not received:
-                    return
-                if received[0] in _SIGNALS:
-                    self._signum = received[0]
-        name = signal.Signals(self._signum).name
+    def _receive(self, signum: int) -> None:
+        self._signum = signum
+        name = signal.Signals(signum).name
         if self._is_main:
             _say(f"{name}: saving at the end of this step, then leaving")
         if not self._is_agreed_in_time():

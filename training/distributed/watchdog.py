@@ -103,6 +103,17 @@ class Watchdog:
         """Set a matching timeout on the process groups that have none of their own."""
         process.limit_collectives(2 * self._timeout + timedelta(seconds=3 * _SECONDS_TO_ANSWER))
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one is about to leave, and wait until they know. Callable from any thread."""
+        self._begin_to_leave()
+        for thread in self._threads[1:]:
+            if thread.is_alive():
+                thread.join(2 * _SECONDS_BETWEEN_BEATS)
+
+    def _begin_to_leave(self) -> None:
+        self._status = _LEAVING
+        self._hurry.set()
+
     def _progress(self, *_: object) -> None:
         self._last_progress = time.monotonic()
 
@@ -171,14 +182,12 @@ class Watchdog:
                 if waits
                 else "the other ranks wait for it"
             )
-            self._status = _LEAVING
-            self._hurry.set()
+            self._begin_to_leave()
             self._report(
                 f"rank {self._name(self._ranks.rank)} has made no progress for {self._named_timeout}: it is at {place}"
                 f"; {known}"
             )
-            for thread in self._threads[1:]:
-                thread.join(2 * _SECONDS_BETWEEN_BEATS)
+            self.leave()
             os._exit(1)
 
     def _lets_others_report(self) -> bool:

@@ -251,3 +251,42 @@ def test_a_step_that_does_not_end_ends_the_process(tmp_path: Path, seconds: int,
     assert (
         "error: SIGTERM: the step did not end within grace_seconds=0.3; leaving without a save" in ended.stderr
     ) == (code == 143)
+
+
+NESTED = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from training.distributed.interrupts import SignalListener, leave_on_signals
+from training.distributed.ranks import SINGLE_PROCESS
+seen = []
+with leave_on_signals(SINGLE_PROCESS, lambda: print("told", flush=True)):
+    inner = SignalListener(seen.append)
+    inner.start()
+    os.kill(os.getpid(), signal.SIGHUP)
+    while not seen:
+        time.sleep(0.01)
+    print(signal.Signals(seen[0]).name, flush=True)
+    {closed}
+    {then}
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.5)
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "closed, then, code, lines",
+    [
+        # The inner one has its place until it is closed, then the outer one, then Python's own handler
+        ("inner.close()", "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 130, ["SIGHUP", "told"]),
+        ("inner.close()", "", -15, ["SIGHUP"]),
+        # An inner one that is kept stays when the outer one has ended
+        ("inner.keep_until_exit()", "", 0, ["SIGHUP", "ended"]),
+    ],
+)
+def test_listeners_within_each_other(tmp_path: Path, closed: str, then: str, code: int, lines: list[str]) -> None:
+    text = NESTED.format(root=str(ROOT), closed=closed, then=then)
+    ended = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    found = [line for line in ended.stdout.splitlines() if "stopped by" not in line]
+    assert (ended.returncode, found) == (code, lines), ended.stderr
+    assert ("stopped by SIGINT outside of training steps" in ended.stdout + ended.stderr) == (code == 130)
