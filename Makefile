@@ -4,6 +4,16 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 
+# A folder of wheels (scripts/collect_wheels.py): where it holds some, .venv is made of them and of the packages that
+# $(PYTHON) has, torch among them, and nothing is downloaded
+WHEELS ?= wheels
+ifneq ($(wildcard $(WHEELS)/*.whl),)
+VENV_OPTIONS := --system-site-packages
+INSTALLED = --no-index --no-deps $(WHEELS)/*.whl
+else
+INSTALLED = -r $(lastword $^)
+endif
+
 .PHONY: demo test test-full test-full-parity test-full-rest gpu check format parity lock venv venv-dev clean
 
 demo: venv
@@ -29,9 +39,11 @@ test-full-parity: venv-dev
 test-full-rest: venv-dev
 	$(TEST_FULL) $(AGAINST_ONE_PROCESS:%=--ignore=%)
 
-# On a machine with a GPU: is it right, is it fast, and why; benchmarks/gpu.py --help
-gpu: venv-dev
-	python benchmarks/gpu.py
+# On a machine with a GPU: is it right, is it fast, and why; benchmarks/gpu.py --help. In $(PYTHON) as it is where that
+# has what a run needs; else in .venv
+gpu:
+	if $(PYTHON) scripts/missing_packages.py; then $(PYTHON) benchmarks/gpu.py $(GPU_OPTIONS); \
+	else $(MAKE) venv-dev && $(BIN)/python benchmarks/gpu.py $(GPU_OPTIONS); fi
 
 # What CI asks of the source itself; `make format` fixes most of it
 check: venv-dev
@@ -63,8 +75,8 @@ $(BIN)/.installed: requirements.txt
 $(BIN)/.installed-dev: requirements.txt requirements-dev.txt
 
 $(BIN)/.installed $(BIN)/.installed-dev:
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -r $(lastword $^)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
+	$(BIN)/python -m pip install --quiet $(INSTALLED)
 	touch $@
 
 clean:

@@ -14,14 +14,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.gpu_parts.cases import CASES, Case
 from benchmarks.gpu_parts.fast import CASES as SPEED_CASES
 from benchmarks.gpu_parts.figures import compare_records, compare_weights, find_skipped_steps
 from benchmarks.gpu_parts.machine import Machine
-from benchmarks.gpu_parts.material import LENGTHS, save_model, save_records, save_tokenizer
+from benchmarks.gpu_parts.material import LENGTHS, MODELS, save_model, save_tokenizer
 from benchmarks.gpu_parts.measured_runs import MeasuredRuns, fit_efficiency, read_speed
 from benchmarks.gpu_parts.processes import Command, Deadline, RowFailed, TimeLimit, run
 from benchmarks.gpu_parts.report import Report
-from benchmarks.gpu_parts.right import BOUNDS, CASES, Right
+from benchmarks.gpu_parts.right import BOUNDS, Right
 from benchmarks.gpu_parts.rows import Cells, NotRun, Result, Row, Status, run_row, run_rows
 from benchmarks.gpu_parts.shapes import find_shape
 
@@ -184,13 +185,14 @@ def test_a_figure_beyond_its_bound_is_wrong(tmp_path: Path, loss: float, verdict
 
 def test_weights_are_compared_tensor_by_tensor(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
+    (tmp_path / "oracle").mkdir()
     large, small = torch.full((4,), 100.0), torch.tensor([1.0, 2.0])
-    save_file({"large": large, "small": small}, tmp_path / "oracle.safetensors")
+    save_file({"large": large, "small": small}, tmp_path / "oracle" / "model.safetensors")
     save_file({"large": large, "small": small + 0.02}, tmp_path / "hf" / "model.safetensors")
-    assert compare_weights(tmp_path / "hf", tmp_path / "oracle.safetensors") == pytest.approx(0.01)
+    assert compare_weights(tmp_path / "hf", tmp_path / "oracle") == pytest.approx(0.01)
     save_file({"large": large}, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(RowFailed, match=r"other tensors than the oracle's: \['small'\]"):
-        compare_weights(tmp_path / "hf", tmp_path / "oracle.safetensors")
+        compare_weights(tmp_path / "hf", tmp_path / "oracle")
 
 
 def test_steps_that_fp16_skips_are_found() -> None:
@@ -222,10 +224,11 @@ def test_documents_are_as_long_as_they_are_meant_to_be(tmp_path: Path) -> None:
     from data.storage.tokenized import TokenizedDataset
 
     right = Right(CPU, tmp_path, tmp_path / "logs", tiny=True)
-    save_tokenizer(right.model)
-    save_records(right.records, LENGTHS)
-    dataset = TokenizedDataset(right._tokenize()[1], True, True)
-    assert [len(dataset.input_ids(index)) for index in range(len(dataset))] == list(LENGTHS)
+    for kind in MODELS:
+        save_tokenizer(right.folder / "models" / kind)  # what is there is not made
+    for task, per_record in (("sft", 1), ("kto", 1), ("dpo", 2)):
+        dataset = TokenizedDataset(right._tokenize(Case("", task=task))[1], True, True)
+        assert [len(dataset.input_ids(index)) for index in range(0, len(dataset), per_record)] == list(LENGTHS)
     assert len(LENGTHS) % 8 == 0 and right._count_rows() % 8 == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu_parts.processes import RowFailed
 from benchmarks.gpu_parts.training_runs import Record
@@ -40,15 +41,18 @@ def _relative(actual: float, expected: float) -> float:
 
 
 def compare_weights(export: Path, expected: Path) -> float:
-    """The largest relative difference of the worst tensor. export: a Hugging Face or peft folder. Raises RowFailed
-    where the names differ."""
-    from safetensors.torch import load_file
-
-    actual = {name: t for file in export.glob("*.safetensors") for name, t in load_file(file).items()}
-    wanted = {name.replace(".default", ""): tensor for name, tensor in load_file(expected).items()}
+    """The largest relative difference of the worst tensor. export, expected: Hugging Face or peft folders. Raises
+    RowFailed where the names differ."""
+    actual, wanted = _load_tensors(export), _load_tensors(expected)
     if actual.keys() != wanted.keys():
         raise RowFailed(f"other tensors than the oracle's: {sorted(actual.keys() ^ wanted.keys())[:4]}")
     return max(
         ((actual[name].float() - tensor.float()).abs().max() / tensor.float().abs().max()).nan_to_num(math.inf).item()
         for name, tensor in wanted.items()
     )
+
+
+def _load_tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -1,4 +1,4 @@
-"""The inputs of the rows, made once per part: a Llama of random weights, a tokenizer whose words are tokens, records.
+"""The inputs of the rows, made once per part: models of random weights, a tokenizer whose words are tokens, records.
 
 A word is a token, so that lengths are what they are meant to be.
 
@@ -21,6 +21,14 @@ _WORDS = 500  # of the tokenizer; the model's vocabulary may be larger
 # micro-batches of 2.
 LENGTHS = (128, 110, 100, 90, 90, 70, 64, 64, 60, 50, 40, 36, 30, 28, 20, 12)
 
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+# The name of a model -> its model_type, and fields that are not those of its size
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "reward": ("llama", {"num_labels": 1}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+}
+
 
 def save_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -33,31 +41,43 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def save_records(file: Path, lengths: Sequence[int], seed: int = 0) -> None:
-    """Prompts and completions; lengths: of the samples in tokens, the end among them."""
+def save_records(file: Path, lengths: Sequence[int], kind: str = "sft", seed: int = 0) -> None:
+    """Records of a kind of data. lengths: of the samples in tokens, the end among them; of a pair, that of the chosen
+    answer. Preferences have short answers: their gradient grows with the sum over the answer's tokens."""
     numbers = random.Random(seed)
+
+    def draw(count: int) -> str:
+        return " ".join(f"w{numbers.randrange(len(_SPECIAL), _WORDS)}" for _ in range(count))
+
     with open(file, "w") as output:
-        for length in lengths:
-            words = [f"w{numbers.randrange(len(_SPECIAL), _WORDS)}" for _ in range(length - 1)]
-            prompt = max(1, len(words) // numbers.choice((2, 4, 8)))
-            record = {"prompt": " ".join(words[:prompt]), "completion": " ".join(words[prompt:])}
+        for index, length in enumerate(lengths):
+            answer = length - 1 - max(1, (length - 1) // numbers.choice((2, 4, 8)))
+            if kind != "sft":
+                answer = max(2, length // 16)
+            record: dict[str, object] = {"prompt": draw(length - 1 - answer)}
+            if kind == "preference":
+                record |= {"chosen": draw(answer), "rejected": draw(answer // 2)}
+            else:
+                record |= {"completion": draw(answer)}
+            if kind == "unpaired_preference":
+                record["label"] = index % 3 != 1
             output.write(json.dumps(record) + "\n")
 
 
-def save_model(folder: Path, device: str = "cpu", dtype: str = "float32", **fields: Any) -> None:
-    """A Llama, untied unless asked. The values are those of bf16, so that a model in bf16 starts from the same."""
+def save_model(folder: Path, device: str = "cpu", dtype: str = "float32", kind: str = "llama", **fields: Any) -> None:
+    """A model of random weights, untied unless asked. kind: a key of MODELS. The values are those of bf16, so that a
+    model in bf16 starts from the same."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
-
-    from benchmarks.workload import build_llama
 
     disable_progress_bar()  # of files that take no time
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    model_type, own = MODELS[kind]
+    config = AutoConfig.for_model(model_type, **_TOKENS, **{"tie_word_embeddings": False} | own | fields)
+    auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     with torch.device(device):
-        model = LlamaForCausalLM(build_llama(**fields))
-    torch.set_default_dtype(torch.float32)
+        model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     save_tokenizer(folder)
 
@@ -76,13 +96,14 @@ def save_adapter(folder: Path, model_folder: Path) -> None:
     get_peft_model(model, options).save_pretrained(folder)
 
 
-def read_documents(path: Path) -> Iterator[tuple[list[int], list[int]]]:
-    """The input ids and labels of each sample of a tokenized folder."""
+def read_samples(path: Path) -> Iterator[tuple[list[int], list[int], bool]]:
+    """The input ids and labels of each sample of a tokenized folder, and whether it is desirable."""
     from data.storage.tokenized import TokenizedDataset
 
     dataset = TokenizedDataset(path, True, True)
     for index in range(len(dataset)):
-        yield dataset.input_ids(index).tolist(), dataset.labels(index).tolist()
+        desirable = not dataset.has_desirable or bool(dataset.desirable[index])
+        yield dataset.input_ids(index).tolist(), dataset.labels(index).tolist(), desirable
 
 
 def main() -> None:

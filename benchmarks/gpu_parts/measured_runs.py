@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.machine import Machine
+from benchmarks.gpu_parts.machine import Machine, is_installed
 from benchmarks.gpu_parts.material import save_records
 from benchmarks.gpu_parts.processes import Deadline, RowFailed, run_python
+from benchmarks.gpu_parts.rows import NotRun
 from benchmarks.gpu_parts.shapes import find_shape
 from benchmarks.gpu_parts.training_runs import Record, read_metrics, train
 
@@ -92,6 +93,27 @@ class MeasuredRuns:
         )  # fmt: skip
         return given, output
 
+    def choose_fitting(
+        self,
+        shape: str,
+        overrides: Sequence[str],
+        choices: Sequence[Sequence[str]],
+        deadline: Deadline,
+        world_size: int,
+    ) -> Sequence[str]:
+        """Returns the first of `choices` that fits the GPU and this host by the plan; the only one, or on a machine
+        that no file of conf/hardware describes the first, unplanned. Raises NotRun where none fits."""
+        hardware = find_hardware(self.machine)
+        if len(choices) == 1 or self.machine.is_cpu or hardware is None:
+            return choices[0]
+        model = self.prepare_model(shape, deadline)
+        usable = [choice for choice in choices if "optimizer=adamw_8bit" not in choice or is_installed("bitsandbytes")]
+        for choice in usable:
+            given = self.list_overrides(model, [*overrides, *choice])
+            if _fits(hardware, [*given, f"world_size={world_size}"]):
+                return choice
+        raise NotRun("too large for this machine by the plan")
+
     def predict(self, overrides: Sequence[str], world_size: int, measured: float | None) -> Prediction | None:
         """Returns the plan of a run; None if no file of conf/hardware describes the GPU or the plan refuses the run."""
         from errors import UserError
@@ -132,14 +154,30 @@ def find_hardware(machine: Machine) -> str | None:
     return next((known.name for known in load_hardware() if re.search(known.device_name, name)), None)
 
 
-def _predict(hardware: str, overrides: Sequence[str], measured: float | None) -> Prediction:
+def _resolve(hardware: str, overrides: Sequence[str]) -> tuple[Any, Any, Any]:
+    """The config, model and machine of a plan."""
     from benchmarks.workload import compose_run
     from training.costs.hardware import complete_hardware
-    from training.planner.run import build_plan, resolve_planned
+    from training.planner.run import resolve_planned
 
     config = compose_run(*overrides, f"hardware={hardware}")
-    model = resolve_planned(config)
-    machine = complete_hardware(config.hardware, config.precision, config.world_size)
+    return config, resolve_planned(config), complete_hardware(config.hardware, config.precision, config.world_size)
+
+
+def _fits(hardware: str, overrides: Sequence[str]) -> bool:
+    import psutil
+
+    from training.planner.run import build_plan
+
+    host_memory = psutil.virtual_memory().total / GIB  # of this host; the file assumes one
+    config, model, machine = _resolve(hardware, [*overrides, f"hardware.host_memory={host_memory}"])
+    return build_plan(config, model, machine).fits
+
+
+def _predict(hardware: str, overrides: Sequence[str], measured: float | None) -> Prediction:
+    from training.planner.run import build_plan
+
+    config, model, machine = _resolve(hardware, overrides)
 
     def predict_rate(efficiency: float) -> float:
         plan = build_plan(config, model, replace(machine, efficiency=efficiency))

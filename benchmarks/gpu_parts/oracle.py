@@ -1,10 +1,10 @@
-"""The oracle of every row of *right*: a plain Hugging Face model in one process, by SGD.
+"""The oracle of every row of *right*: a plain Hugging Face model in one process, by torch's own optimizers.
 
     python -m benchmarks.gpu_parts.oracle JOB.json
 
-Each step takes every document of the data set, one after the other and each alone, so there is no padding, no packing
-and no order to agree on. Weights and passes are in the dtype of the run; gradients are summed, and weights kept, in
-fp32, as a run's optimizer does it.
+Each step takes every sample of the data set, one after the other and each alone. Weights and passes are in the dtype of
+the run; gradients are summed, and weights kept, in fp32, as a run's optimizer does it. 8-bit and bf16 states are
+compared with states in fp32.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.gpu_parts.oracle_losses import Sample, Terms, build_terms
+
 
 @dataclass(frozen=True)
 class Job:
-    """data: a tokenized folder. adapter: a peft folder, or empty. in_4bit: projections hold what nf4 makes of them.
-    skipped: steps, from 1, whose update the run has left out (fp16, while it looks for its loss scale)."""
+    """data: a tokenized folder. optimizer: sgd, or adamw with the betas of conf/optimizer. adapter: a peft folder, or
+    empty. in_4bit: projections hold what nf4 makes of them. skipped: steps, from 1, whose update the run has left out
+    (fp16, while it looks for its loss scale)."""
 
     model: str
     data: str
@@ -31,6 +34,9 @@ class Job:
     dtype: str
     steps: int
     learning_rate: float
+    task: str = "sft"
+    optimizer: str = "sgd"
+    epsilon: float = 1e-8
     adapter: str = ""
     in_4bit: bool = False
     skipped: tuple[int, ...] = ()
@@ -40,34 +46,35 @@ class Job:
 
 
 def main() -> None:
-    from safetensors.torch import save_file
-
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     model, figures = build_model(job), []
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    masters = {name: parameter.detach().float().clone() for name, parameter in trained.items()}
-    documents = _load_documents(job)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    masters = [nn.Parameter(parameter.detach().float().clone()) for parameter in trained]
+    optimizer, terms = _build_optimizer(job, masters), build_terms(job.task, model, _load_samples(job))
     for step in range(1, job.steps + 1):
-        loss, gradients = compute_gradients(model, trained, documents)
-        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()]))
+        loss, gradients = compute_gradients(trained, terms)
+        norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
         figures.append({"loss": loss, "grad_norm": norm.item()})
-        for name, parameter in trained.items():
-            if step not in job.skipped:
-                masters[name] -= job.learning_rate * gradients[name]
-            parameter.data.copy_(masters[name])
-    output = Path(job.output)
-    output.mkdir(parents=True, exist_ok=True)
-    save_file({name: master.cpu().contiguous() for name, master in masters.items()}, output / "weights.safetensors")
-    (output / "figures.json").write_text(json.dumps(figures))
+        for master, gradient in zip(masters, gradients):
+            master.grad = gradient
+        if step not in job.skipped:
+            optimizer.step()
+        for parameter, master in zip(trained, masters):
+            parameter.data.copy_(master.data)
+    for parameter, master in zip(trained, masters):
+        parameter.data = master.data
+    model.save_pretrained(job.output)
+    (Path(job.output) / "figures.json").write_text(json.dumps(figures))
 
 
-def build_model(job: Job) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def build_model(job: Job) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     dtype = getattr(torch, job.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-    )
+    auto: Any = AutoModelForSequenceClassification if job.task == "reward" else AutoModelForCausalLM
+    model = auto.from_pretrained(job.model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     if job.adapter:
         from peft import PeftModel
 
@@ -90,30 +97,31 @@ def _round_projections(model: nn.Module) -> None:
             parameter.data = functional.dequantize_4bit(packed, state)
 
 
-def _load_documents(job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    from benchmarks.gpu_parts.material import read_documents
+def _build_optimizer(job: Job, masters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if job.optimizer == "sgd":
+        return torch.optim.SGD(masters, lr=job.learning_rate)
+    return torch.optim.AdamW(masters, lr=job.learning_rate, betas=(0.9, 0.95), eps=job.epsilon, weight_decay=0)
+
+
+def _load_samples(job: Job) -> list[Sample]:
+    from benchmarks.gpu_parts.material import read_samples
 
     return [
-        (torch.tensor([ids], device=job.device), torch.tensor(labels[1:], device=job.device))
-        for ids, labels in read_documents(Path(job.data))
+        Sample(torch.tensor([ids], device=job.device), torch.tensor(labels[1:], device=job.device), desirable=desirable)
+        for ids, labels, desirable in read_samples(Path(job.data))
     ]
 
 
-def compute_gradients(
-    model: nn.Module, trained: dict[str, nn.Parameter], documents: list[tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss per target token of all documents, and its gradient in fp32."""
-    num_targets = sum(int((targets >= 0).sum()) for _, targets in documents)
-    total = 0.0
-    gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
-    for input_ids, targets in documents:
-        logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1].float()
-        loss = nn.functional.cross_entropy(logits, targets, reduction="sum", ignore_index=-100) / num_targets
-        loss.backward()
-        total += loss.item()
-        for name, parameter in trained.items():
-            gradients[name] += parameter.grad.float()
-            parameter.grad = None
+def compute_gradients(trained: list[nn.Parameter], terms: Terms) -> tuple[float, list[torch.Tensor]]:
+    """The loss of a step, and its gradient in fp32."""
+    total, gradients = 0.0, [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
+    for term in terms():
+        term.backward()
+        total += term.item()
+        for parameter, gradient in zip(trained, gradients):
+            if parameter.grad is not None:  # an expert that no token of a sample is sent to
+                gradient += parameter.grad.float()
+                parameter.grad = None
     return total, gradients
 
 

@@ -23,15 +23,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "vocab_size": VOCABULARY,
     },
-    "3b": {
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-        "vocab_size": VOCABULARY,
-    },
     "8b": _8B,
     # A stage of four from the middle: its decoder layers, with an embedding and a head too small to count
     "8b stage": {**_8B, "num_hidden_layers": 8, "vocab_size": 512},

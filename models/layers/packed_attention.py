@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from models.layers import grouped_queries
 from models.layers.documents import Documents
 
 VARLEN = "varlen"
@@ -72,7 +72,7 @@ def attend(
     if refused := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
         raise ValueError(f"attn_implementation={VARLEN} has no {refused[0]}")
     if documents is None:
-        return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling)
+        return grouped_queries.attend(module, query, key, value, None, dropout=dropout, scaling=scaling)
     if dropout:
         raise ValueError(f"attn_implementation={VARLEN} has no dropout")
     batch_size, value_size = query.shape[0], value.shape[-1]

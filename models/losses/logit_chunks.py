@@ -19,7 +19,10 @@ from transformers import PretrainedConfig
 
 from models.parallel.shard import TensorParallel, split_evenly, sum_over_ranks
 
-CHUNK_LOGITS = 2**25  # per chunk: 128 MiB in fp32, small in memory and large enough for an efficient matrix product
+# Logits of a chunk, small in memory and large enough for an efficient matrix product: 128 MiB in fp32. On a GPU 512
+# MiB: with a vocabulary of 128k a product then has some 1,000 rows, which fill it, and launches are a quarter as many
+CHUNK_LOGITS = 2**25
+CHUNK_LOGITS_ON_GPU = 2**27
 WAITING = 2**28  # logit gradients in 16 bits up to which one product is computed: 512 MiB
 ROWS = 128  # the targets of a chunk are a multiple of this: tensor cores work in tiles of 128 rows
 
@@ -121,22 +124,31 @@ def differentiate(
     return grad_logits
 
 
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def count_chunk_logits(on_gpu: bool) -> int:
+    """Return the most logits of a chunk, if its targets are more than `ROWS`."""
+    return CHUNK_LOGITS_ON_GPU if on_gpu else CHUNK_LOGITS
+
+
 def list_chunks(hidden: torch.Tensor, weight: torch.Tensor, sharing: VocabularyShard | None) -> list[slice]:
     """Return the chunks of targets, the same on all ranks that share the vocabulary, whatever their shards."""
-    rows = count_rows(weight.shape[0] if sharing is None else sharing.widest)
+    rows = count_rows(weight.shape[0] if sharing is None else sharing.widest, is_on_gpu(hidden))
     return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
 
-def count_rows(vocabulary: int) -> int:
+def count_rows(vocabulary: int, on_gpu: bool) -> int:
     """Return the number of targets of a chunk."""
-    return max(1, CHUNK_LOGITS // (vocabulary * ROWS)) * ROWS
+    return max(1, count_chunk_logits(on_gpu) // (vocabulary * ROWS)) * ROWS
 
 
-def count_waiting(num_targets: int, hidden_size: int, vocabulary: int) -> int:
+def count_waiting(num_targets: int, hidden_size: int, vocabulary: int, on_gpu: bool) -> int:
     """Return how many targets' logit gradients are kept in 16 bits for one product: all N, or a few chunks where a sum
     [V, D] in fp32 takes less memory and the product of a few chunks is still one of large matrices.
     """
-    rows = count_rows(vocabulary)
+    rows = count_rows(vocabulary, on_gpu)
     few = max(1, hidden_size // (4 * rows)) * rows
     return few if num_targets * vocabulary > WAITING and num_targets > few + 2 * hidden_size else num_targets
 
@@ -159,7 +171,7 @@ class LogitGradients:
         self._grad_logits: torch.Tensor | None = None  # those of the last targets, [W, V]
         self._first = self._stop = 0  # the targets in it
         if weight_trains and weight.dtype in (torch.bfloat16, torch.float16):
-            waiting = count_waiting(len(hidden), hidden.shape[1], len(weight))
+            waiting = count_waiting(len(hidden), hidden.shape[1], len(weight), is_on_gpu(hidden))
             self._grad_logits = weight.new_empty(waiting, len(weight))
             if waiting < len(hidden):
                 self._grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -184,7 +196,7 @@ class LogitGradients:
         """Add the products of the kept gradients, for a few tokens of the vocabulary at a time to save memory."""
         assert self._grad_logits is not None and self._grad_weight is not None
         hidden = self._hidden[self._first : self._stop]
-        tokens = max(1, CHUNK_LOGITS // hidden.shape[1])
+        tokens = max(1, count_chunk_logits(is_on_gpu(hidden)) // hidden.shape[1])
         for grad_logits, total in zip(
             self._grad_logits[: len(hidden)].split(tokens, dim=1), self._grad_weight.split(tokens), strict=True
         ):

@@ -10,8 +10,9 @@ import os
 import pytest
 import torch
 
+from benchmarks.gpu_parts.cases import CASES
 from benchmarks.gpu_parts.machine import find_machine
-from benchmarks.gpu_parts.right import CASES, Right
+from benchmarks.gpu_parts.right import Right
 from benchmarks.gpu_parts.rows import Status, run_row
 
 pytestmark = pytest.mark.skipif(

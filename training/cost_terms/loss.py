@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.losses.logit_chunks import CHUNK_LOGITS, count_waiting
-from training.config.schema import Precision
+from models.losses.logit_chunks import count_chunk_logits, count_waiting
+from training.config.schema import Device, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
 from training.costs.memory import Memory
@@ -24,11 +24,12 @@ def compute_loss(stage: Stage) -> Memory:
     hidden = stage.chunks[-1].block_bytes
     head = count_new_gradient(stage, stage.layers[-1].largest_trainable)
     hidden_size = hidden // (run.tokens * run.weight_bytes)
-    taken = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision) + hidden + head
+    on_gpu = run.hardware.device is not Device.cpu
+    taken = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision, on_gpu) + hidden + head
     return Memory(loss=max(0, taken - 2 * hidden - count_on_the_way(stage)))
 
 
-def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, precision: Precision) -> int:
+def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, precision: Precision, on_gpu: bool) -> int:
     """Return the peak bytes of `models.losses.cross_entropy` without the head's gradient. num_targets: B x T, every
     token a target.
 
@@ -37,10 +38,10 @@ def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, prec
     peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
     """
     num_logits = num_targets * vocabulary
-    chunk_logits = min(num_logits, CHUNK_LOGITS)
+    chunk_logits = min(num_logits, count_chunk_logits(on_gpu))
     if precision is not Precision.bf16:
         return {Precision.fp32: 8 * chunk_logits, Precision.fp16: 12 * num_logits}[precision]
-    waiting = count_waiting(num_targets, hidden_size, vocabulary)
+    waiting = count_waiting(num_targets, hidden_size, vocabulary, on_gpu)
     summed = 4 * hidden_size * vocabulary + 2 * chunk_logits if waiting < num_targets else 0
     return 10 * chunk_logits + 2 * waiting * vocabulary + summed
 

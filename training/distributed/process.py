@@ -74,8 +74,9 @@ def take_device(ranks: Ranks) -> None:
 
     Otherwise the ranks' threads compete for the cores (the deepspeed launcher sets nothing) or leave them idle
     (torchrun sets one per rank). It matters on GPUs too: with offload_optimizer=cpu the optimizer runs on the host.
-    Raises UserError when there are fewer GPUs than ranks.
+    Also makes its sums exact (`sum_in_fp32`). Raises UserError when there are fewer GPUs than ranks.
     """
+    sum_in_fp32()
     device = find_device(ranks)
     if device is not None:
         get_accelerator().set_device(device)
@@ -89,6 +90,13 @@ def take_device(ranks: Ranks) -> None:
     # that it starts later (NCCL's proxies, loaders, the pinning thread) would be confined to its own threads' cores.
     if device is None and cores_per_task is None and share * ranks.local_size <= len(cores):
         os.sched_setaffinity(0, cores[ranks.local_rank * share : (ranks.local_rank + 1) * share])
+
+
+def sum_in_fp32() -> None:
+    """Make matrix products of bf16 and fp16 sum in fp32 on a GPU, to the end: by default cuBLAS may add up the parts of
+    a product in the dtype of its result (torch 2.13, `allow_bf16_reduced_precision_reduction`)."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def synchronize() -> None:

@@ -82,8 +82,9 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_MODULE}.__init__", _BUILDING, "building a stage without random weights"
     yield _MODULE, ("_set_bounds", "parts", "stage_owner"), "choosing the layers of a stage"
     yield f"{_MODULE}._index_tied_modules", ("stage_owner",), "choosing the layers of a stage"
-    yield _MODULE, ("forward", "forward_funcs", "is_checkpointable_results"), "running a chunk of a stage"
-    yield f"{_MODULE}.forward", ("forward_funcs", "is_checkpointable_results"), "running a chunk of a stage"
+    running = ("forward", "forward_funcs", "is_checkpointable_results", "activation_checkpoint_func")
+    yield _MODULE, running, "running a chunk of a stage"
+    yield f"{_MODULE}.forward", running[1:], "running a chunk of a stage"
     yield _MODULE, ("num_stages", "stage_id", "global_rank", "local_rank"), "finding a stage's place"
     yield _MODULE, ("topology", "mpu"), "finding a stage's place"
     yield _MODULE, ("tied_modules", "get_tied_weights_and_groups"), "summing the gradients of tied weights"
@@ -101,6 +102,9 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     fetching = "fetching weights under selective checkpointing"
     yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", ("parameter_offload",), fetching
     yield "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload", hooks, fetching
+    reducing = ("independent_gradient_partition_epilogue", "reduce_and_partition_stream")
+    waiting = "waiting for reduced gradients on the device"
+    yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", reducing, waiting
     # training/engine/pipeline_engine.py, training/distributed/process.py
     yield "deepspeed.comm.torch:build_shm_op", ("__compatible_ops__",), "not compiling an op that nothing calls"
     yield _ZERO, ("optimizer", "param_groups", "overflow"), "reading what the optimizer holds"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._python_dispatch import _disable_current_modes
@@ -46,6 +47,7 @@ def start_zero3(module: StageModule, config: EngineKeys, layout: Layout) -> Engi
     )
     configure_gc(settings)
     hide_fetches(wrapped)
+    wait_on_device(wrapped)
     return PipelineStage(
         wrapped,
         module,
@@ -81,6 +83,25 @@ def _run_unseen(function: Callable[[torch.nn.Module], None]) -> Callable[[torch.
             function(module)
 
     return run
+
+
+def wait_on_device(wrapped: DeepSpeedEngine) -> None:
+    """Let the stream that uses reduced gradients wait for them, in place of the host.
+
+    At the end of each backward pass DeepSpeed's host waits for the stream that reduces (0.19.8, zero/stage3.py,
+    `independent_gradient_partition_epilogue`), and launches nothing of the next pass meanwhile. What follows reads
+    gradients on the device alone: optimizer state on the host is refused with stage 3. How many reductions the host may
+    be ahead is still bounded (`max_param_reduce_events`).
+    """
+    accelerator = get_accelerator()
+    if accelerator.resolves_data_dependency():  # it has no streams
+        return
+
+    class ReductionStream(accelerator.Stream):  # type: ignore[misc, name-defined]
+        def synchronize(self) -> None:
+            accelerator.current_stream().wait_stream(self)
+
+    patch(wrapped.optimizer, "reduce_and_partition_stream", ReductionStream())
 
 
 class Zero3Gradients:

@@ -9,12 +9,14 @@ layer is a group of its own, inside its compiled code: the partitioner of forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from training.config.schema import CheckpointMode
@@ -36,6 +38,10 @@ KEPT_OPERATORS = {
 }
 # The operators of those packages, of varlen_attn, and of models/experts/products.py
 KEPT_NAMESPACES = ("flash_attn", "flash_attn_3", "torch_attn", "experts")
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# What modules and configs of transformers call the shares and widths of random numbers: attention_dropout, resid_pdrop,
+# router_jitter_noise. Not those of classifiers and summaries, which no layer of a language model reads.
+_RANDOM = re.compile(r"^(?!classifier|summary).*(drop|jitter|noise)")
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,11 @@ class ActivationCheckpointing:
     def _recomputes(self, start: int) -> bool:
         return self.interval > 0 and (self.mode is not CheckpointMode.every or (start + 1) % self.interval == 0)
 
-    def build_function(self) -> Callable[..., Any]:
+    def build_function(self, draws: bool = True) -> Callable[..., Any]:
         """Return the function that runs a group: torch's own, non-reentrant, since it takes integer inputs and restores
-        the random state for dropout."""
-        function = partial(checkpoint, use_reentrant=False)
+        the random state for dropout. draws: whether a layer may draw random numbers; else their state, the host's and
+        the device's, is not read in each forward pass and set in each recomputation."""
+        function = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
         if self.is_selective:
             function = partial(function, context_fn=partial(create_selective_checkpoint_contexts, choose_kept))
         return ActivationOffload().wrap(function) if self.offloads else function
@@ -105,6 +112,22 @@ def build_activation_checkpointing(config: RecomputationKeys) -> ActivationCheck
 
 
 KEEP_ALL = ActivationCheckpointing(0)
+
+
+def may_draw(modules: Iterable[nn.Module]) -> bool:
+    """Return whether the forward pass of one of the modules may draw random numbers in training: whether it, one within
+    it or its config has a dropout, a jitter or a noise other than 0. The noise of NEFTune is a hash, and draws
+    nothing."""
+    parts = [part for module in modules for part in module.modules()]
+    if any(isinstance(part, _DROPOUTS) and part.p > 0 for part in parts):
+        return True
+    owners = [*parts, *{id(config): config for part in parts if (config := getattr(part, "config", None))}.values()]
+    return any(
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        for owner in owners
+        for name, value in vars(owner).items()
+        if _RANDOM.match(name)
+    )
 
 
 def choose_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

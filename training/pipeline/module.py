@@ -30,7 +30,7 @@ from models.sharding.tensor_parallel import list_partial_gradients, list_shard_s
 from models.weights.source import WeightSource
 from training.distributed.ranks import raise_together
 from training.distributed.topology import CONTEXT, PIPE, TENSOR, Topology, join_group
-from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing
+from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing, may_draw
 from training.pipeline.compilation import compile_layers
 from training.pipeline.placement import Placement
 from training.pipeline.routers import StageRouters
@@ -151,8 +151,8 @@ class StageModule(PipelineModule):
             loss_fn=loss,
             partition_method=list(bounds),
             activation_checkpoint_interval=self._by_group.group_size,
-            activation_checkpoint_func=self._by_group.build_function(),
         )
+        self.activation_checkpoint_func = self._by_group.build_function(self._may_draw())
 
     def _precompute_checkpointable_values(self) -> None:
         """Set for each group of layers of `forward` whether it is recomputed."""
@@ -243,11 +243,14 @@ class StageModule(PipelineModule):
         layers = [module for _, _, module in self.local_layers() if isinstance(module, PipelineDecoderLayer)]
         checkpointing = self._options.checkpointing
         recompute = (
-            checkpointing.build_function() if checkpointing.in_layers else None
+            checkpointing.build_function(self._may_draw()) if checkpointing.in_layers else None
         )  # one object, or each has its own code
         for layer in layers:
             layer.recompute = recompute
         compile_layers(layers, self.global_rank)
+
+    def _may_draw(self) -> bool:
+        return may_draw(module for _, _, module in self.local_layers())
 
     def seed_noise(self, seed: int) -> None:
         """Seed the noise on embeddings for the next step; the same on all ranks."""

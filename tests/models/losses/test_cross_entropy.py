@@ -15,7 +15,7 @@ from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss, find_targets
-from models.losses.logit_chunks import CHUNK_LOGITS, list_chunks
+from models.losses.logit_chunks import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, list_chunks
 from models.losses.token_loss import TokenLoss
 from tests.support.logit_chunks import set_chunk_size
 
@@ -160,7 +160,7 @@ def test_many_targets_in_bf16_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch
     hidden_states, weight = (torch.randn(*shape, generator=generator) for shape in ((1, 50, 8), (V, 8)))
     low = [tensor.to(torch.bfloat16) for tensor in (hidden_states, weight)]
     targets = torch.randint(V, (1, 50), generator=generator)
-    assert logit_chunks.count_waiting(50, 8, V) == 4
+    assert logit_chunks.count_waiting(50, 8, V, on_gpu=False) == 4
     ours, plain = (loss_and_gradients(function, *low, targets) for function in (causal_lm_loss, plain_loss))
     exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), targets)
     for index in (1, 2):
@@ -247,14 +247,16 @@ def test_evaluation_keeps_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.peak < 4 * (3 * chunk + 3 * states.numel() + weight.numel())
 
 
+@pytest.mark.parametrize(("device", "most"), [("cpu", CHUNK_LOGITS), ("meta", CHUNK_LOGITS_ON_GPU)])
 @pytest.mark.parametrize("vocabulary", [32_000, 50_257, 128_256, 151_936, 256_000, 262_144])
-def test_a_chunk_is_made_of_tiles(vocabulary: int) -> None:
-    """Chunks but the last are tiles of 128 rows, those of matrix products on tensor cores."""
-    hidden, weight = torch.empty(5000, 8, device="meta"), torch.empty(vocabulary, 8, device="meta")
+def test_a_chunk_is_made_of_tiles(vocabulary: int, device: str, most: int) -> None:
+    """Chunks but the last are tiles of 128 rows, those of matrix products on tensor cores: as many as fit, four times
+    as many on another device than a CPU."""
+    hidden, weight = torch.empty(5000, 1, device=device), torch.empty(vocabulary, 1, device=device)
     *chunks, last = list_chunks(hidden, weight, None)
     assert chunks and last.stop >= 5000
     assert all((chunk.stop - chunk.start) % 128 == 0 for chunk in (*chunks, last))
-    assert all((chunk.stop - chunk.start) * vocabulary <= CHUNK_LOGITS for chunk in chunks)
+    assert all(most / 2 < (chunk.stop - chunk.start) * vocabulary <= most for chunk in chunks)
 
 
 def test_known_indices_are_taken(batch) -> None:

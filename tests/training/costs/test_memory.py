@@ -12,9 +12,7 @@ from support.logit_chunks import set_chunk_size
 from benchmarks.allocation import AllocationPeak
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
-from models.losses.logit_chunks import CHUNK_LOGITS
 from training.config.schema import CheckpointMode, Device, Precision
-from training.cost_terms import loss as loss_term
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.loss import compute_loss_bytes
 from training.cost_terms.model_states import compute_model_states
@@ -234,21 +232,23 @@ def test_only_the_last_stage_makes_logits() -> None:
     assert [memory(stage, 3, 8, 1).loss for stage in range(3)] == [0, 0, beside]
 
 
-def test_the_loss_makes_its_logits_in_pieces() -> None:
+@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2**25), (True, 2**27)])
+def test_the_loss_makes_its_logits_in_pieces(on_gpu: bool, chunk: int) -> None:
     many, vocabulary = 4096, 128_000
     sizes = many, vocabulary, 4096
-    assert compute_loss_bytes(*sizes, Precision.bf16) == 2 * many * vocabulary + 10 * CHUNK_LOGITS
-    assert compute_loss_bytes(*sizes, Precision.fp32) == 8 * CHUNK_LOGITS
-    assert compute_loss_bytes(*sizes, Precision.fp16) == 12 * many * vocabulary
-    assert compute_loss_bytes(10, 10, 4096, Precision.fp32) == 800
+    assert compute_loss_bytes(*sizes, Precision.bf16, on_gpu) == 2 * many * vocabulary + 10 * chunk
+    assert compute_loss_bytes(*sizes, Precision.fp32, on_gpu) == 8 * chunk
+    assert compute_loss_bytes(*sizes, Precision.fp16, on_gpu) == 12 * many * vocabulary
+    assert compute_loss_bytes(10, 10, 4096, Precision.fp32, on_gpu) == 800
 
 
-def test_of_many_targets_the_loss_sums_the_gradient_of_the_head() -> None:
-    """As much for 128k tokens as for 16k: four pieces of 256 targets wait, beside a sum in fp32."""
+@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2**25), (True, 2**27)])
+def test_of_many_targets_the_loss_sums_the_gradient_of_the_head(on_gpu: bool, chunk: int) -> None:
+    """As much for 128k tokens as for 16k: pieces of 1,024 targets in all wait, beside a sum in fp32."""
     vocabulary, hidden_size = 128_000, 4096
-    needed = [compute_loss_bytes(many, vocabulary, hidden_size, Precision.bf16) for many in (2**14, 2**17)]
-    assert needed == [12 * CHUNK_LOGITS + 2 * 1024 * vocabulary + 4 * vocabulary * hidden_size] * 2
-    assert needed[0] < 2 * 2**14 * vocabulary
+    needed = [compute_loss_bytes(many, vocabulary, hidden_size, Precision.bf16, on_gpu) for many in (2**14, 2**17)]
+    assert needed == [12 * chunk + 2 * 1024 * vocabulary + 4 * vocabulary * hidden_size] * 2
+    assert needed[0] < 2 * 2**14 * vocabulary + 12 * 2**27
 
 
 def test_the_peak_is_the_larger_of_backward_pass_and_step() -> None:
@@ -263,7 +263,6 @@ def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch) ->
     """Beside what goes in, the gradients that come out included."""
     tokens, hidden_size, vocabulary = 2048, 128, 3000
     set_chunk_size(monkeypatch, 32 * vocabulary)
-    monkeypatch.setattr(loss_term, "CHUNK_LOGITS", 32 * vocabulary)
     monkeypatch.setattr(logit_chunks, "WAITING", 0)
     states, weight = (
         torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
@@ -273,6 +272,6 @@ def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch) ->
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(causal_lm_loss((states, weight), targets), (states, weight))
     grad_hidden = 2 * 2 * states.numel()  # those of targets, and their gradient
-    expected = compute_loss_bytes(tokens, vocabulary, hidden_size, Precision.bf16) + grad_hidden
+    expected = compute_loss_bytes(tokens, vocabulary, hidden_size, Precision.bf16, on_gpu=False) + grad_hidden
     assert counter.peak == pytest.approx(expected, rel=0.05)
     assert expected < 2 * tokens * vocabulary

@@ -125,6 +125,15 @@ def test_a_rank_takes_its_gpu_and_threads_and_is_not_pinned(
     assert (host.threads, host.pinned) == (4, None)
 
 
+def test_products_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True  # torch's own
+    Host(monkeypatch, num_cores=8)
+    process.take_device(Ranks(0, 1, 0, 1))
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction
+
+
 def test_libraries_take_the_one_gpu_that_a_task_sees(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
     environ |= {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}
     Host(monkeypatch, num_cores=8, accelerator=(accelerator := Accelerator(1)))

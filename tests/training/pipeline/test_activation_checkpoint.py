@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from support.families import ALL, FAMILIES, build_family_config
 from support.packed_kernels import play_varlen
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
-from models.architecture.lookup import build_layers
+from models.architecture.lookup import build_layers, choose_attention
 from training.config.schema import CheckpointMode
-from training.pipeline.activation_checkpoint import ActivationCheckpointing, Group, is_kept
+from training.pipeline.activation_checkpoint import ActivationCheckpointing, Group, is_kept, may_draw
 
 B, T = 2, 32
 
@@ -30,6 +32,56 @@ def test_every_kth_layer_is_a_group_of_its_own() -> None:
     assert [group.stop for group in recompute.list_groups(7)] == list(range(1, 8))
     assert [group.start for group in recompute.list_groups(7) if group.is_recomputed] == [2, 5]
     assert recompute.group_size == 1 and ActivationCheckpointing(0, CheckpointMode.every).group_size == 0
+
+
+def build_modules(config: PretrainedConfig) -> list[torch.nn.Module]:
+    return [layer.module_class(*layer.args) for layer in build_layers(config)]
+
+
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.full) for name in sorted(ALL.keys() - FAMILIES.keys()))]
+)
+def test_layers_that_may_not_draw_leave_the_random_state_alone(name: str) -> None:
+    """All of a family's, in training."""
+    config = build_family_config(name)
+    config._attn_implementation = choose_attention(config, "auto")
+    modules = build_modules(config)
+    if may_draw(modules):
+        assert name not in FAMILIES
+        return
+    inputs: Any = torch.arange(B * T).view(B, T) % 30, torch.arange(T).expand(B, T), torch.ones(B, T, dtype=torch.int32)
+    before = torch.get_rng_state()
+    for module in modules:
+        inputs = module.train()(inputs)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_draws_is_found() -> None:
+    dropping = build_family_config("llama")
+    dropping.attention_dropout = 0.1
+    jittering = build_family_config("mixtral")
+    jittering.router_jitter_noise = 0.01
+    modules = build_modules(build_family_config("llama"))
+    adapted = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"])
+    adapted_layer = get_peft_model(modules[1], adapted)  # type: ignore[arg-type]
+    for drawing in (build_modules(dropping), build_modules(jittering), [adapted_layer], [torch.nn.Dropout(0.5)]):
+        assert may_draw(drawing)
+    assert not may_draw([torch.nn.Dropout(0.0), *build_modules(build_family_config("llama"))])
+
+
+@pytest.mark.parametrize("mode", CheckpointMode)
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_random_state_is_kept_where_layers_draw(draws: bool, mode: CheckpointMode) -> None:
+    """Without it, the backward pass of a dropout would be that of another draw."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8))
+    inputs = torch.randn(4, 8, requires_grad=True)
+    gradients = []
+    for run in (lambda function, *values: function(*values), ActivationCheckpointing(1, mode).build_function(draws)):
+        torch.manual_seed(0)
+        output = run(module, inputs)
+        torch.manual_seed(1)  # other draws in between
+        gradients.append(torch.autograd.grad(output.square().sum(), inputs)[0])
+    assert torch.equal(*gradients) == draws
 
 
 class Counted(TorchDispatchMode):

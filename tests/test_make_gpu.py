@@ -1,0 +1,68 @@
+"""`make gpu` without internet: in the Python that is there, or in an environment made of a folder of wheels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts.missing_packages import list_missing
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = "import sys; print('ran in', sys.prefix, *sys.argv[1:])"
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The files that `make gpu` reads; the report itself only says where it ran."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "benchmarks").mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "scripts" / "missing_packages.py", tmp_path / "scripts")
+    (tmp_path / "benchmarks" / "gpu.py").write_text(REPORT)
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        (tmp_path / name).write_text("far-away==2\n")
+    return tmp_path
+
+
+def run_make(clone: Path, needed: str, *variables: str) -> str:
+    """The last line that is printed. There is no index to install from."""
+    (clone / "pyproject.toml").write_text(f'[project]\ndependencies = ["{needed}"]\n')
+    environment = {**os.environ, "PIP_INDEX_URL": "http://127.0.0.1:9", "PIP_RETRIES": "0", "MAKEFLAGS": ""}
+    command = ["make", "gpu", f"PYTHON={sys.executable}", "GPU_OPTIONS=--parts right", *variables]
+    ended = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout.splitlines()[-1]
+
+
+def test_a_python_that_has_what_it_takes_is_used_as_it_is(clone: Path) -> None:
+    assert run_make(clone, "packaging>=20") == f"ran in {sys.prefix} --parts right"
+    assert not (clone / ".venv").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("folder", ["wheels", "elsewhere"])
+def test_wheels_are_installed_without_an_index(clone: Path, folder: str) -> None:
+    (clone / folder).mkdir()
+    with zipfile.ZipFile(clone / folder / "far_away-2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("far_away.py", "")
+        info = "far_away-2.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: far-away\nVersion: 2\nRequires-Dist: torch\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+    variables = () if folder == "wheels" else (f"WHEELS={folder}",)
+    assert run_make(clone, "far-away>=2", *variables) == f"ran in {clone / '.venv'} --parts right"
+    assert list((clone / ".venv").glob("lib/*/site-packages/far_away.py"))
+    assert "include-system-site-packages = true" in (clone / ".venv" / "pyvenv.cfg").read_text()
+
+
+def test_what_is_missing_is_named() -> None:
+    found = list(list_missing(["packaging>=20", "packaging>=9999", "far-away>=2"]))
+    assert [each.partition(" (")[0] for each in found] == ["packaging>=9999", "far-away>=2"]
