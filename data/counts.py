@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from data.options import DEFAULT_DATE
+
 MAX_PLACES = 3
 
 
@@ -16,6 +18,7 @@ class ContentCounts:
     samples, since their template rewrites earlier turns; num_extra_samples, num_repeated_tokens: what that adds.
     num_hidden_thoughts: turns whose reasoning the template does not show. num_other_masks: turns of which the
     template's `{% generation %}` tags mark something else than what the model has to generate.
+    num_default_dates: conversations in which the template writes a date that no keyword gives.
     num_control_tokens: texts of control tokens in the content of records; control_places: the first of them.
     stop_tokens: what ends the turns.
     """
@@ -31,6 +34,7 @@ class ContentCounts:
     num_repeated_tokens: int = 0
     num_hidden_thoughts: int = 0
     num_other_masks: int = 0
+    num_default_dates: int = 0
     num_control_tokens: int = 0
     control_places: list[str] = field(default_factory=list)
     stop_tokens: dict[str, int] = field(default_factory=dict)
@@ -77,6 +81,11 @@ class ContentCounts:
             parts.append(
                 f"the chat template's generation tags, which decide, mark something else in {self.num_other_masks:,} "
                 "turns than what the model generates"
+            )
+        if self.num_default_dates:
+            parts.append(
+                f"the chat template writes the date of the day in {self.num_default_dates:,} conversations; here it is "
+                f"{DEFAULT_DATE}, unless data.template_kwargs={{date: ...}} gives another"
             )
         if self.num_control_tokens:
             parts.append(

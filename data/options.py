@@ -1,9 +1,15 @@
-"""Enums for how data is read and batched; members of those that are keys are named as in a config.
+"""Enums for how data is read and batched; members of those that are keys are named as in a config. And what holds where
+no key says otherwise.
 
 The schema of a run imports this before torch is loaded, so nothing imported here may be slow.
 """
 
+import datetime
 from enum import Enum, StrEnum
+
+# The date that chat templates write where no keyword gives one: a constant, since samples must not depend on the day on
+# which they are made. Raise FORMAT_VERSION of data/storage/cache.py with it.
+DEFAULT_DATE = datetime.date(2026, 1, 1)
 
 
 class LengthPolicy(Enum):

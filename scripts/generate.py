@@ -5,7 +5,8 @@ peft folder.
     python scripts/generate.py --model_name_or_path outputs/demo/checkpoints --prompt_file in.jsonl --output out.jsonl
     python scripts/generate.py --model_name_or_path outputs/my_chat/hf     # a chat; an empty line or Ctrl-C ends it
 
-A prompt is formatted by the tokenizer's chat template, or by `--prompt_template` if it has none.
+A prompt is formatted by the tokenizer's chat template, as training shows a turn's context, or by `--prompt_template` if
+it has none. `tools` and `chat_template_kwargs` of a record go to the template, as in training.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+import yaml  # noqa: E402
 from transformers import (  # noqa: E402
     MODEL_FOR_CAUSAL_LM_MAPPING,
     PreTrainedModel,
@@ -32,6 +35,10 @@ from transformers import (  # noqa: E402
 )
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
+from data.encoders.chat import encode_prompt  # noqa: E402
+from data.encoders.messages import read_tools  # noqa: E402
+from data.encoders.rendering import RECORD_KWARGS, read_template_kwargs  # noqa: E402
+from data.encoders.turns import find_stop_tokens  # noqa: E402
 from errors import UserError  # noqa: E402
 from models.architecture.lookup import build_layers  # noqa: E402
 from models.layers.score_head import is_reward_model  # noqa: E402
@@ -39,8 +46,19 @@ from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from models.weights.vocabulary import add_end, open_tokenizer  # noqa: E402
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 DEFAULT_TEMPLATE = "{prompt}\n"
+KWARGS = "--template_kwargs"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation to answer. location: in words. tools, kwargs: what the chat template gets of a record."""
+
+    messages: Messages
+    location: str = "the prompt"
+    tools: list | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def load_model(source: WeightSource) -> PreTrainedModel:
@@ -73,18 +91,32 @@ def choose_device() -> torch.device:
 
 
 class Generator:
-    """Generates answers to messages, or continues text."""
+    """Generates answers to messages, or continues text.
+
+    template_kwargs: what the chat template is called with in addition. Raises UserError for a model that cannot be
+    loaded, and for keywords without a chat template.
+    """
 
     def __init__(
-        self, source: WeightSource, prompt_template: str | None, max_new_tokens: int, temperature: float
+        self,
+        source: WeightSource,
+        prompt_template: str | None,
+        max_new_tokens: int,
+        temperature: float,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self.model = load_model(source)
         self.tokenizer: PreTrainedTokenizerBase = open_tokenizer(source.path)
         self._template = prompt_template or (None if self.tokenizer.chat_template else DEFAULT_TEMPLATE)
+        self._kwargs = template_kwargs or {}
+        if self._kwargs and self._template is not None:
+            raise UserError(f"{KWARGS} is for chat templates, and none is used here; omit it")
+        self.model = load_model(source)
         sampling: dict[str, Any] = (
             {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         )
-        ends = add_end(self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
+        ends = self.model.generation_config.eos_token_id
+        for token in (self.tokenizer.eos_token, *find_stop_tokens([source.path], self.tokenizer)):  # as in training
+            ends = add_end(ends, None if token is None else self.tokenizer.convert_tokens_to_ids(token))
         self._options = {
             "max_new_tokens": max_new_tokens,
             "pad_token_id": self.tokenizer.eos_token_id,
@@ -92,20 +124,20 @@ class Generator:
             **sampling,
         }
 
-    def answer(self, messages: Messages, streamer: TextStreamer | None = None) -> str:
-        """Returns the answer to `messages`. Without a chat template only the last message is used."""
-        if self._template is None:
-            inputs = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        else:
-            inputs = self.tokenizer(self._template.replace("{prompt}", messages[-1]["content"]), return_tensors="pt")
-        input_ids = inputs["input_ids"].to(self.model.device)
+    def answer(self, prompt: Prompt, streamer: TextStreamer | None = None) -> str:
+        """Returns the answer to a prompt. Without a chat template only its last message is used."""
+        input_ids = torch.tensor([self._encode(prompt)], device=self.model.device)  # [1, T]
         with torch.inference_mode():
             output = self.model.generate(
                 input_ids=input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **self._options
             )
         return self.tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True).strip()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if self._template is not None:
+            return self.tokenizer(self._template.replace("{prompt}", prompt.messages[-1]["content"]))["input_ids"]
+        kwargs = self._kwargs | prompt.kwargs
+        return encode_prompt(prompt.messages, prompt.location, self.tokenizer, prompt.tools, kwargs)
 
     def chat(self, read: Callable[[str], str] = input) -> None:
         """Chats in the terminal until an empty line or the end of the input."""
@@ -113,7 +145,7 @@ class Generator:
         messages: Messages = []
         while text := _read_line(read):
             messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": self.answer(messages, streamer)})
+            messages.append({"role": "assistant", "content": self.answer(Prompt(messages), streamer)})
 
 
 def _read_line(read: Callable[[str], str]) -> str:
@@ -123,7 +155,7 @@ def _read_line(read: Callable[[str], str]) -> str:
         return ""
 
 
-def read_prompts(file: Path) -> Iterator[Messages]:
+def read_prompts(file: Path) -> Iterator[Prompt]:
     """Yields the prompts of a text file, one per line, or of JSON lines with `prompt` or `messages`. Raises UserError
     for any other line."""
     if not file.is_file():
@@ -134,15 +166,32 @@ def read_prompts(file: Path) -> Iterator[Messages]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
+            location = f"{file}:{number}"
             if file.suffix != ".jsonl":
-                yield [{"role": "user", "content": line.rstrip("\n")}]
+                yield Prompt([{"role": "user", "content": line.rstrip("\n")}], location)
                 continue
             try:
                 record = json.loads(line)
                 messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
-            except (json.JSONDecodeError, AttributeError, KeyError):
-                raise UserError(f"{file}:{number}: not a JSON object with 'prompt' or 'messages'") from None
-            yield messages[:-1] if messages[-1]["role"] == "assistant" else messages
+                roles = [message["role"] for message in messages]
+            except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
+                raise UserError(f"{location}: not a JSON object with 'prompt' or 'messages'") from None
+            yield Prompt(
+                messages[:-1] if roles[-1] == "assistant" else messages,
+                location,
+                read_tools(record.get("tools"), location),
+                read_template_kwargs(record.get(RECORD_KWARGS), f"{location}: {RECORD_KWARGS}"),
+            )
+
+
+def parse_template_kwargs(text: str | None) -> dict[str, Any]:
+    """Returns what `--template_kwargs` gives, written as `data.template_kwargs` of a config. Raises UserError for
+    anything but a mapping."""
+    try:
+        value = yaml.safe_load(text or "{}")
+    except yaml.YAMLError:
+        value = text
+    return read_template_kwargs(value, KWARGS)
 
 
 def main() -> None:
@@ -154,6 +203,9 @@ def main() -> None:
     parser.add_argument(
         "--prompt_template",
         help=f"as data.prompt_template in training; {DEFAULT_TEMPLATE!r} if there is no chat template",
+    )
+    parser.add_argument(
+        KWARGS, help="as data.template_kwargs in training, such as '{enable_thinking: false}'; JSON works too"
     )
     parser.add_argument("--max_new_tokens", type=int, default=256)
     parser.add_argument(
@@ -175,17 +227,20 @@ def main() -> None:
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    prompts: list[Messages] = [[{"role": "user", "content": prompt}] for prompt in arguments.prompt]
+    template_kwargs = parse_template_kwargs(arguments.template_kwargs)
+    prompts = [Prompt([{"role": "user", "content": prompt}]) for prompt in arguments.prompt]
     if arguments.prompt_file is not None:
         prompts += read_prompts(arguments.prompt_file)
     source = open_weights(arguments.model_name_or_path, arguments.trust_remote_code, arguments.trust_checkpoint)
-    generator = Generator(source, arguments.prompt_template, arguments.max_new_tokens, arguments.temperature)
+    generator = Generator(
+        source, arguments.prompt_template, arguments.max_new_tokens, arguments.temperature, template_kwargs
+    )
     if not prompts:
         generator.chat()
         return
     with open(arguments.output, "w", encoding="utf-8") if arguments.output else nullcontext() as output:
-        for messages in prompts:
-            answer = generator.answer(messages)
+        for prompt in prompts:
+            answer, messages = generator.answer(prompt), prompt.messages
             if output is None:
                 print(f"> {messages[-1]['content']}\n{answer}\n")
             else:

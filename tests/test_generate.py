@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from support.adapters import make_adapter
 from support.tiny import save_llama, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.encoders.chat import ChatEncoder
+from data.sample import IGNORE_INDEX
 from models.conversion.convert import convert_to_pipeline
 from models.weights.sources import open_weights
 from scripts import generate
@@ -41,6 +45,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def expected(root: Path, text: str, adapter: Path | None = None) -> str:
+    return continue_ids(root, AutoTokenizer.from_pretrained(root / "hf")(text).input_ids, adapter)
+
+
+def continue_ids(root: Path, context: list[int], adapter: Path | None = None) -> str:
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(root / "hf").eval(),
         AutoTokenizer.from_pretrained(root / "hf"),
@@ -49,7 +57,7 @@ def expected(root: Path, text: str, adapter: Path | None = None) -> str:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter)
-    ids = tokenizer(text, return_tensors="pt").input_ids
+    ids = torch.tensor([context])
     start = ids.shape[1]
     for _ in range(8):
         with torch.no_grad():
@@ -121,7 +129,8 @@ def test_texts_with_line_separators_are_one_prompt(tmp_path: Path) -> None:
         ("a.txt", f"{text}\n"),
     ):
         (tmp_path / name).write_text(content, encoding="utf-8")
-        assert list(generate.read_prompts(tmp_path / name)) == [[{"role": "user", "content": text}]]
+        (prompt,) = generate.read_prompts(tmp_path / name)
+        assert prompt.messages == [{"role": "user", "content": text}]
 
 
 def test_the_tokenizers_end_token_ends_an_answer_too(root: Path, tmp_path: Path) -> None:
@@ -132,6 +141,87 @@ def test_the_tokenizers_end_token_ends_an_answer_too(root: Path, tmp_path: Path)
     save_tokenizer(tmp_path)
     generator = generate.Generator(open_weights(str(tmp_path)), None, max_new_tokens=8, temperature=0.0)
     assert generator._options["eos_token_id"] == [3, generator.tokenizer.eos_token_id]
+
+
+def test_the_stop_tokens_of_generation_config_end_an_answer(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    generator = generate.Generator(open_weights(str(tmp_path / "hf")), None, max_new_tokens=8, temperature=0.0)
+    assert generator._options["eos_token_id"] == [generator.tokenizer.eos_token_id, 5, 7]
+
+
+def save_switched(root: Path, folder: Path) -> Path:
+    """The same model with a chat template that has a switch, and a date."""
+    shutil.copytree(root / "hf", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% if enable_thinking is defined and not enable_thinking %}no thought {% endif %}{{ strftime_now('%d.%m.') }}"
+        "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_keywords_of_the_template_are_those_of_training(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(save_switched(root, tmp_path / "hf"))
+    today = date.today().strftime("%d.%m.")
+    for given, start in (
+        ([], today),
+        (["--template_kwargs", "{enable_thinking: false, date: 2026-01-31}"], "no thought 31.01."),
+        (["--template_kwargs", '{"enable_thinking": false}'], "no thought " + today),
+    ):
+        run(monkeypatch, "--model_name_or_path", model, "--prompt", PROMPT, *given)
+        text = expected(root, f"{start}<s>user: {PROMPT}</s><s>assistant:")
+        assert capsys.readouterr().out == f"> {PROMPT}\n{text}\n\n"
+
+
+def test_tools_and_keywords_of_a_record_are_its_own(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts, answers = save_switched(root, tmp_path / "hf"), tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    own = {"tools": [{"name": "weather"}], "chat_template_kwargs": {"date": "2026-02-01"}}
+    prompts.write_text(json.dumps({"prompt": "def <s>", **own}) + "\n" + json.dumps({"prompt": "def"}) + "\n")
+    files = ("--prompt_file", str(prompts), "--output", str(answers))
+    keys = ("--template_kwargs", "{enable_thinking: false, date: 2026-01-31}")
+    run(monkeypatch, "--model_name_or_path", str(model), *files, *keys)
+    found = [json.loads(line)["messages"][-1]["content"] for line in answers.read_text().splitlines()]
+    assert found[1] == expected(root, "no thought 31.01.<s>user: def</s><s>assistant:")
+    messages = [{"role": "user", "content": "def <s>"}, {"role": "assistant", "content": "x"}]
+    sample = ChatEncoder(template_kwargs={"enable_thinking": False}).encode(
+        {"messages": messages, **own}, "a:1", AutoTokenizer.from_pretrained(model)
+    )
+    context = [token for token, label in zip(sample["input_ids"], sample["labels"]) if label == IGNORE_INDEX]
+    assert found[0] == continue_ids(root, context)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{date: tomorrow}", "--template_kwargs: date=tomorrow is not a day; give one as in 2026-01-31"),
+        ("high", "--template_kwargs=high: give a mapping, such as {enable_thinking: false}"),
+        ("{", "--template_kwargs={: give a mapping, such as {enable_thinking: false}"),
+        ("{tools: []}", "--template_kwargs: tools of a template cannot be set; omit it"),
+        ("{a: 1}", "--template_kwargs is for chat templates, and none is used here; omit it"),
+    ],
+)
+def test_bad_keywords_are_one_line(given: str, message: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "--model_name_or_path", str(root / "hf"), "--prompt", "a", "--template_kwargs", given)
+    assert ended.value.code == f"error: {message}"
+
+
+def test_messages_that_the_template_refuses_are_one_line(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = save_switched(root, tmp_path / "hf"), tmp_path / "a.jsonl"
+    file.write_text(
+        '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": 1}}\n'
+    )
+    (model / "chat_template.jinja").write_text("{{ messages[0].nothing.at_all }}")
+    with pytest.raises(SystemExit, match=f"error: {file}:1: the chat template refuses the messages .its line 1.: "):
+        run(monkeypatch, "--model_name_or_path", str(model), "--prompt_file", str(file))
 
 
 def test_a_chat_keeps_its_turns(
@@ -162,6 +252,8 @@ def test_ctrl_c_leaves_a_chat_without_a_trace(root: Path, monkeypatch: pytest.Mo
     ("content", "message"),
     [
         ('{"text": "a"}\n', "prompts.jsonl:1: not a JSON object with 'prompt' or 'messages'"),
+        ('{"messages": ["a"]}\n', "prompts.jsonl:1: not a JSON object with 'prompt' or 'messages'"),
+        ('{"prompt": "a", "tools": 1}\n', "prompts.jsonl:1: tools must be a list, not int"),
         (None, "prompts.jsonl is not there"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -29,10 +30,17 @@ from training.config.schema import RunConfig
 from training.setup import RunSetup
 
 
-def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+def prepare_folder(
+    config: RunConfig,
+    setup: RunSetup,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    stop_tokens: Collection[str] = (),
+) -> None:
     """Write the files next to the checkpoints: the run's config, the model's config.json and the tokenizer. With
     `overwrite_output_dir`, delete the files of an earlier run first. Main rank only.
 
+    stop_tokens: at which the trained model stops, in addition to the tokenizer's eos token.
     All checkpoints share these files, so a resumed run leaves those that are the same untouched, and replaces the
     others whole. Raises UserError, before anything is deleted, when the disk has no room.
     """
@@ -54,13 +62,18 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     if setup.adapter is not None:
         save_adapter_config(setup.adapter, staged, get_whole_config(setup.source))
     if not is_resumed:  # else these exist
-        _save_model_files(setup, tokenizer, staged, passthrough)
+        ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(sorted(stop_tokens))]
+        _save_model_files(setup, tokenizer, staged, passthrough, ends)
     publish_changed(staged, folder.checkpoints)
     shutil.rmtree(staged)
 
 
 def _save_model_files(
-    setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: Path, passthrough: Passthrough
+    setup: RunSetup,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    passthrough: Passthrough,
+    ends: Sequence[int | None],
 ) -> None:
     source = setup.source
     if source.wrapper is None:
@@ -75,7 +88,8 @@ def _save_model_files(
     if (source.path / "generation_config.json").is_file():
         shutil.copyfile(source.path / "generation_config.json", folder / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
-        add_eos_token_id(folder / name, tokenizer.eos_token_id)
+        for token_id in ends:
+            add_eos_token_id(folder / name, token_id)
     if is_reward_model(setup.architecture):  # `transformers` searches for the last token that is not padding
         set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
 

@@ -23,7 +23,7 @@ from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
 from training.export import export, export_step, prepare_folder
-from training.inputs.datasets import load_tokenizer, tokenize
+from training.inputs.datasets import list_trained_stops, load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
@@ -127,7 +127,9 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         reporters: list[Reporter] = []
         if prediction is not None:
             folder.reopen()
-            prepare_folder(config, setup, tokenizer, folder)  # only now: a run that could not start deletes nothing
+            # Only now: a run that could not start deletes nothing.
+            stops = list_trained_stops(config, tokenizer, datasets["train_file"])
+            prepare_folder(config, setup, tokenizer, folder, stops)
             reporters = [
                 totals,
                 *open_reporters(config, prediction, folder=folder, budget=budget, first_step=start.step, hosts=hosts),

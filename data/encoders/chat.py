@@ -5,6 +5,7 @@ which the template would show it at inference. So where a template shows an earl
 generated, a conversation becomes several samples (`data.rewritten_turns`).
 """
 
+import datetime
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,18 +27,17 @@ from data.encoders.messages import (
     as_messages,
     check_messages,
     list_targets,
+    normalize_message,
     read_alpaca,
     read_sharegpt,
     read_tools,
 )
-from data.encoders.rendering import Renderer, read_template_kwargs
-from data.encoders.segments import Piece, PieceEncoder, Pieces, check_text, get_eos
+from data.encoders.rendering import RECORD_KWARGS, Calendar, Renderer, read_template_kwargs
+from data.encoders.segments import Piece, PieceEncoder, Pieces, check_text, get_eos, tokenize_pieces
 from data.encoders.stops import Stops, build_stops
 from data.encoders.turns import Answer, read_answer, read_kept
 from data.options import ControlTokens, RewrittenTurns, TrainOn
 from errors import UserError
-
-RECORD_KWARGS = "chat_template_kwargs"  # of a record, as TRL has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,8 @@ def split_messages(
     tools = read_tools(record.get("tools"), location)
     targets = list_targets(checked, location, keys.train_on, first_target)
     own_kwargs = read_template_kwargs(record.get(RECORD_KWARGS), f"{location}: {RECORD_KWARGS}")
-    renderer = Renderer(tokenizer, location, tools, {**keys.template_kwargs, **own_kwargs})
+    kwargs = {**keys.template_kwargs, **own_kwargs}
+    renderer = Renderer(tokenizer, location, tools, kwargs, calendar := Calendar.of(kwargs))
     guard = Guard(tokenizer, keys.control_tokens, counts)
     turns = [
         guard.protect_turn({name: value for name, value in turn.items() if name not in TURN_FLAGS}, where)
@@ -151,7 +152,34 @@ def split_messages(
     counts.add(_count_turns(checked, targets, first_target))
     counts.num_lost_turns += sum(num for _, num in samples) - sum(num for _, num in kept)
     counts.add(_count_answers(answers))
+    counts.num_default_dates += calendar.was_needed
     return [guard.release(pieces) for pieces, _ in kept]
+
+
+def encode_prompt(
+    messages: Sequence[dict],
+    location: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the ids of a conversation with the generation prompt, for a tokenizer with a chat template. Control tokens
+    in the text of users, tools and the system are letters, as in training.
+
+    tools: as `read_tools` returns them. kwargs: what the template is called with in addition, as `read_template_kwargs`
+    returns it; without a date the template writes that of the day. Raises `UserError` naming `location` where the
+    template refuses the messages.
+    """
+    kwargs = kwargs or {}
+    guard = Guard(tokenizer, None, ContentCounts())
+    turns = [
+        guard.protect_turn(normalize_message(message), f"{location}: message {number}")
+        for number, message in zip(count(1), messages)
+    ]
+    renderer = Renderer(tokenizer, location, tools, kwargs, Calendar.of(kwargs, datetime.date.today()))
+    pieces = guard.release([Piece(renderer.render_prompt(renderer.fit_calls(turns)), False)])
+    (sample,) = tokenize_pieces([pieces], tokenizer, {})
+    return sample["input_ids"]
 
 
 @lru_cache(maxsize=2)

@@ -97,7 +97,7 @@ class Guard:
 @lru_cache(maxsize=2)
 def find_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Return a pattern of the texts of the tokenizer's special tokens."""
-    return re.compile("|".join(map(re.escape, list_special(tokenizer))))
+    return re.compile("|".join(map(re.escape, list_special(tokenizer))) or "(?!)")  # which matches nothing
 
 
 @lru_cache(maxsize=1024)

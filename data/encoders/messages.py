@@ -79,11 +79,15 @@ def as_messages(value: str | list, role: str) -> list:
 
 
 def read_tools(value: object, location: str) -> list | None:
-    """Return the tools of a record, a list or its JSON text. Raises `UserError` for anything else."""
+    """Return the tools of a record, a list of objects or its JSON text. Raises `UserError` for anything else."""
     tools = _parse_json(value)
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{location}: tools must be a list, not {type(tools).__name__}; fix or remove the record")
-    return [_parse_json(tool) for tool in tools] if tools else None
+    parsed = [_parse_json(tool) for tool in tools or ()]
+    for number, tool in enumerate(parsed, start=1):
+        if not isinstance(tool, dict):
+            raise UserError(f"{location}: tool {number} must be an object, not {type(tool).__name__}; fix the record")
+    return parsed or None
 
 
 def check_messages(messages: object, location: str) -> list[Turn]:
@@ -98,7 +102,7 @@ def check_messages(messages: object, location: str) -> list[Turn]:
         before = _check_message(message, before, f"{location}: message {number}")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise UserError(f"{location}: no assistant turn among the messages, so no target; remove the record")
-    return [_normalize(message) for message in messages]
+    return [normalize_message(message) for message in messages]
 
 
 def _check_message(message: object, before: str, where: str) -> str:
@@ -127,7 +131,7 @@ def _check_message(message: object, before: str, where: str) -> str:
     return role
 
 
-def _normalize(message: Turn) -> Turn:
+def normalize_message(message: Turn) -> Turn:
     """Return a message with its reasoning under every name that templates read, and calls as objects."""
     turn = {name: value for name, value in message.items() if name not in REASONING_FIELDS and value is not None}
     thoughts = [message[name] for name in REASONING_FIELDS if isinstance(message.get(name), str)]

@@ -20,7 +20,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.export import prepare_folder
 
 
-def test_a_model_gets_the_end_token_of_the_tokenizer_that_it_is_trained_with(tmp_path: Path) -> None:
+def test_a_model_stops_at_the_tokens_that_it_is_trained_to_stop_at(tmp_path: Path) -> None:
     save_llama(tmp_path / "hf")
     save_tokenizer(tmp_path / "hf")
     names = ("config.json", "generation_config.json")
@@ -29,9 +29,9 @@ def test_a_model_gets_the_end_token_of_the_tokenizer_that_it_is_trained_with(tmp
     tokenizer, folder = AutoTokenizer.from_pretrained(tmp_path / "hf"), RunFolder(tmp_path / "out")
     source = open_weights(str(tmp_path / "hf"))
     setup: Any = SimpleNamespace(source=source, architecture=source.config, adapter=None)
-    prepare_folder(build_config(), setup, tokenizer, folder)
+    prepare_folder(build_config(), setup, tokenizer, folder, stop_tokens=["<s>", "</s>"])
     for name in names:
-        assert json.loads((folder.checkpoints / name).read_text())["eos_token_id"] == [3, tokenizer.eos_token_id]
+        assert json.loads((folder.checkpoints / name).read_text())["eos_token_id"] == [3, tokenizer.eos_token_id, 1]
 
 
 @pytest.mark.parametrize("is_adapter", [False, True])

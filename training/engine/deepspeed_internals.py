@@ -149,6 +149,8 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "transformers", model, ("_keys_to_ignore_on_load_unexpected",), ignored
     experts = "transformers.integrations.moe:use_experts_implementation"
     yield "transformers", experts, ("_apply_gate",), "computing experts"
+    rendering = "transformers.utils.chat_template_utils"
+    yield "transformers", rendering, ("_compile_jinja_template",), "rendering chat templates, with a date of their own"
     layer = "peft.tuners.lora.layer:LoraLayer"
     yield (
         "peft",

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.encoders.chat_templates import ChatTemplate, load_chat_template
 from data.encoders.kinds import find_kind
-from data.encoders.rendering import read_template_kwargs
-from data.encoders.stops import read_stop_tokens
+from data.encoders.rendering import DATE, read_template_kwargs
+from data.encoders.turns import find_stop_tokens
 from data.options import Packing
 from data.order import VERSION as ORDER_VERSION
 from data.sample import Encoder
@@ -157,6 +157,8 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     }
     if template := build_chat_template(config.data):
         described["the chat template with its tokens"] = template.describe()
+    if date := read_template_kwargs(config.data.template_kwargs, "data.template_kwargs").get(DATE):
+        described["the date in data.template_kwargs"] = date
     for key in ("max_samples", "filter", "eval_fraction", "eval_samples"):
         if (value := getattr(config.data, key)) is not None:
             described[f"data.{key}"] = str(value)
@@ -175,9 +177,16 @@ def hash_evaluations(config: RunConfig, datasets: Mapping[str, Path]) -> str:
 
 
 def list_stop_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the tokens at which the model stops, by generation_config.json next to its tokenizer or its weights."""
-    folders = (tokenizer.name_or_path, config.model_name_or_path or "")
-    return next((tokens for folder in folders if (tokens := read_stop_tokens(folder, tokenizer))), ())
+    """Return the tokens at which the model stops in addition to the tokenizer's eos token, by generation_config.json
+    next to its tokenizer or its weights, and by the chat template."""
+    return find_stop_tokens((tokenizer.name_or_path, config.model_name_or_path or ""), tokenizer)
+
+
+def list_trained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase, path: Path) -> list[str]:
+    """Return those of `list_stop_tokens` that end turns of a tokenized folder. With `rewritten_turns=keep` a turn may
+    also end at another token, where the history shows it so and generation goes on."""
+    trained = load_summary(path).content.stop_tokens
+    return [token for token in list_stop_tokens(config, tokenizer) if token in trained]
 
 
 def build_encoder(data: DataConfig, stop_tokens: tuple[str, ...] = ()) -> Encoder:

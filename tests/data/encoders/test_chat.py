@@ -145,6 +145,7 @@ def turns(*roles: str) -> dict:
         ({"instruction": "a", "output": ""}, "chat.jsonl:7: message 2 is an empty assistant turn"),
         ({"instruction": "a", "output": None}, "chat.jsonl:7: field 'output' must be text, not NoneType"),
         ({"messages": MESSAGES, "tools": "x"}, "chat.jsonl:7: tools must be a list, not str"),
+        ({"messages": MESSAGES, "tools": [{}, "x"]}, "chat.jsonl:7: tool 2 must be an object, not str; fix the record"),
     ],
 )
 def test_bad_conversations(chat_tokenizer, record: dict, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from support.chat_families import CLOSE, CONVERSATIONS, FAMILIES, OPEN
 from test_chat import read_targets_in_context
 from test_template_families import build_tokenizer
 
+from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder
 from data.encoders.messages import REASONING_FIELDS
 from data.encoders.preference import PreferenceEncoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.stops import read_stop_tokens
+from data.encoders.turns import find_template_stops
 from data.options import LengthPolicy, OnBadRecord, RewrittenTurns
 from data.sources.formats import RawRecord
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
@@ -184,6 +187,22 @@ def test_stop_tokens_of_generation_config(tmp_path: Path) -> None:
     assert read_stop_tokens(tmp_path, tokenizer) == ("<|observation|>", "<|user|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[0]}))
     assert read_stop_tokens(tmp_path, tokenizer) == ("<|user|>",)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stop_tokens_of_the_template_are_those_of_its_turns(name: str) -> None:
+    """Of an answer and a tool call; a model that is known to stop there is trained on the same."""
+    family, tokenizer = FAMILIES[name], build_tokenizer(name)
+    found, stops = find_template_stops(tokenizer, family.stops), set[str]()
+    for record in CONVERSATIONS.values():
+        made = []
+        for known in (family.stops, (*family.stops, *found)):
+            counts = ContentCounts()
+            with suppress(UserError):
+                made.append(ChatEncoder(stop_tokens=known).split(record, "a:1", tokenizer, counts))
+            stops |= set(counts.stop_tokens)
+        assert made[:1] == made[1:]
+    assert found == stops
 
 
 TAGGED = ("Llama 3", "Qwen2.5", "Gemma 3", "Mistral Small 3", "Zephyr")

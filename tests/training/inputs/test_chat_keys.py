@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -11,13 +12,22 @@ from support.configs import build_config
 from support.tiny import VOCAB_SIZE, save_llama, save_tokenizer
 from transformers import AutoTokenizer
 
+from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder
 from data.options import ControlTokens, RewrittenTurns, TrainOn
+from data.storage.summary import Summary
+from data.storage.tokenized import SUMMARY_FILE
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.weights.sources import open_weights
 from training.config.schema import RunConfig
-from training.inputs.datasets import build_encoder, list_stop_tokens, load_tokenizer
+from training.inputs.datasets import (
+    build_encoder,
+    describe_data,
+    list_stop_tokens,
+    list_trained_stops,
+    load_tokenizer,
+)
 from training.setup import open_source
 
 
@@ -78,7 +88,7 @@ def test_keys_of_targets_and_stop_tokens_reach_the_encoder(tmp_path: Path) -> No
     keys = ("data.rewritten_turns=keep", "data.template_kwargs={enable_thinking: false}", "data.control_tokens=refuse")
     config = write_config(tmp_path, *keys, "data.train_on_reasoning=false")
     tokenizer = load_tokenizer(config, open_source(config, None))
-    assert list_stop_tokens(config, tokenizer) == ("</s>",)
+    assert list_stop_tokens(config, tokenizer) == ()  # the eos token alone
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
     stops = tuple(sorted(tokenizer.convert_ids_to_tokens([0, 1])))
     assert list_stop_tokens(config, tokenizer) == stops
@@ -97,10 +107,38 @@ def test_keys_of_targets_and_stop_tokens_reach_the_encoder(tmp_path: Path) -> No
     assert len(keys) == 3  # parts of the cache's key
 
 
+def test_the_stops_of_the_turns_are_those_of_the_export(tmp_path: Path) -> None:
+    """With `rewritten_turns=keep` a turn may end as the history shows it, where generation goes on (gpt-oss)."""
+    config = write_config(
+        tmp_path, "data.special_tokens=['<turn>']", "data.chat_template=chatml", "data.eos_token='</s>'"
+    )
+    tokenizer = load_tokenizer(config, open_source(config, None))
+    assert list_stop_tokens(config, tokenizer) == ("<|im_end|>",)
+    (tmp_path / SUMMARY_FILE).write_text(Summary(content=ContentCounts(stop_tokens={"<turn>": 1})).to_json())
+    assert list_trained_stops(config, tokenizer, tmp_path) == []
+    counts = ContentCounts(stop_tokens={"<|im_end|>": 2, "<turn>": 1})
+    (tmp_path / SUMMARY_FILE).write_text(Summary(content=counts).to_json())
+    assert list_trained_stops(config, tokenizer, tmp_path) == ["<|im_end|>"]
+    # What the export adds to the files next to the checkpoints changes nothing of a resumed run.
+    (tmp_path / "model" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])})
+    )
+    assert list_stop_tokens(config, tokenizer) == ("<|im_end|>",)
+
+
+def test_a_date_is_part_of_what_a_run_is_trained_on(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY_FILE).write_text(Summary().to_json())
+    described = describe_data(write_config(tmp_path, "data.template_kwargs={date: 2026-01-31}"), tmp_path)
+    assert described["the date in data.template_kwargs"] == "2026-01-31"
+    assert set(described) - set(describe_data(write_config(tmp_path), tmp_path)) == {"the date in data.template_kwargs"}
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ("high", "data.template_kwargs=high: give a mapping, such as {enable_thinking: false}"),
+        ("{date: 31.1.2026}", "data.template_kwargs: date=31.1.2026 is not a day; give one as in 2026-01-31"),
+        ("{documents: {a: b}}", "data.template_kwargs: documents must be a list of objects, such as"),
         ("{tools: [], documents: []}", "data.template_kwargs: tools of a template cannot be set; omit it"),
     ],
 )

@@ -24,7 +24,7 @@ from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from models.weights.sources import open_weights
-from scripts.generate import Generator
+from scripts.generate import Generator, Prompt
 
 CHATML = ("data=chat", "data.chat_template=chatml")
 SAVED = "adapter.modules_to_save=[embed_tokens,lm_head]"
@@ -116,9 +116,8 @@ def test_an_export_has_the_rows_the_template_and_the_end_of_a_turn(
         model.config.tie_word_embeddings = False
         model.save_pretrained(tmp_path / "ends")
     tokenizer.save_pretrained(tmp_path / "ends")
-    assert (
-        Generator(open_weights(str(tmp_path / "ends")), None, 20, 0.0).answer([{"role": "user", "content": "a"}]) == ""
-    )
+    generator = Generator(open_weights(str(tmp_path / "ends")), None, 20, 0.0)
+    assert generator.answer(Prompt([{"role": "user", "content": "a"}])) == ""
 
 
 @pytest.mark.full
