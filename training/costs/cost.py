@@ -43,19 +43,20 @@ class LayerCost:
     of it.
 
     num_active: of the whole layer, parameters that take part in a token's computation; fewer than num_parameters where
-    experts are chosen. forward_flops: of a token, two a multiply-add; causal attention as it is computed, at its mean
-    number of keys. frozen_flops: those of them with matrices that are not trained, whose gradient is not computed.
-    attention_width: of the whole layer, heads x (query-key size + value size), so that full attention is 2 T
-    attention_width FLOPs a token; 0 without. saved_bytes: kept for the backward pass when nothing is recomputed.
-    output_bytes: hidden_states alone. widest_bytes: of the widest result of a matrix. kept_bytes, remade_bytes: kept,
-    and made again in the backward pass, under `activation_checkpoint_mode=selective`. total_parameters,
-    total_trainable: of the whole layer. forward_sums, backward_sums: of hidden states, over the ranks that share the
-    layer (`models/sharding/tensor_parallel.py`). regathers: of what went into its blocks, in a backward pass
-    (`models/parallel/sequence.py`). is_estimated: the layer does not run on the meta device, and these bytes are an
-    upper estimate. pass_seconds: of a token, forward and backward, where the layer was timed
-    (`training/planner/profile_machine.py`). deferred_flops: of a token, those of the backward pass that can be put off;
-    deferred_bytes: what is kept of a micro-batch until then (`training/pipeline/weight_gradients.py`); both 0 where the
-    schedule puts nothing off. shared_attention: where several ranks share each sequence.
+    experts are chosen. num_frozen: those of num_active that are not trained. forward_flops: of a token, two a
+    multiply-add; causal attention as it is computed, at its mean number of keys. frozen_flops: those of them with
+    matrices that are not trained, whose gradient is not computed. attention_width: of the whole layer, heads x
+    (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without. saved_bytes:
+    kept for the backward pass when nothing is recomputed. output_bytes: hidden_states alone. widest_bytes: of the
+    widest result of a matrix. kept_bytes, remade_bytes: kept, and made again in the backward pass, under
+    `activation_checkpoint_mode=selective`. total_parameters, total_trainable: of the whole layer. forward_sums,
+    backward_sums: of hidden states, over the ranks that share the layer (`models/sharding/tensor_parallel.py`).
+    regathers: of what went into its blocks, in a backward pass (`models/parallel/sequence.py`). is_estimated: the layer
+    does not run on the meta device, and these bytes are an upper estimate. pass_seconds: of a token, forward and
+    backward, where the layer was timed (`training/planner/profile_machine.py`). deferred_flops: of a token, those of
+    the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
+    (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
+    several ranks share each sequence.
     """
 
     name: str
@@ -78,6 +79,7 @@ class LayerCost:
     backward_sums: int = 0
     total_parameters: int = 0
     total_trainable: int = 0
+    num_frozen: int = 0
     deferred_flops: float = 0
     deferred_bytes: int = 0
     shared_attention: SharedAttention | None = None
@@ -170,6 +172,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         num_parameters=sum(p.numel() for p in parameters.values()),
         num_trainable=sum(p.numel() for p in trained.values()),
         num_active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
+        num_frozen=round(sum(count * wholes.get(name, 1) for name, count in active.items() if name not in trained)),
         largest_trainable=max((p.numel() for p in trained.values()), default=0),
         forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / built.parallel.size,
         frozen_flops=2 * sum(active[name] for name in multiplied if name not in trained),

@@ -268,11 +268,11 @@ def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
     """Return the FLOPs of a token by the convention of MFU (PaLM, 2204.02311, appendix B): 6 N + 6 T x attention width.
 
     N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal
-    half, and recomputation is not.
+    half, and recomputation is not. A frozen parameter counts 4: its gradient, the third product, is not part of the
+    training.
     """
-    return 6 * sum(cost.num_active for cost in list_owners(costs)) + 6 * seq_length * sum(
-        cost.attention_width for cost in costs
-    )
+    parameters = sum(6 * cost.num_active - 2 * cost.num_frozen for cost in list_owners(costs))
+    return parameters + 6 * seq_length * sum(cost.attention_width for cost in costs)
 
 
 def list_owners(costs: Sequence[LayerCost]) -> list[LayerCost]:

@@ -145,3 +145,15 @@ def test_adapters_of_experts_count_once_and_their_products_by_those_that_a_token
     assert [cost.num_trainable for cost in with_adapter[:3]] == [0, 0, config.n_routed_experts * expert_params]
     assert with_adapter[2].num_parameters - without[2].num_parameters == config.n_routed_experts * expert_params
     assert with_adapter[2].num_active - without[2].num_active == config.num_experts_per_tok * expert_params
+
+
+def test_an_adapter_trains_and_the_rest_of_what_a_token_uses_is_frozen() -> None:
+    config = build_config()
+    layers = build_layers(config)
+    adapter = Adapter(build_lora_config(layers, ["q_proj"], [], r=4))
+    with_adapter, without = (
+        count_layers(layers, config, MicroBatchShape(B, T, torch.float32), adapter=each)[1] for each in (adapter, None)
+    )
+    assert without.num_frozen == 0
+    assert with_adapter.num_frozen == without.num_active
+    assert with_adapter.num_active - with_adapter.num_frozen == with_adapter.num_trainable == 4 * (D + HEADS * HEAD)

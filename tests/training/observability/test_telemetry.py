@@ -202,13 +202,23 @@ def test_on_an_unknown_gpu_mfu_is_omitted() -> None:
     [
         ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100_40g"),
         ("NVIDIA A100-SXM4-80GB", "a100_80g"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("cpu", "here"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("cpu", "here"), ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB300", "gb300"), ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"), ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx_pro_6000"),
     ],
 )  # fmt: skip
 def test_the_machine_is_found_by_the_name_of_its_driver(device: str, name: str) -> None:
     config = build_config("hardware=a100_40g")
     machine = find_machine(config.hardware, device, config, 1)
     assert machine.name == name and machine.peak_flops["bf16"] > 0
+
+
+def test_a_v100_has_no_bf16() -> None:
+    config = build_config("hardware=a100_40g", "precision=fp16")
+    assert find_machine(config.hardware, "Tesla V100-SXM2-32GB", config, 1).name == "v100_32g"
+    config = build_config("hardware=a100_40g", "precision=bf16")
+    assert find_machine(config.hardware, "Tesla V100-SXM2-32GB", config, 1) is None
 
 
 def test_hardware_keys_override_the_machine() -> None:

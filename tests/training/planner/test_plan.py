@@ -161,6 +161,12 @@ def test_mfu_by_the_convention_of_palm() -> None:
     assert 10_471 * flops / 989e12 == pytest.approx(0.578, abs=0.0005)
 
 
+def test_a_frozen_parameter_counts_no_gradient() -> None:
+    """4 N of what is frozen, 6 N of the adapter on it."""
+    frozen = replace(layer(), num_active=N + 10, num_frozen=N)
+    assert compute_model_flops([frozen, layer()], T) == (4 * N + 6 * 10) + 6 * N
+
+
 def reduce_seconds(layout: Layout, *overrides: str) -> float:
     found = stage(layout, *overrides)
     cost = compute_reduction(found)

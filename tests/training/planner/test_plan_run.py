@@ -194,7 +194,8 @@ def test_an_unknown_machine(tmp_path: Path) -> None:
     ended = run_alone(["-cn", "llama_7b_pp4", "plan=true", "world_size=4", "hardware=a100"], tmp_path)
     assert ended.code == 1 and ended.errors() == [
         "error: hardware=a100: there is no conf/hardware/a100.yaml; "
-        "there are a100_40g, a100_80g, h100, h200, here, rtx4090"
+        "there are a100_40g, a100_80g, b200, b300, gb200, gb300, h100, h200, "
+        "here, l40s, mi300x, rtx4090, rtx5090, rtx_pro_6000, v100_16g, v100_32g"
     ]
 
 

@@ -1,0 +1,216 @@
+"""The plan against published GPU runs of others: throughput, memory, and layouts that ran out of memory.
+
+    python benchmarks/published.py [--source NAME] [--gpu NAME] [--worst 10] [--plot docs/pictures/published.png]
+
+Every row of `benchmarks/published_runs/` that this project can run is planned as `plan=true` plans it, in one process,
+on the file of `conf/hardware/` of its GPU. Measured over predicted tokens/s has a median, the constant; what is left is
+how far a run is from the plan times its constant. Prints both by source and GPU, with one constant each, and by GPU,
+with one constant for all sources; then memory, what was called too large, the worst rows, and what was not planned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.published_parts.planned import Planned, plan_all
+from benchmarks.published_parts.rows import OUT_OF_MEMORY, RUNS, PublishedRun, read_runs
+
+FEWEST = 5  # runs that a rank correlation is given for
+FIT = ("aleph_alpha", "zero_bubble", "dgxc_24.11", "llm_foundry", "kempner", "dlperf_megatron")  # half of the sources
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="", help="only rows whose source contains this")
+    parser.add_argument("--gpu", default="", help="only rows on this GPU")
+    parser.add_argument("--worst", type=int, default=10, help="rows to print")
+    parser.add_argument("--plot", type=Path, default=None, help="draw predicted against measured tokens/s")
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+
+    def select(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
+        return [run for run in runs if arguments.source in run.source and arguments.gpu in (run.gpu, "")]
+
+    runs, failures = select(read_runs(RUNS)), select(read_runs(OUT_OF_MEMORY))
+    planned, refused = plan_all(runs)
+    failed, refused_failures = plan_all(failures)
+    print(render_speed(planned))
+    print(render_memory(planned))
+    print(render_failures(planned, failed))
+    print(render_worst(planned, arguments.worst))
+    print(render_refused("runs", runs, refused), render_refused("failures", failures, refused_failures), sep="\n")
+    print(f"\n{len(planned) + len(failed)} plans in {time.perf_counter() - start:.0f} s")
+    if arguments.plot:
+        draw(planned, arguments.plot)
+        print(f"picture: {arguments.plot}")
+
+
+def render_speed(planned: Sequence[Planned]) -> str:
+    """Return the table of throughput. Rows of each source and GPU have a constant of their own; the rows of a GPU, of
+    all sources, of those that constants of the cost model were fitted on, and of the others, share one."""
+    lines = [
+        "| runs | | with stages | rank correlation | measured / predicted | left: median | p90 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for source, gpu in dict.fromkeys((each.run.source, each.run.gpu) for each in planned):
+        rows = [each for each in planned if (each.run.source, each.run.gpu) == (source, gpu)]
+        lines.append(_render_group(f"{source}, {gpu}", rows, rows))
+    for gpu in dict.fromkeys(each.run.gpu for each in planned):
+        rows = [each for each in planned if each.run.gpu == gpu]
+        lines.append(_render_group(f"**all {gpu}**", rows, rows))
+        fitted = [each for each in rows if each.run.source in FIT]
+        others = [each for each in rows if each.run.source not in FIT]
+        if fitted and others:
+            lines.append(_render_group(f"{gpu}, fitted sources", fitted, rows))
+            lines.append(_render_group(f"{gpu}, other sources", others, rows))
+        if staged := [each for each in rows if each.run.has_stages]:
+            lines.append(_render_group(f"{gpu}, with stages", staged, rows))
+    return "\n".join(lines) + "\n"
+
+
+def _render_group(name: str, rows: Sequence[Planned], constant_of: Sequence[Planned]) -> str:
+    constant = statistics.median(each.ratio for each in constant_of)
+    left = sorted(abs(each.ratio / constant - 1) for each in rows)
+    measured = [each.run.tokens_per_s_per_gpu or 0.0 for each in rows]
+    rank = correlate_ranks(measured, [each.tokens_per_s_per_gpu for each in rows]) if len(rows) >= FEWEST else None
+    staged = sum(each.run.has_stages for each in rows)
+    return (
+        f"| {name} | {len(rows)} | {staged} | {'-' if rank is None else f'{rank:.2f}'} | {constant:.2f} "
+        f"| {statistics.median(left):.0%} | {find_quantile(left, 0.9):.0%} |"
+    )
+
+
+def render_memory(planned: Sequence[Planned]) -> str:
+    """Return the table of peak memory."""
+    lines = [
+        "| memory | runs | what was measured | predicted / measured: median | p10 | p90 | within 12% |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = [each for each in planned if each.run.memory_gib]
+    for source, measured in dict.fromkeys((each.run.source, each.run.memory_is) for each in rows):
+        ratios = sorted(
+            each.memory_ratio for each in rows if (each.run.source, each.run.memory_is) == (source, measured)
+        )
+        near = sum(abs(ratio - 1) <= 0.12 for ratio in ratios) / len(ratios)
+        lines.append(
+            f"| {source} | {len(ratios)} | {measured} | {statistics.median(ratios):.2f} "
+            f"| {find_quantile(ratios, 0.1):.2f} | {find_quantile(ratios, 0.9):.2f} | {near:.0%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def render_failures(planned: Sequence[Planned], failed: Sequence[Planned]) -> str:
+    """Return how many of the layouts that ran out of memory, and of those that ran, the plan calls too large."""
+    lines = ["| called too large | ran out of memory | ran |", "|---|---|---|"]
+    for source in dict.fromkeys(each.run.source for each in [*failed, *planned]):
+        counts = [_count_too_large(rows, source) for rows in (failed, planned)]
+        lines.append(f"| {source} | {counts[0]} | {counts[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _count_too_large(planned: Sequence[Planned], source: str) -> str:
+    rows = [each for each in planned if each.run.source == source]
+    too_large = sum(each.memory_gib > each.limit_gib for each in rows)
+    return f"{too_large} of {len(rows)} ({too_large / len(rows):.0%})" if rows else "-"
+
+
+def render_worst(planned: Sequence[Planned], count: int) -> str:
+    """Return the rows that are furthest from the plan times the constant of their GPU."""
+    constants = {
+        gpu: statistics.median(each.ratio for each in planned if each.run.gpu == gpu)
+        for gpu in {each.run.gpu for each in planned}
+    }
+
+    def off(each: Planned) -> float:
+        factor = each.ratio / constants[each.run.gpu]
+        return max(factor, 1 / factor)
+
+    lines = ["| worst | layout | measured / (constant x predicted) | said of it |", "|---|---|---|---|"]
+    for each in sorted(planned, key=off, reverse=True)[:count]:
+        run = each.run
+        layout = (
+            f"{run.model} {run.seq}, {run.gpus} x {run.gpu}, tp{run.tp} pp{run.pp} dp{run.dp}, "
+            f"{each.plan.layout.gradient_accumulation_steps} x {run.micro_batch}, recompute {run.recompute}"
+        )
+        said = "; ".join(filter(None, (explain(each), run.assumed and f"assumed: {run.assumed}", run.doubt)))
+        lines.append(f"| {run.id} {run.source} | {layout} | {each.ratio / constants[run.gpu]:.2f} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def explain(each: Planned) -> str:
+    """Return what the predicted step is made of."""
+    plan = each.plan
+    total = plan.step_seconds
+    slowest = max(plan.stages, key=lambda stage: stage.forward_seconds + stage.backward_seconds)
+    passes = plan.layout.gradient_accumulation_steps * (slowest.forward_seconds + slowest.backward_seconds)
+    sums = plan.layout.gradient_accumulation_steps * slowest.sum_seconds
+    parts = {
+        "passes": passes - sums,
+        "tensor parallel": sums,
+        "waiting": plan.pipeline_seconds - passes,
+        "replicas": plan.reduce_seconds,
+        "optimizer": plan.optimizer_seconds,
+    }
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds > 0.01 * total)
+
+
+def render_refused(what: str, runs: Sequence[PublishedRun], refused: dict[str, list[PublishedRun]]) -> str:
+    """Return how many rows were not planned, by reason."""
+    counts = sorted(((len(rows), reason) for reason, rows in refused.items()), reverse=True)
+    total = sum(count for count, _ in counts)
+    return "\n".join([f"{what}: {total} of {len(runs)} not planned", *(f"  {n:4} {reason}" for n, reason in counts)])
+
+
+def correlate_ranks(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return Spearman's rank correlation; equal values share their mean rank."""
+    ranked = [_rank(values) for values in (left, right)]
+    return statistics.correlation(*ranked) if len({*ranked[0]}) > 1 and len({*ranked[1]}) > 1 else float("nan")
+
+
+def _rank(values: Sequence[float]) -> list[float]:
+    order: dict[float, list[int]] = {}
+    for place, value in enumerate(sorted(values)):
+        order.setdefault(value, []).append(place)
+    return [statistics.fmean(order[value]) for value in values]
+
+
+def find_quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the value that `share` of the ordered values do not exceed."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def draw(planned: Sequence[Planned], file: Path) -> None:
+    """Write a PNG: predicted against measured tokens/s of a GPU, both logarithmic, a color for each source."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6.4), layout="constrained")
+    axes = figure.subplots()
+    sources = dict.fromkeys(each.run.source for each in planned)
+    for number, source in enumerate(sources):
+        rows = [each for each in planned if each.run.source == source]
+        axes.scatter(
+            [each.run.tokens_per_s_per_gpu for each in rows],
+            [each.tokens_per_s_per_gpu for each in rows],
+            s=14, alpha=0.7, linewidths=0, color=f"C{number % 10}", marker="o" if number < 10 else "^", label=source,
+        )  # fmt: skip
+    ends = [20.0, 1e5]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for factor in (0.8, 1.25):
+        axes.plot(ends, [factor * end for end in ends], color="gray", linewidth=0.5, linestyle="--")
+    axes.set(
+        xscale="log", yscale="log", xlim=ends, ylim=ends,
+        xlabel="measured tokens/s of a GPU", ylabel="predicted, constants of conf/hardware",
+    )  # fmt: skip
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(file, dpi=140)
+
+
+if __name__ == "__main__":
+    main()
