@@ -80,7 +80,7 @@ class Renderer:
 
     @cached_property
     def _variables(self) -> dict[str, Any]:
-        """What the template is called with but for messages and the generation prompt."""
+        """The variables of the template, without messages and the generation prompt."""
         return {
             "documents": None,
             **self.tokenizer.special_tokens_map,

@@ -73,7 +73,7 @@ def encode(family: Family, build: Any, tokenizer: Any) -> list[Sample]:
 
 
 def generate(model: LlamaForCausalLM, prompt: str, tokenizer: Any, ends: list[int]) -> str:
-    """What the model writes, with the token at which it stopped."""
+    """Returns what the model writes, with the token at which it stopped."""
     input_ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
     output = model.generate(
         input_ids,

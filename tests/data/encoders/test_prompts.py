@@ -1,4 +1,4 @@
-"""A prompt is what a sample shows in front of the turn."""
+"""A prompt is what a sample shows before the turn."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_stop_tokens_of_generation_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stop_tokens_of_the_template_are_those_of_its_turns(name: str) -> None:
-    """Of an answer and a tool call; a model that is known to stop there is trained on the same."""
+    """They are an answer's and a tool call's; a model that is known to stop there is trained on the same."""
     family, tokenizer = FAMILIES[name], build_tokenizer(name)
     found, stops = find_template_stops(tokenizer, family.stops), set[str]()
     for record in CONVERSATIONS.values():
