@@ -24,7 +24,7 @@ _FLASH_CAPABILITY = 8  # compute capability 8.0: A100, RTX 30
 
 @dataclass(frozen=True)
 class _Ungrouped:
-    """What `sdpa_attention_forward` reads of an attention module, of one whose queries share nothing."""
+    """An attention module whose queries share nothing, as `sdpa_attention_forward` reads it."""
 
     is_causal: bool
 
