@@ -13,6 +13,7 @@ STEPS = 3
 EPSILON = 0.01  # of Adam, which with a small one turns the rounding of small gradients into whole steps
 # Of each optimizer the same size of steps: Adam divides by its epsilon where that is larger than the gradient
 LEARNING_RATES = {"sgd": 0.3, "adamw": 0.3 * EPSILON, "adamw_8bit": 0.3 * EPSILON}
+REWARD_LEARNING_RATE = 0.05  # with that of the others the norm of its gradient grows from step to step
 KINDS_OF_DATA = {"sft": "sft", "dpo": "preference", "reward": "preference", "kto": "unpaired_preference"}
 
 
@@ -38,7 +39,7 @@ class Case:
 
     @property
     def learning_rate(self) -> float:
-        return LEARNING_RATES[self.optimizer]
+        return REWARD_LEARNING_RATE if self.task == "reward" else LEARNING_RATES[self.optimizer]
 
     @property
     def data(self) -> str:

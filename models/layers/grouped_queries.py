@@ -24,7 +24,7 @@ _FLASH_CAPABILITY = 8  # compute capability 8.0: A100, RTX 30
 
 @dataclass(frozen=True)
 class _Ungrouped:
-    """Stands for an attention module whose queries share nothing, as far as `sdpa_attention_forward` reads one."""
+    """An attention module whose queries share nothing, as `sdpa_attention_forward` reads it."""
 
     is_causal: bool
 

@@ -1,4 +1,4 @@
-"""DeepSpeed adds waits of the host to a step on a GPU, and timed events that nothing frees. They are counted on an
+"""DeepSpeed adds no waits of the host to a step on a GPU, and no timed events that nothing frees. Counted on an
 accelerator whose streams and events only count."""
 
 from __future__ import annotations
