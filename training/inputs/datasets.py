@@ -118,19 +118,10 @@ def prepare_file(
     data = config.data
     plan = build_row_plan(config, key)
     files = parse_key(config, key)
-    encoding = Encoding(
-        encoder=build_encoder(data, list_stop_tokens(config, tokenizer)),
-        tokenizer=tokenizer,
-        max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
-        length_policy=data.length_policy,
-        on_bad_record=data.on_bad_record,
-        samples_per_record=find_kind(data.name).samples_per_record,
-        selection=build_selection(data, key),
-    )
     path = prepare_dataset(
         files.entries,
         key=key,
-        encoding=encoding,
+        encoding=build_encoding(config, key, tokenizer),
         cache_dir=data.cache_dir,
         num_proc=data.num_proc,
         log=log,
@@ -144,27 +135,50 @@ def prepare_file(
     return path
 
 
+def build_encoding(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
+    """Return how the records of `train_file` or an evaluation file become samples. Raises UserError for a user-defined
+    encoder or filter that cannot be built."""
+    data = config.data
+    return Encoding(
+        encoder=build_encoder(data, list_stop_tokens(config, tokenizer)),
+        tokenizer=tokenizer,
+        max_seq_length=None if build_row_plan(config, key).packing is Packing.CONCATENATE else config.max_seq_length,
+        length_policy=data.length_policy,
+        on_bad_record=data.on_bad_record,
+        samples_per_record=find_kind(data.name).samples_per_record,
+        selection=build_selection(data, key),
+    )
+
+
 def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     """Return what determines the samples of each row of `train_file`: name -> value.
 
     It holds hashes of the tokens and no paths, so a file may be moved or copied. path: the tokenized folder.
     """
+    fingerprints = load_summary(path).fingerprints
+    return (
+        describe_choices(config)
+        | {"the way the order of samples is drawn": str(ORDER_VERSION)}
+        | {
+            f"the hash of the tokens of train_file entry {number}": each
+            for number, each in enumerate(fingerprints, start=1)
+        }
+    )
+
+
+def describe_choices(config: RunConfig) -> dict[str, str]:
+    """Return the keys that determine the rows of `train_file`, whatever its records are: name -> value."""
     plan = build_row_plan(config, "train_file")
     described = {
         "packing": "none" if plan.packing is Packing.NONE else f"{plan.packing} in rows of {plan.max_seq_length}",
         "mixture": "none" if plan.mixture is None else str(plan.mixture),
-        "the way the order of samples is drawn": str(ORDER_VERSION),
     }
     if template := build_chat_template(config.data):
         described["the chat template with its tokens"] = template.describe()
     for key in ("max_samples", "filter", "eval_fraction", "eval_samples"):
         if (value := getattr(config.data, key)) is not None:
             described[f"data.{key}"] = str(value)
-    fingerprints = load_summary(path).fingerprints
-    return described | {
-        f"the hash of the tokens of train_file entry {number}": each
-        for number, each in enumerate(fingerprints, start=1)
-    }
+    return described
 
 
 def hash_evaluations(config: RunConfig, datasets: Mapping[str, Path]) -> str:
