@@ -134,6 +134,7 @@ class TrainingLoop:
             self._callbacks.update_view(ended_by=self.ended_by)
             self._callbacks.call("on_end")
         finally:
+            self.train_loader.close()
             if self.signum:
                 self._interrupts.keep_until_exit()
             else:

@@ -137,6 +137,9 @@ class StepLoader(ABC):
         """Return in words what became of the records that were read; empty where that was known before the run."""
         return ""
 
+    def close(self) -> None:
+        """End the processes that read ahead, where they outlive the iterators."""
+
     def step_totals(self, step: int) -> StepTotals:
         """Return the totals of the step's global batch."""
         return self._describe(step).totals
@@ -283,6 +286,9 @@ class PlaceholderLoader:
     def describe_position(self, step: int) -> dict[str, Any]:
         """Return nothing: the main rank reads inputs, and writes what a checkpoint keeps."""
         return {}
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
     def _refuse(self) -> NoReturn:
         raise RuntimeError(

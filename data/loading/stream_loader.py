@@ -56,6 +56,10 @@ class StreamLoader(StepLoader):
         """Return in words what became of the records that were read so far."""
         return self._stream.counts.describe()
 
+    def close(self) -> None:
+        """End the processes that tokenize; no step is read afterwards."""
+        self._stream.close()
+
     def _open_step(self, step: int) -> tuple[RowSource, np.ndarray]:
         self._skip_to(step)
         self._next_step = step + 1

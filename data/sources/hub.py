@@ -78,7 +78,7 @@ def list_hub_files(source: str) -> list[tuple[str, str]]:
     if len(files) == number:
         versions = [" ".join(map(str, origin)) for origin in files.origin_metadata]
         return [(str(file).rpartition("/")[2], version) for file, version in zip(files, versions, strict=True)]
-    version = xxhash.xxh3_64_hexdigest(repr((builder.hash, builder.config.data_files, number)))
+    version = xxhash.xxh3_64_hexdigest(repr((builder.hash, builder.config.data_files, number)).encode())
     return [(f"file {place + 1}", version) for place in range(number)]  # such as those in an archive
 
 

@@ -59,7 +59,7 @@ def _split_source(source: str, key: str) -> list[Shard]:
     if source.startswith(COMPONENT_PREFIX):
         spec = json.loads(source.removeprefix(COMPONENT_PREFIX))
         code = describe_code(find_component(spec[TARGET], TARGET))
-        return [Shard(source, 0, spec[TARGET], xxhash.xxh3_64_hexdigest(source + code))]
+        return [Shard(source, 0, spec[TARGET], xxhash.xxh3_64_hexdigest((source + code).encode()))]
     return [Shard(source, 0, Path(source).name, _describe_file(source))]
 
 

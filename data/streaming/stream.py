@@ -113,6 +113,10 @@ class RowStream:
                 self._rows = None
         return join_rows(taken)
 
+    def close(self) -> None:
+        """End the worker processes; nothing is taken afterwards."""
+        self._blocks = iter(())
+
     def _advance(self) -> None:
         """Read the next block; of the first one, the rows before the cursor are left out."""
         if self._blocks is None:

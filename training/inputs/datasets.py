@@ -185,7 +185,7 @@ def hash_evaluations(config: RunConfig, datasets: Mapping[str, Path]) -> str:
     """Return a hash of the names and the tokens of the evaluation files, whose results can be compared where it is the
     same; empty where there is none. datasets: key of the files -> tokenized folder."""
     named = {name: load_summary(datasets[key]).fingerprints for name, key in list_evaluations(config).items()}
-    return xxhash.xxh3_64_hexdigest(json.dumps(named, sort_keys=True)) if named else ""
+    return xxhash.xxh3_64_hexdigest(json.dumps(named, sort_keys=True).encode()) if named else ""
 
 
 def list_stop_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 from support.cases import Case, train_run
-from support.configs import build_config
 from support.runs import export_of, read_metrics
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 
 from data.collator import unshift_targets
 from data.storage.tokenized import TokenizedDataset
-from errors import UserError
 from training.checkpoint.state import read_state
-from training.config.validate import check_config
 
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "dp2": (1, 2), "tp2": (1, 2), "cp2": (1, 2), "pp2xdp2": (2, 4)}
 KEYS = {"tp2": ("tensor_parallel_size=2",), "cp2": ("context_parallel_size=2",)}
@@ -197,22 +194,3 @@ def test_a_bad_record_ends_the_run_or_is_skipped(run: Callable[..., Path], root:
     with pytest.raises(WorkerError, match=r"UserError: .*bad.jsonl:4: not valid JSON"):
         run("pp1", f"train_file={file}", name="bad")
     assert len(read_losses(run("pp1", f"train_file={file}", "data.on_bad_record=skip", name="skips"))) == STEPS
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("max_steps=null", "data.streaming=true does not go together with max_steps=null: a stream has no epochs"),
-        ("save_epochs=1", "with save_epochs: .*; give save_steps"),
-        ("data.eval_fraction=0.1", "with data.eval_fraction: it takes all records.*; give eval_file"),
-        ("data.max_samples=9", "with data.max_samples: a stream ends at max_steps"),
-        ("inspect_data=true", "with inspect_data=true: .*; give data.streaming=false data.max_samples=1000"),
-        ("train_file=[{path: a, weight: 1}]", "with train_file with shares: .*; give paths without weight"),
-        ("data=preference", "with data=preference: preferences are scored before the first step"),
-        ("data=unpaired_preference", "with data=unpaired_preference: preferences are scored before the first step"),
-    ],
-)
-def test_what_a_stream_cannot_have_is_refused(override: str, message: str) -> None:
-    keys = ("data.streaming=true", "max_steps=5", "train_file=a.jsonl", "eval_file=null", override)
-    with pytest.raises(UserError, match=message):
-        check_config(build_config(*keys), has_accelerator=True)
