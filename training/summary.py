@@ -234,8 +234,8 @@ def show_end(
     best: Best | None,
     signum: int,
 ) -> None:
-    """Show the panel at the end of a run. records: what became of those of a stream; else empty. best: the checkpoint exported in place of the last step. signum: the signal
-    that ended the run, which is not exported then; else 0."""
+    """Show the panel at the end of a run. records: what became of those of a stream; else empty. best: the checkpoint
+    exported in place of the last step. signum: the signal that ended the run, which is not exported then; else 0."""
     facts = totals.describe() | ({"data": records} if records else {})
     if last_eval is not None:
         facts["evaluation"] = f"{describe_evaluation(last_eval)} at step {last_eval['step']}"

@@ -105,7 +105,7 @@ class LoaderOptions:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the micro-batches of a step share."""
+    """A step, as its micro-batches share it."""
 
     number: int
     rows: RowSource
@@ -138,7 +138,8 @@ class StepLoader(ABC):
         return ""
 
     def close(self) -> None:
-        """End the processes that read ahead, where they outlive the iterators."""
+        """Forget the last step, and end what reads ahead of it where that outlives the iterators."""
+        self._step = None
 
     def step_totals(self, step: int) -> StepTotals:
         """Return the totals of the step's global batch."""

@@ -58,6 +58,7 @@ class StreamLoader(StepLoader):
 
     def close(self) -> None:
         """End the processes that tokenize; no step is read afterwards."""
+        super().close()
         self._stream.close()
 
     def _open_step(self, step: int) -> tuple[RowSource, np.ndarray]:

@@ -13,12 +13,12 @@ import numpy as np
 
 from data.order import permute
 from data.sources.formats import RawRecord
-from data.sources.places import Place, read_from
+from data.sources.offsets import RecordOffset, read_from
 from data.streaming.shards import Shard
 from errors import UserError
 
 MAX_BLOCK_CHARACTERS = 2**24  # a record may be a whole book
-START = Place()
+START = RecordOffset()
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Position:
     pass_number: int = 0
     block: int = 0
     shard: int = 0
-    place: Place = START
+    offset: RecordOffset = START
 
     @property
     def next_pass(self) -> "Position":
@@ -52,7 +52,7 @@ class Cursor:
     def from_json(cls, fields: dict[str, Any]) -> "Cursor":
         """Return the cursor of `to_json`."""
         position = dict(fields["position"])
-        return cls(Position(**position | {"place": Place(**position["place"])}), fields["row"])
+        return cls(Position(**position | {"offset": RecordOffset(**position["offset"])}), fields["row"])
 
 
 @dataclass
@@ -92,13 +92,13 @@ def _read_pass(shards: Sequence[Shard], start: Position, seed: int, block_record
     block = Block(start)
     for index in range(start.shard, len(order)):
         shard = shards[order[index]]
-        place = start.place if index == start.shard else START
-        for record, after in read_from(shard.source, shard.part, place):
+        offset = start.offset if index == start.shard else START
+        for record, after in read_from(shard.source, shard.part, offset):
             block.records.append(record)
             block.shards.append(order[index])
             block.num_characters += len(record.text)
             if len(block.records) == block_records or block.num_characters >= MAX_BLOCK_CHARACTERS:
                 yield block
-                block = Block(replace(block.position, block=block.position.block + 1, shard=index, place=after))
+                block = Block(replace(block.position, block=block.position.block + 1, shard=index, offset=after))
     if block.records:
         yield block

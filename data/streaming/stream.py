@@ -27,7 +27,8 @@ VERSION = 1  # raise it when the same seed and shards give other rows
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What the rows of a stream depend on. block_records: see `data/streaming/blocks.py`. key: of the files."""
+    """The inputs that determine the rows of a stream. block_records: see `data/streaming/blocks.py`. key: of the
+    files."""
 
     shards: tuple[Shard, ...]
     encoding: Encoding

@@ -155,9 +155,9 @@ EXAMPLES = {
             "data=preference": "data=preference",
             "data=unpaired_preference": "data=unpaired_preference",
             "train_file with shares": "train_file=[{path: a.jsonl, weight: 1}]",
-            "data.eval_fraction": "data.eval_fraction=0.1",
-            "data.eval_samples": "data.eval_samples=5",
-            "data.max_samples": "data.max_samples=5",
+            "data.eval_fraction=0.1": "data.eval_fraction=0.1",
+            "data.eval_samples=5": "data.eval_samples=5",
+            "data.max_samples=5": "data.max_samples=5",
             "inspect_data=true": "inspect_data=true",
         }.items()
     },

@@ -24,12 +24,17 @@ from data.storage.mismatched import check_labels, prepare_mismatched
 from data.storage.rows import RowPlan, prepare_rows
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
+from data.streaming.blocks import Cursor
+from data.streaming.shards import list_shards
+from data.streaming.stream import VERSION as STREAM_VERSION
+from data.streaming.stream import StreamPlan
 from errors import UserError
 from models.weights.source import WeightSource
 from models.weights.vocabulary import open_tokenizer
 from training.config.schema import DataConfig, RunConfig
 from training.config.sources import HELD_OUT, list_evaluations, list_file_keys, parse_key
 from training.inputs.custom import build_user_encoder
+from training.inputs.stream import SHARDS, StreamStart, compare_shards
 from training.objectives.registry import get_objective
 
 
@@ -179,6 +184,45 @@ def describe_choices(config: RunConfig) -> dict[str, str]:
         if (value := getattr(config.data, key)) is not None:
             described[f"data.{key}"] = str(value)
     return described
+
+
+def open_stream(config: RunConfig) -> StreamStart | None:
+    """Return the beginning of the run's stream, None for a run that streams nothing. Raises UserError for shards that
+    cannot be opened."""
+    if not config.data.streaming or config.evaluate_only:
+        return None
+    return StreamStart(tuple(list_shards(list_entries(config, "train_file"), "train_file")), Cursor())
+
+
+def describe_stream(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return what determines the rows of a stream beyond its shards: name -> value."""
+    return describe_choices(config) | {
+        "data.streaming": f"true, order {STREAM_VERSION}",
+        "data.shuffle_block": str(config.data.shuffle_block),
+        "the hash of encoder, tokenizer and their options": build_encoding(config, "train_file", tokenizer).compute_key(
+            []
+        ),
+    }
+
+
+def build_stream_plan(config: RunConfig, start: StreamStart, tokenizer: PreTrainedTokenizerBase) -> StreamPlan:
+    """Return what the rows of the stream depend on. Raises UserError where this rank finds other shards than the main
+    one, or cannot open them."""
+    own = open_stream(config)
+    assert own is not None
+    before, after = compare_shards(start.to_json(), own)
+    if before != after:
+        raise UserError(
+            f"train_file: this host has other shards than the main one: {before[SHARDS]} there, {after[SHARDS]} here; "
+            "give all hosts the same files"
+        )
+    return StreamPlan(
+        shards=own.shards,
+        encoding=build_encoding(config, "train_file", tokenizer),
+        row_plan=build_row_plan(config, "train_file"),
+        seed=config.seed,
+        block_records=config.data.shuffle_block,
+    )
 
 
 def hash_evaluations(config: RunConfig, datasets: Mapping[str, Path]) -> str:

@@ -21,9 +21,9 @@ from training.distributed.process import current_device
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
 from training.inputs.custom import build_collator
-from training.inputs.datasets import build_row_plan
+from training.inputs.datasets import build_row_plan, build_stream_plan
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.inputs.stream import StreamStart, build_stream_plan
+from training.inputs.stream import StreamStart
 from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
 

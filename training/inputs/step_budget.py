@@ -28,8 +28,14 @@ from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.distributed.topology import Layout
-from training.inputs.datasets import build_row_plan, describe_data, hash_evaluations
-from training.inputs.stream import StreamStart, compare_shards, describe_stream, open_stream, resume_stream
+from training.inputs.datasets import (
+    build_row_plan,
+    describe_data,
+    describe_stream,
+    hash_evaluations,
+    open_stream,
+)
+from training.inputs.stream import StreamStart, compare_shards, resume_stream
 from training.objectives.registry import describe_objective, get_objective
 from training.optim.optimizer import describe_optimizer, describe_updates
 
