@@ -56,15 +56,16 @@ def _list_ids(order: GlobalOrder, step: int) -> np.ndarray:
     return ids
 
 
-def permute(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Map `places` through the permutation of range(size) that (seed, epoch) picks; int64, in their shape.
+def permute(places: np.ndarray, size: int, *key: int) -> np.ndarray:
+    """Map `places` through the permutation of range(size) that the key, such as (seed, epoch), picks; int64, in their
+    shape.
 
     No table of the permutation is made, so it costs no memory however many samples there are: a Feistel network (Luby,
     Rackoff 1988) permutes the next power of four, and what falls outside of range(size) is sent through it again until
     it is inside (cycle walking; Black, Rogaway 2002), fewer than four times on average.
     """
     half = np.uint64(max(3, ((size - 1).bit_length() + 1) // 2))  # bits; fewer shuffle badly
-    keys = np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, 2**64, ROUNDS, np.uint64)
+    keys = np.random.Generator(np.random.PCG64(key)).integers(0, 2**64, ROUNDS, np.uint64)
     walked = _encipher(places.astype(np.uint64), keys, half)
     while (outside := walked >= size).any():
         walked[outside] = _encipher(walked[outside], keys, half)

@@ -123,6 +123,27 @@ def test_a_signal_loses_nothing(
     finish(train, out, expected)
 
 
+def test_kills_while_data_are_streamed_lose_no_row(train, tmp_path: Path) -> None:
+    """Each at another layout than the one before."""
+    rng, out, step = random.Random(7), tmp_path / "out", 0
+
+    def stream(out: Path, *overrides: str, **how: Any) -> Ended:
+        return train(out, "data.streaming=true", "data.shuffle_block=5", "num_workers=1", *overrides, **how)
+
+    assert stream(tmp_path / "whole").code == 0
+    for num_stages in (2, 1):
+        seen = step + rng.randrange(4, 12)
+
+        def befall(launch: Launch) -> None:
+            wait_for_step(launch, seen, rng)
+            kill_all(launch, rng)
+
+        begun = ["resume=latest"] if step else []
+        assert stream(out, f"num_stages={num_stages}", *begun, while_running=befall).left_alive == []
+        assert (step := check_whole(out)) >= seen - 2
+    finish(stream, out, read_steps(tmp_path / "whole"))
+
+
 @pytest.mark.parametrize(
     ("stage", "num_stages", "num_ranks"), [(2, 1, 2), (3, 1, 2), (2, 2, 4)], ids=["stage2", "stage3", "stage2-pp2xdp2"]
 )

@@ -35,6 +35,7 @@ DATA = (
     ("data",),
     ("data.encoders", "data.sources"),
     ("data.storage",),
+    ("data.streaming",),
     ("data.loading", "data.inspection"),
 )
 TRAINING = (

@@ -31,7 +31,7 @@ from training.inputs.cadence import is_due, steps_between
 from training.inputs.loaders import Loaders
 from training.inputs.skipped_data import is_skipped, iterate_trained
 from training.inputs.step_budget import StepBudget
-from training.inputs.step_totals import SharedTotals
+from training.inputs.step_totals import STEPS_AT_ONCE, SharedTotals
 from training.objectives.registry import get_objective
 from training.observability.interval import Interval
 from training.observability.metrics import Record, Reporter
@@ -96,7 +96,8 @@ class TrainingLoop:
         )
         self._eval_every = steps_between(config.eval_steps, config.eval_epochs, len(self.train_loader))
         self._save_every = steps_between(config.save_steps, config.save_epochs, len(self.train_loader))
-        self._totals = SharedTotals(self.train_loader, budget.last_step, group)
+        at_once = 1 if config.data.streaming else STEPS_AT_ONCE
+        self._totals = SharedTotals(self.train_loader, budget.last_step, group, at_once)
         self.signum = 0  # the signal that ended the run early
         self.ended_by = ""
         view = RunView(folder.path, engine.rank, engine.layout.world_size, budget.last_step, engine.module)
@@ -133,6 +134,7 @@ class TrainingLoop:
             self._callbacks.update_view(ended_by=self.ended_by)
             self._callbacks.call("on_end")
         finally:
+            self.train_loader.close()
             if self.signum:
                 self._interrupts.keep_until_exit()
             else:
@@ -344,8 +346,9 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self._callbacks.finish_save()  # the previous one
+        position = self.train_loader.describe_position(self.state.step)
         with self._interrupts.saving():
-            self._writer.save(self.state)
+            self._writer.save(replace(self.state, stream=self.state.stream | position))
         self._callbacks.expect_save(self.folder.checkpoints / f"global_step{self.state.step}")
 
     def _report(self, record: Record) -> None:

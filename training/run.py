@@ -112,7 +112,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             return 0
         hosts = process.gather_hosts()
         prediction = predict_run(
-            config, setup, machine, train_path=datasets["train_file"], num_samples=budget.num_samples,
+            config, setup, machine, train_path=datasets.get("train_file"), num_samples=budget.num_samples,
             steps=range(start.step, budget.last_step), ranks=ranks,
         )  # fmt: skip
         if prediction is not None:
@@ -207,7 +207,7 @@ def agree_on_steps(
     """Return the length and the start of the run, as counted by the main rank."""
     return process.broadcast_from_main(
         lambda: compute_step_budget(
-            config, setup.layout, datasets, setup.resume_from, describe_identity(setup, tokenizer)
+            config, setup.layout, datasets, setup.resume_from, describe_identity(setup, tokenizer), tokenizer
         ),
         ranks,
     )
@@ -242,6 +242,9 @@ def conclude(
         chosen = {} if best is None else {"best_step": best.step, "best_metric": best.value}
         evaluation = {"step": state.step, "num_tokens": state.num_tokens, **state.evaluation}
         folder.write_completed({**evaluation, **chosen, "ended_by": loop.ended_by})
-    show_end(totals, setup, folder, step=state.step, last_eval=loop.last_eval, best=best, signum=loop.signum)
+    records = loop.train_loader.describe_records()
+    show_end(
+        totals, setup, folder, records=records, step=state.step, last_eval=loop.last_eval, best=best, signum=loop.signum
+    )
     for logger in loggers:
         logger.close()

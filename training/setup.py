@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.loading.row_lengths import measure_rows
+from data.loading.row_lengths import RowLengths, measure_rows
 from data.order import GlobalOrder
 from errors import UserError
 from models.adapters.options import AdapterName
@@ -181,7 +181,7 @@ def predict_run(
     setup: RunSetup,
     machine: Machine | None,
     *,
-    train_path: Path,
+    train_path: Path | None,
     num_samples: int,
     steps: range,
     ranks: Ranks,
@@ -190,14 +190,18 @@ def predict_run(
     are timed.
 
     machine: on the main rank; None when it is unknown, which is reported. train_path: the tokenized folder of
-    `train_file`. steps: those of the run.
+    `train_file`; None where it is streamed, and rows are taken to be full. steps: those of the run.
     """
     layout = setup.layout
-    order, plan = GlobalOrder(num_samples, layout.global_batch_size, config.seed), build_row_plan(config, "train_file")
-    multiple = find_length_multiple(setup.parts, config.sequence_parallel_size)
-    lengths = broadcast_from_main(
-        lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, multiple), ranks
-    )
+    if train_path is None:
+        lengths = RowLengths(config.max_seq_length, config.max_seq_length, config.max_seq_length)
+    else:
+        order = GlobalOrder(num_samples, layout.global_batch_size, config.seed)
+        plan = build_row_plan(config, "train_file")
+        multiple = find_length_multiple(setup.parts, config.sequence_parallel_size)
+        lengths = broadcast_from_main(
+            lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, multiple), ranks
+        )
     times: list[LayerTimes] = []
     if not has_accelerator() and layout.tensor_parallel_size == layout.context_parallel_size == 1:  # whole layers
         times = time_layers(setup, lengths, ranks)

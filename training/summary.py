@@ -50,11 +50,9 @@ def show_start(
 ) -> None:
     """Show what became of each file, and the panel of a run that trains. datasets: key -> tokenized folder. hosts: the
     host of each rank."""
-    show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
-    facts = {
-        "model": _describe_model(setup, prediction),
-        "data": _describe_data(config, "train_file", datasets, budget.num_samples),
-    }
+    if datasets:
+        show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
+    facts = {"model": _describe_model(setup, prediction), "data": _describe_training_data(config, datasets, budget)}
     facts |= describe_wrapper(setup.source) | describe_unused(setup.source, config)
     if setup.adapter is not None:
         facts["adapter"] = describe_targets(setup.layers, setup.adapter.config)
@@ -64,9 +62,7 @@ def show_start(
         when = describe_cadence(config.eval_steps, config.eval_epochs)
         facts["evaluation"] = f"{_describe_evaluations(config, datasets, budget.evaluations)}; {when}"
     facts |= describe_layout(setup, hosts, prediction.plan.sent_in_passes)
-    epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples
-    unit = "epoch" if epochs == 1 else "epochs"
-    facts["steps"] = f"{start.step} to {budget.last_step} of {budget.total_steps}, {epochs:.3g} {unit}"
+    facts["steps"] = f"{start.step} to {budget.last_step} of {budget.total_steps}{_describe_epochs(budget, setup)}"
     attention = setup.architecture._attn_implementation
     facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {attention}"
     facts["memory"] = _describe_memory(prediction)
@@ -148,6 +144,23 @@ def describe_unused(source: WeightSource, config: RunConfig) -> Facts:
     return {"not trained": f"{unused} {fate}"}
 
 
+def _describe_epochs(budget: StepBudget, setup: RunSetup) -> str:
+    if budget.stream is not None:
+        return ""
+    epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples
+    return f", {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
+
+
+def _describe_training_data(config: RunConfig, datasets: dict[str, Path], budget: StepBudget) -> str:
+    stream = budget.stream
+    if stream is None:
+        return _describe_data(config, "train_file", datasets, budget.num_samples)
+    entries, position = list_entries(config, "train_file"), stream.cursor.position
+    named = entries[0] if len(entries) == 1 else f"{entries[0]} and {len(entries) - 1} more"
+    where = f", from shard {position.shard + 1} of pass {position.pass_number + 1} on" if stream.first_step else ""
+    return f"{named}: streamed from {len(stream.shards):,} shards{where}"
+
+
 def _describe_data(config: RunConfig, key: str, datasets: dict[str, Path], num_rows: int) -> str:
     entries, summary = list_entries(config, key), load_summary(datasets[key])
     named = entries[0] if len(entries) == 1 else f"{entries[0]} and {len(entries) - 1} more"
@@ -215,14 +228,15 @@ def show_end(
     setup: RunSetup,
     folder: RunFolder,
     *,
+    records: str,
     step: int,
     last_eval: Record | None,
     best: Best | None,
     signum: int,
 ) -> None:
-    """Show the panel at the end of a run. best: the checkpoint exported in place of the last step. signum: the signal
-    that ended the run, which is not exported then; else 0."""
-    facts = totals.describe()
+    """Show the panel at the end of a run. records: what became of those of a stream; else empty. best: the checkpoint
+    exported in place of the last step. signum: the signal that ended the run, which is not exported then; else 0."""
+    facts = totals.describe() | ({"data": records} if records else {})
     if last_eval is not None:
         facts["evaluation"] = f"{describe_evaluation(last_eval)} at step {last_eval['step']}"
     if best is not None:

@@ -23,10 +23,7 @@ loss_denominator, ...)`. Single answers labelled desirable or not have one more 
 """
 
 import math
-import multiprocessing
-import os
-import signal
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +32,16 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from data.collator import Collator, PadRight, index_targets, pad_segments, shift_labels
 from data.loading.row_lengths import compute_seq_length
+from data.loading.row_source import RowSource
 from data.loading.step_totals import BatchShape, StepTotals, compute_step_totals
 from data.options import MeanOver, PadTo
 from data.order import GlobalOrder, Ids, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
+from data.worker_processes import iterate_dataset
 
 Batch = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, ...] | None]
 
@@ -104,22 +103,87 @@ class LoaderOptions:
         )
 
 
-class TrainLoader:
-    """The micro-batches of any range of steps. first: the loader of the forward pass before each step, if any."""
+@dataclass(frozen=True)
+class _Step:
+    """A step, as its micro-batches share it."""
+
+    number: int
+    rows: RowSource
+    groups: np.ndarray  # int64 [global_batch_size], of the rows
+    seq_length: int
+    totals: StepTotals
+
+
+class StepLoader(ABC):
+    """The micro-batches of any range of steps; where their rows come from, a subclass knows."""
+
+    def __init__(self, options: LoaderOptions, global_batch_size: int, gradient_accumulation_steps: int) -> None:
+        self._options = options
+        self._gradient_accumulation_steps = gradient_accumulation_steps
+        self._step: _Step | None = None  # the last one
+        per_step = options.micro_batch_size * options.dp_size * gradient_accumulation_steps
+        if per_step != global_batch_size:
+            raise ValueError(f"the ranks read {per_step} samples a step, the order has {global_batch_size}")
+
+    @abstractmethod
+    def _open_step(self, step: int) -> tuple[RowSource, np.ndarray]:
+        """Return rows, and which of their groups are the step's global batch, int64 [global_batch_size]."""
+
+    def describe_position(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint at the step keeps; nothing where samples are a function of the step."""
+        return {}
+
+    def describe_records(self) -> str:
+        """Return in words what became of the records that were read; empty where that was known before the run."""
+        return ""
+
+    def close(self) -> None:
+        """Forget the last step, and end what reads ahead of it where that outlives the iterators."""
+        self._step = None
+
+    def step_totals(self, step: int) -> StepTotals:
+        """Return the totals of the step's global batch."""
+        return self._describe(step).totals
+
+    def iterate(self, start_step: int, end_step: int) -> Iterator[Batch]:
+        """Yield the gradient_accumulation_steps micro-batches of each step from `start_step` to before `end_step`."""
+        per_step = self._gradient_accumulation_steps
+        return _iterate(self._build_batch, range(start_step * per_step, end_step * per_step), self._options)
+
+    def _build_batch(self, index: int) -> Batch:
+        number, micro_batch = divmod(index, self._gradient_accumulation_steps)
+        options, step = self._options, self._describe(number)
+        groups = options.take_micro_batch(step.groups, micro_batch)
+        num_terms = step.totals.count_terms(options.mean_over)
+        denominator = num_terms / (options.dp_size * options.num_parts * self._gradient_accumulation_steps)
+        return _collate(step.rows, groups, step.seq_length, loss_denominator=denominator, options=options)
+
+    def _describe(self, number: int) -> _Step:
+        if self._step is None or self._step.number != number:
+            options = self._options
+            rows, groups = self._open_step(number)
+            row_ids = list_rows(groups, options.group_size)
+            seq_length = options.compute_seq_length(rows.lengths[row_ids])
+            shape = None
+            if isinstance(options.collator, PadRight):
+                shape = BatchShape(options.micro_batch_size * options.group_size, seq_length)
+            totals = compute_step_totals(rows, row_ids, options.group_size, shape)
+            self._step = _Step(number, rows, groups, seq_length, totals)
+        return self._step
+
+
+class TrainLoader(StepLoader):
+    """The micro-batches of a tokenized folder, in the global order. first: the loader of the forward pass before each
+    step, if any."""
 
     first: "TrainLoader | PlaceholderLoader | None" = None
 
     def __init__(
         self, path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
     ) -> None:
-        self._options = options
         self._order = order
-        self._gradient_accumulation_steps = gradient_accumulation_steps
         self._rows = _open_rows(path, options, order.num_samples)
-        self._described: tuple[int, tuple[np.ndarray, int, float]] | None = None  # of the last step
-        per_step = options.micro_batch_size * options.dp_size * gradient_accumulation_steps
-        if per_step != order.global_batch_size:
-            raise ValueError(f"the ranks read {per_step} samples a step, the order has {order.global_batch_size}")
+        super().__init__(options, order.global_batch_size, gradient_accumulation_steps)
 
     def __len__(self) -> int:
         return self._order.steps_per_epoch
@@ -128,38 +192,8 @@ class TrainLoader:
         """Return the sample ids of the step's global batch, int64 [global_batch_size]."""
         return self._order.sample_ids(step)
 
-    def step_totals(self, step: int) -> StepTotals:
-        """Return the totals of the step's global batch."""
-        options, row_ids = self._options, self._row_ids(step)
-        shape = None
-        if isinstance(options.collator, PadRight):
-            seq_length = options.compute_seq_length(self._rows.lengths[row_ids])
-            shape = BatchShape(options.micro_batch_size * options.group_size, seq_length)
-        return compute_step_totals(self._rows, row_ids, options.group_size, shape)
-
-    def _row_ids(self, step: int) -> np.ndarray:
-        return list_rows(self._order.sample_ids(step), self._options.group_size)
-
-    def iterate(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """Yield the gradient_accumulation_steps micro-batches of each step from `start_step` to before `end_step`."""
-        per_step = self._gradient_accumulation_steps
-        return _iterate(self._build_batch, range(start_step * per_step, end_step * per_step), self._options)
-
-    def _build_batch(self, index: int) -> Batch:
-        step, micro_batch = divmod(index, self._gradient_accumulation_steps)
-        sample_ids, seq_length, denominator = self._describe(step)
-        ids = self._options.take_micro_batch(sample_ids, micro_batch)
-        return _collate(self._rows, ids, seq_length, loss_denominator=denominator, options=self._options)
-
-    def _describe(self, step: int) -> tuple[np.ndarray, int, float]:
-        """Return what the micro-batches of a step share: sample_ids, seq_length and loss_denominator."""
-        if self._described is None or self._described[0] != step:
-            options = self._options
-            seq_length = options.compute_seq_length(self._rows.lengths[self._row_ids(step)])
-            num_terms = self.step_totals(step).count_terms(options.mean_over)
-            denominator = num_terms / (options.dp_size * options.num_parts * self._gradient_accumulation_steps)
-            self._described = step, (self._order.sample_ids(step), seq_length, denominator)
-        return self._described[1]
+    def _open_step(self, step: int) -> tuple[RowSource, np.ndarray]:
+        return self._rows, self._order.sample_ids(step)
 
 
 class EvalLoader:
@@ -250,6 +284,13 @@ class PlaceholderLoader:
     def step_totals(self, step: int) -> NoReturn:
         self._refuse()
 
+    def describe_position(self, step: int) -> dict[str, Any]:
+        """Return nothing: the main rank reads inputs, and writes what a checkpoint keeps."""
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
             "this rank holds neither the first layer nor the loss, so it has no data: nothing may read a batch here"
@@ -293,7 +334,7 @@ def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
 
 
 def _collate(
-    rows: Rows, groups: np.ndarray | range, seq_length: int, *, loss_denominator: float, options: LoaderOptions
+    rows: RowSource, groups: np.ndarray | range, seq_length: int, *, loss_denominator: float, options: LoaderOptions
 ) -> Batch:
     ids = list_rows(groups, options.group_size)
     shape = (options.micro_batch_size * options.group_size, seq_length)
@@ -307,8 +348,11 @@ def _collate(
         labels = options.collator.collate_labels([rows.labels(i) for i in ids], shape)
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
         shifted = options.take_part(shift_labels(labels))
-        reference = () if options.reference_file is None else (_pad_reference(rows, ids, shape[0]),)
-        desirable = (_pad_desirable(rows, ids, shape[0]),) if options.reads_desirable else ()
+        reference: tuple[Tensor, ...] = ()
+        desirable: tuple[Tensor, ...] = ()
+        if isinstance(rows, Rows):
+            reference = () if options.reference_file is None else (_pad_reference(rows, ids, shape[0]),)
+            desirable = (_pad_desirable(rows, ids, shape[0]),) if options.reads_desirable else ()
         targets = (shifted, *reference, *desirable, denominator, index_targets(shifted))
     return inputs, targets
 
@@ -333,44 +377,9 @@ class _MicroBatches(Dataset):
         return self._build_batch(index)
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which make a rank save and leave
-
-
 def _iterate(build_batch: Callable[[int], Batch], indices: range, options: LoaderOptions) -> Iterator[Batch]:
     if not (options.num_workers or options.pin_memory):
         return map(build_batch, indices)
-    loader = DataLoader(
-        _MicroBatches(build_batch),
-        batch_size=None,
-        sampler=indices,
-        collate_fn=_keep,
-        num_workers=options.num_workers,
-        pin_memory=options.pin_memory,
-        # An iterator draws a seed; from the global generator that would shift the dropout of a resumed run.
-        generator=torch.Generator(),
-        worker_init_fn=_leave_signals_to_rank if options.num_workers else None,
+    return iterate_dataset(
+        _MicroBatches(build_batch), num_workers=options.num_workers, pin_memory=options.pin_memory, sampler=indices
     )
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # workers inherit it, so that no signal is too early
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _leave_signals_to_rank(worker: int) -> None:
-    """A terminal and launchers signal workers too; the rank still needs them for the step that it ends and saves."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    threading.Thread(target=_end_when_terminated_by_rank, daemon=True).start()
-
-
-def _end_when_terminated_by_rank() -> None:
-    """An interpreter that exits with workers sends them SIGTERM and then waits for them, forever if they ignore it."""
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
-        pass
-    os._exit(0)
-
-
-def _keep(batch: Any) -> Any:
-    return batch

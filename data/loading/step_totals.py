@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.loading.row_source import RowSource
 from data.options import MeanOver
-from data.storage.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BatchShape:
 
 
 def compute_step_totals(
-    rows: Rows, row_ids: np.ndarray, group_size: int, shape: BatchShape | None = None
+    rows: RowSource, row_ids: np.ndarray, group_size: int, shape: BatchShape | None = None
 ) -> StepTotals:
     """Return the totals of a global batch of these rows, from the row index alone: any rank with the folder can call
     it.

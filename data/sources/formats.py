@@ -50,14 +50,21 @@ def read_file(path: str) -> Iterator[RawRecord]:
     if kind == ".parquet":
         if compression:
             raise UserError(f"{path}: Parquet is compressed inside already; decompress the file")
-        return _read_parquet(path)
+        return read_parquet(path)
     if kind in SEPARATORS:
         return _read_table(path, SEPARATORS[kind])
     if kind in TEXT_SUFFIXES:
         return _read_text(path)
     if kind == ".json" and _holds_array(path):
         return _read_array(path)
-    return _read_lines(path)
+    return (record for record, _, _ in read_lines(path))
+
+
+def has_plain_lines(path: str) -> bool:
+    """Return whether a file holds JSON lines that are not compressed, so that reading can begin at any of them."""
+    kind, compression = _split_suffixes(path)
+    special = (".parquet", *SEPARATORS, *TEXT_SUFFIXES)
+    return not compression and kind not in special and not (kind == ".json" and _holds_array(path))
 
 
 def estimate_num_records(path: str, first: Sequence[RawRecord]) -> float:
@@ -120,13 +127,17 @@ def _open(path: str) -> Iterator[gzip.GzipFile | io.BufferedReader]:
         ) from None
 
 
-def _read_lines(path: str) -> Iterator[RawRecord]:
+def read_lines(path: str, offset: int = 0, number: int = 0) -> Iterator[tuple[RawRecord, int, int]]:
+    """Yield every record of a file of JSON lines from a byte on, and the bytes and the lines up to its end. number: of
+    the lines before the first one."""
     with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            location = f"{path}:{number}"
-            record = _decode(line.removeprefix(UTF8_BOM) if number == 1 else line, location)
+        if offset:  # a stream that is decompressed has no other beginning
+            file.seek(offset)
+        for line in file:
+            offset, number = offset + len(line), number + 1
+            record = _decode(line.removeprefix(UTF8_BOM) if number == 1 else line, f"{path}:{number}")
             if record.problem or record.text.strip():
-                yield record
+                yield record, offset, number
 
 
 def _decode(line: bytes, location: str) -> RawRecord:
@@ -232,12 +243,16 @@ def _drop_nulls(value: Any) -> Any:
     return [_drop_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _read_parquet(path: str) -> Iterator[RawRecord]:
+def read_parquet(path: str, first: int = 0) -> Iterator[RawRecord]:
+    """Yield every row of a file, without the `first` ones. Row groups that lie among those are not read."""
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1000):
-                for record in batch.to_pylist():
+            group, number = _find_row_group(file.metadata, first)
+            for batch in file.iter_batches(batch_size=1000, row_groups=range(group, file.num_row_groups)):
+                omitted = min(max(0, first - number), len(batch))
+                number += omitted
+                for record in batch.slice(omitted).to_pylist():
                     number += 1
                     yield encode_row(record, f"{path}: row {number}")
     except (pyarrow.ArrowException, OSError) as error:
@@ -245,6 +260,17 @@ def _read_parquet(path: str) -> Iterator[RawRecord]:
         raise UserError(
             f"{path} cannot be read after row {number}: {reason}; it is damaged or not a Parquet file"
         ) from None
+
+
+def _find_row_group(metadata: parquet.FileMetaData, row: int) -> tuple[int, int]:
+    """Return the row group of a row (from 0), and the rows before the group."""
+    before = 0
+    for group in range(metadata.num_row_groups):
+        size = metadata.row_group(group).num_rows
+        if row < before + size:
+            return group, before
+        before += size
+    return metadata.num_row_groups, before
 
 
 def encode_row(record: dict, location: str) -> RawRecord:

@@ -12,7 +12,9 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from datasets import Dataset, load_dataset
+import pyarrow
+import xxhash
+from datasets import Dataset, DatasetBuilder, IterableDataset, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants, get_session
 
@@ -21,6 +23,7 @@ from errors import UserError
 
 PREFIX = "hf:"
 OPTIONS = ("config", "split", "revision")
+BATCH_RECORDS = 1000  # that are read at a time
 HUB_SECONDS = 5  # timeout of the request that checks whether the hub can be reached
 VERSION_PARTS = 5  # NAME/CONFIG-HASH/VERSION/HASH/file.arrow: the same wherever the cache is
 
@@ -56,9 +59,58 @@ def read_hub(source: str) -> Iterator[RawRecord]:
 def load_hub(source: str) -> Dataset:
     """Load the data set of a source. Raises `UserError` when it cannot be loaded."""
     name, options = parse_hub(source)
+    with _explaining(source), _offline_unless_reached(name):
+        return load_dataset(name, options.get("config"), split=options["split"], revision=options.get("revision"))
+
+
+@cache
+def open_hub(source: str) -> IterableDataset:
+    """Open the data set of a source without downloading it. Raises `UserError` when it cannot be opened."""
+    with _explaining(source), _offline_unless_reached(parse_hub(source)[0]):
+        return _open_builder(source).as_streaming_dataset(split=parse_hub(source)[1]["split"])
+
+
+def list_hub_files(source: str) -> list[tuple[str, str]]:
+    """Return name and version of each file that the data set is stored in: of the hub its commit, of a folder the time
+    of its change. Raises `UserError` when it cannot be opened."""
+    number, builder = open_hub(source).num_shards, _open_builder(source)
+    files = (builder.config.data_files or {}).get(parse_hub(source)[1]["split"], [])
+    if len(files) == number:
+        versions = [" ".join(map(str, origin)) for origin in files.origin_metadata]
+        return [(str(file).rpartition("/")[2], version) for file, version in zip(files, versions, strict=True)]
+    version = xxhash.xxh3_64_hexdigest(repr((builder.hash, builder.config.data_files, number)).encode())
+    return [(f"file {place + 1}", version) for place in range(number)]  # such as those in an archive
+
+
+def read_hub_file(source: str, file: int, first: int = 0) -> Iterator[RawRecord]:
+    """Yield every record of one of the files of `list_hub_files`, without the `first` ones. Nothing is kept on the
+    disk. Raises `UserError` when it cannot be read."""
+    dataset = open_hub(source)
+    part = dataset.shard(dataset.num_shards, file)
+    number = first
     try:
-        with _offline_unless_reached(name):
-            return load_dataset(name, options.get("config"), split=options["split"], revision=options.get("revision"))
+        # `iter` and not `__iter__`, which shares the records out among the workers of a torch DataLoader
+        for batch in part.skip(first).iter(BATCH_RECORDS):
+            for values in zip(*batch.values(), strict=True):
+                number += 1
+                yield encode_row(dict(zip(batch, values)), f"{source}: file {file + 1}, record {number}")
+    except (OSError, ValueError, DatasetsError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{source}: file {file + 1} cannot be read after record {number}: {reason}; check the network and the file"
+        ) from None
+
+
+@cache
+def _open_builder(source: str) -> DatasetBuilder:
+    name, options = parse_hub(source)
+    return load_dataset_builder(name, options.get("config"), revision=options.get("revision"))
+
+
+@contextmanager
+def _explaining(source: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, DatasetsError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(

@@ -146,6 +146,21 @@ EXAMPLES = {
         "data=unpaired_preference",
         "data.length_policy=split",
     ),
+    "data.streaming=true does not go together with max_steps=null: ": ("data.streaming=true",),
+    **{
+        f"data.streaming=true does not go together with {other}: ": ("data.streaming=true", "max_steps=5", override)
+        for other, override in {
+            "eval_epochs": "eval_epochs=1",
+            "save_epochs": "save_epochs=1",
+            "data=preference": "data=preference",
+            "data=unpaired_preference": "data=unpaired_preference",
+            "train_file with shares": "train_file=[{path: a.jsonl, weight: 1}]",
+            "data.eval_fraction=0.1": "data.eval_fraction=0.1",
+            "data.eval_samples=5": "data.eval_samples=5",
+            "data.max_samples=5": "data.max_samples=5",
+            "inspect_data=true": "inspect_data=true",
+        }.items()
+    },
     "label_smoothing=0.1 does not go together with loss={_target_: ...}: ": (
         "label_smoothing=0.1",
         "loss={_target_: my.Loss}",

@@ -67,6 +67,12 @@ class Loader:
     def sample_ids(self, step: int) -> np.ndarray:
         return np.arange(100) + step
 
+    def describe_position(self, step: int) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
     def step_totals(self, step: int) -> StepTotals:
         known = {} if step == 2 else {"most_documents": step + 5, "longest_document": 10 * step}
         return StepTotals(TOKENS[step], TARGETS[step], num_documents=1, num_samples=1, **known)

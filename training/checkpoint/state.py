@@ -9,7 +9,8 @@
                   manifest.json                  size and hash of each file; see models/storage/manifest.py
 
 No file depends on the layout that wrote it, so a run resumes at any other. Random numbers, learning rate and sample
-order are functions of the step, so the step is the only state in addition to the tensors. Nothing in a checkpoint is
+order are functions of the step, so the step is the only state in addition to the tensors; a run that streams its data
+keeps where in its shards the step is, which would take a pass over them to find. Nothing in a checkpoint is
 unpickled but tensors (`weights_only=True`). `training/checkpoint/writer.py` writes checkpoints,
 `training/checkpoint/resume.py` chooses the one that a run resumes from.
 """
@@ -29,7 +30,7 @@ from training.checkpoint.best import Best
 from training.engine.engine import Engine
 
 TEMPORARY_PREFIX = "tmp-"
-FORMAT = 4  # increase it when an older version of the project could not read what this one writes
+FORMAT = 5  # increase it when an older version of the project could not read what this one writes
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class TrainerState:
     evaluated_on: str = ""  # a hash of the evaluation files' tokens; empty where there is none, and before format 4
     best: Best | None = None  # of the evaluations so far
     identity: dict[str, Identity] = field(default_factory=dict)  # of base model, reference model and tokenizer
+    stream: dict[str, Any] = field(default_factory=dict)  # of a run that streams its data: shards and cursor
     weights_only: bool = False  # `save_weights_only`: without the optimizer's state
     format: int = FORMAT
 
@@ -88,8 +90,8 @@ def read_state(step_dir: Path) -> TrainerState:
 
 
 def _modernize(content: dict[str, Any]) -> dict[str, Any]:
-    """Convert the fields of format 1 to the current ones, and of JSON to their types. Format 2 has no identity, and
-    3 no hash of the evaluation files."""
+    """Convert the fields of format 1 to the current ones, and of JSON to their types. Format 2 has no identity,
+    3 no hash of the evaluation files, and 4 no stream."""
     known = dict(content)
     eval_loss = known.pop("eval_loss", None)
     if eval_loss is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from data.encoders.kinds import find_keys, find_kind
 from errors import UserError
 from training.config.schema import OptimizerName, RunConfig
-from training.config.sources import list_evaluations
+from training.config.sources import list_evaluations, parse_key
 
 
 class Scope(Enum):
@@ -149,6 +149,10 @@ _NO_MARKER = Feature(
     "data.name",
 )
 _PACKED = _is("data.packing", "true")
+_MIXTURE = Feature(
+    "train_file with shares",
+    lambda run: not run.config.evaluate_only and parse_key(run.config, "train_file").mixture is not None,
+)
 _DYNAMIC_ROPE = _is("rope_parameters.rope_type", "dynamic")
 _COMPILED = _is("compile", "true")
 _FP16 = _is("precision", "fp16")
@@ -160,6 +164,9 @@ _OVERWRITE = _is("overwrite_output_dir", "true")
 _EVAL_FRACTION, _EVAL_SAMPLES = _set("data.eval_fraction"), _set("data.eval_samples")
 _NO_EVALUATION = Feature("eval_file=null", lambda run: not list_evaluations(run.config), "eval_file")
 _EVAL_FILE = _given("eval_file", "eval_file")
+_STREAMED = _is("data.streaming", "true")
+_WHOLE_FILE = "it takes all records, which a stream never has at once"
+_NO_EPOCHS = "a stream has no epochs of a known length"
 _ONE_CADENCE = "both set the interval"
 _SHARDED = _is("zero_stage", "2", "3")
 _WEIGHTS_SHARDED = _is("zero_stage", "3")
@@ -424,6 +431,33 @@ INCOMPATIBLE = (
         _is("data.length_policy", "split"),
         "an answer that is split cannot be judged",
         "give data.length_policy=truncate or drop",
+    ),
+    Pair(
+        _STREAMED,
+        Feature("max_steps=null", lambda run: run.config.max_steps is None, "max_steps"),
+        _NO_EPOCHS,
+        "give max_steps",
+    ),
+    Pair(_STREAMED, _given("eval_epochs", "eval_epochs"), _NO_EPOCHS, "give eval_steps"),
+    Pair(_STREAMED, _given("save_epochs", "save_epochs"), _NO_EPOCHS, "give save_steps"),
+    Pair(_STREAMED, _PAIRS, "preferences are scored before the first step", "give data.streaming=false"),
+    Pair(_STREAMED, _UNPAIRED, "preferences are scored before the first step", "give data.streaming=false"),
+    Pair(
+        _STREAMED,
+        _MIXTURE,
+        "its shares are those of whole files",
+        "give paths without weight and epochs, or data.streaming=false",
+    ),
+    Pair(_STREAMED, _EVAL_FRACTION, _WHOLE_FILE, "give eval_file, or data.streaming=false"),
+    Pair(_STREAMED, _EVAL_SAMPLES, _WHOLE_FILE, "give eval_file, or data.streaming=false"),
+    Pair(
+        _STREAMED, _set("data.max_samples"), "a stream ends at max_steps", "give data.streaming=false for a first try"
+    ),
+    Pair(
+        _STREAMED,
+        _is("inspect_data", "true"),
+        "it shows what is tokenized before the first step",
+        "give data.streaming=false data.max_samples=1000",
     ),
     Pair(_positive("label_smoothing"), _USER_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),

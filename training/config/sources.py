@@ -75,8 +75,9 @@ def list_evaluations(config: RunConfig) -> dict[str, str]:
 
 
 def list_file_keys(config: RunConfig) -> list[str]:
-    """Return the keys of this run's files: `train_file` if it trains, and those of `list_evaluations`."""
-    training_keys = [] if config.evaluate_only else ["train_file"]
+    """Return the keys of the files that are tokenized before the first step: `train_file` if the run trains and does
+    not stream it, and those of `list_evaluations`."""
+    training_keys = [] if config.evaluate_only or config.data.streaming else ["train_file"]
     return [*training_keys, *list_evaluations(config).values()]
 
 

@@ -24,12 +24,17 @@ from data.storage.mismatched import check_labels, prepare_mismatched
 from data.storage.rows import RowPlan, prepare_rows
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
+from data.streaming.blocks import Cursor
+from data.streaming.shards import list_shards
+from data.streaming.stream import VERSION as STREAM_VERSION
+from data.streaming.stream import StreamPlan
 from errors import UserError
 from models.weights.source import WeightSource
 from models.weights.vocabulary import open_tokenizer
 from training.config.schema import DataConfig, RunConfig
 from training.config.sources import HELD_OUT, list_evaluations, list_file_keys, parse_key
 from training.inputs.custom import build_user_encoder
+from training.inputs.stream import SHARDS, StreamStart, compare_shards
 from training.objectives.registry import get_objective
 
 
@@ -118,19 +123,10 @@ def prepare_file(
     data = config.data
     plan = build_row_plan(config, key)
     files = parse_key(config, key)
-    encoding = Encoding(
-        encoder=build_encoder(data, list_stop_tokens(config, tokenizer)),
-        tokenizer=tokenizer,
-        max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
-        length_policy=data.length_policy,
-        on_bad_record=data.on_bad_record,
-        samples_per_record=find_kind(data.name).samples_per_record,
-        selection=build_selection(data, key),
-    )
     path = prepare_dataset(
         files.entries,
         key=key,
-        encoding=encoding,
+        encoding=build_encoding(config, key, tokenizer),
         cache_dir=data.cache_dir,
         num_proc=data.num_proc,
         log=log,
@@ -144,16 +140,43 @@ def prepare_file(
     return path
 
 
+def build_encoding(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
+    """Return how the records of `train_file` or an evaluation file become samples. Raises UserError for a user-defined
+    encoder or filter that cannot be built."""
+    data = config.data
+    return Encoding(
+        encoder=build_encoder(data, list_stop_tokens(config, tokenizer)),
+        tokenizer=tokenizer,
+        max_seq_length=None if build_row_plan(config, key).packing is Packing.CONCATENATE else config.max_seq_length,
+        length_policy=data.length_policy,
+        on_bad_record=data.on_bad_record,
+        samples_per_record=find_kind(data.name).samples_per_record,
+        selection=build_selection(data, key),
+    )
+
+
 def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     """Return what determines the samples of each row of `train_file`: name -> value.
 
     It holds hashes of the tokens and no paths, so a file may be moved or copied. path: the tokenized folder.
     """
+    fingerprints = load_summary(path).fingerprints
+    return (
+        describe_choices(config)
+        | {"the way the order of samples is drawn": str(ORDER_VERSION)}
+        | {
+            f"the hash of the tokens of train_file entry {number}": each
+            for number, each in enumerate(fingerprints, start=1)
+        }
+    )
+
+
+def describe_choices(config: RunConfig) -> dict[str, str]:
+    """Return the keys that determine the rows of `train_file`, whatever its records are: name -> value."""
     plan = build_row_plan(config, "train_file")
     described = {
         "packing": "none" if plan.packing is Packing.NONE else f"{plan.packing} in rows of {plan.max_seq_length}",
         "mixture": "none" if plan.mixture is None else str(plan.mixture),
-        "the way the order of samples is drawn": str(ORDER_VERSION),
     }
     if template := build_chat_template(config.data):
         described["the chat template with its tokens"] = template.describe()
@@ -162,11 +185,46 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     for key in ("max_samples", "filter", "eval_fraction", "eval_samples"):
         if (value := getattr(config.data, key)) is not None:
             described[f"data.{key}"] = str(value)
-    fingerprints = load_summary(path).fingerprints
-    return described | {
-        f"the hash of the tokens of train_file entry {number}": each
-        for number, each in enumerate(fingerprints, start=1)
+    return described
+
+
+def open_stream(config: RunConfig) -> StreamStart | None:
+    """Return the beginning of the run's stream, None for a run that streams nothing. Raises UserError for shards that
+    cannot be opened."""
+    if not config.data.streaming or config.evaluate_only:
+        return None
+    return StreamStart(tuple(list_shards(list_entries(config, "train_file"), "train_file")), Cursor())
+
+
+def describe_stream(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return what determines the rows of a stream beyond its shards: name -> value."""
+    return describe_choices(config) | {
+        "data.streaming": f"true, order {STREAM_VERSION}",
+        "data.shuffle_block": str(config.data.shuffle_block),
+        "the hash of encoder, tokenizer and their options": build_encoding(config, "train_file", tokenizer).compute_key(
+            []
+        ),
     }
+
+
+def build_stream_plan(config: RunConfig, start: StreamStart, tokenizer: PreTrainedTokenizerBase) -> StreamPlan:
+    """Return what the rows of the stream depend on. Raises UserError where this rank finds other shards than the main
+    one, or cannot open them."""
+    own = open_stream(config)
+    assert own is not None
+    before, after = compare_shards(start.to_json(), own)
+    if before != after:
+        raise UserError(
+            f"train_file: this host has other shards than the main one: {before[SHARDS]} there, {after[SHARDS]} here; "
+            "give all hosts the same files"
+        )
+    return StreamPlan(
+        shards=own.shards,
+        encoding=build_encoding(config, "train_file", tokenizer),
+        row_plan=build_row_plan(config, "train_file"),
+        seed=config.seed,
+        block_records=config.data.shuffle_block,
+    )
 
 
 def hash_evaluations(config: RunConfig, datasets: Mapping[str, Path]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.loading import loader as loaders
+from data.loading.stream_loader import StreamLoader
 from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
 from models.parallel.shard import find_length_multiple
@@ -20,8 +21,9 @@ from training.distributed.process import current_device
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
 from training.inputs.custom import build_collator
-from training.inputs.datasets import build_row_plan
+from training.inputs.datasets import build_row_plan, build_stream_plan
 from training.inputs.step_budget import EvalSize, StepBudget
+from training.inputs.stream import StreamStart
 from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
 
@@ -83,8 +85,11 @@ def build_loaders(
 
     reference: key of the files -> the reference's log-probabilities.
     """
-    layout, path = data.layout, data.datasets["train_file"]
-    options = build_options(config, module, data)
+    layout, options = data.layout, build_options(config, module, data)
+    if budget.stream is not None:
+        train: Any = _build_stream_loader(config, options, data, budget, budget.stream)
+        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference))
+    path = data.datasets["train_file"]
     options = dataclasses.replace(options, reference_file=reference.get("train_file"))
     order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
@@ -94,6 +99,22 @@ def build_loaders(
             mismatched_path(path), options, order, layout.gradient_accumulation_steps
         )
     return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference))
+
+
+def _build_stream_loader(
+    config: RunConfig, options: loaders.LoaderOptions, data: RankData, budget: StepBudget, start: StreamStart
+) -> StreamLoader | loaders.PlaceholderLoader:
+    if options.reads_nothing:
+        return loaders.PlaceholderLoader(budget.total_steps)
+    return StreamLoader(
+        build_stream_plan(config, start, data.tokenizer),
+        start.cursor,
+        options,
+        first_step=start.first_step,
+        num_steps=budget.total_steps,
+        global_batch_size=data.layout.global_batch_size,
+        gradient_accumulation_steps=data.layout.gradient_accumulation_steps,
+    )
 
 
 def build_eval_loaders(

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 import console
 from data.loading.step_totals import bound_documents
@@ -27,7 +28,14 @@ from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.distributed.topology import Layout
-from training.inputs.datasets import build_row_plan, describe_data, hash_evaluations
+from training.inputs.datasets import (
+    build_row_plan,
+    describe_data,
+    describe_stream,
+    hash_evaluations,
+    open_stream,
+)
+from training.inputs.stream import StreamStart, compare_shards, resume_stream
 from training.objectives.registry import describe_objective, get_objective
 from training.optim.optimizer import describe_optimizer, describe_updates
 
@@ -50,6 +58,7 @@ class StepBudget:
 
     total_steps: the length of the learning rate schedule. last_step: the end of this run, which is earlier with
         `stop_after_steps`. evaluations: by the names of the evaluation files.
+    stream: of a run that streams its training data.
     finished: a message that the run to resume has nothing left to do; empty when it has steps left.
     """
 
@@ -58,6 +67,7 @@ class StepBudget:
     last_step: int
     evaluations: Mapping[str, EvalSize] = dataclasses.field(default_factory=dict)
     finished: str = ""
+    stream: StreamStart | None = None
 
 
 def compute_step_budget(
@@ -66,16 +76,23 @@ def compute_step_budget(
     datasets: dict[str, Path],
     resume_from: Path | None,
     identity: Mapping[str, Identity] = MappingProxyType({}),
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[StepBudget, TrainerState]:
     """Return the budget and the initial state of the run. datasets: key of the files -> tokenized folder. identity: of
-    the models and the tokenizer that this run reads.
+    the models and the tokenizer that this run reads. tokenizer: needed where training data are streamed.
 
     Raises UserError for a checkpoint that does not match the config, and when no step is left.
     """
-    num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
-    unit = "packed rows" if config.data.packing else get_objective(config).unit
-    steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
-    total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
+    stream, num_samples = open_stream(config), 0
+    if stream is not None:
+        assert config.max_steps is not None and tokenizer is not None
+        total_steps, data = config.max_steps, describe_stream(config, tokenizer)
+    else:
+        num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
+        unit = "packed rows" if config.data.packing else get_objective(config).unit
+        steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
+        total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
+        data = describe_data(config, datasets["train_file"])
     start = TrainerState(
         step=0,
         num_tokens=0,
@@ -88,24 +105,35 @@ def compute_step_budget(
         seed=config.seed,
         precision=config.precision.value,
         optimizer=describe_optimizer(config),
-        data=describe_data(config, datasets["train_file"]) | describe_objective(config) | describe_updates(config),
+        data=data | describe_objective(config) | describe_updates(config),
         evaluated_on=hash_evaluations(config, datasets),
         identity=dict(identity),
+        stream={} if stream is None else stream.to_json(),
     )
     if resume_from is not None:
-        start = _resume(start, resume_from, config)
+        saved = read_state(resume_from)
+        start = _resume(start, saved, resume_from, config, stream)
+        stream = stream and resume_stream(saved.stream, stream, start.step, console.say)
     last_step = total_steps
     if config.stop_after_steps is not None:
         last_step = min(total_steps, start.step + config.stop_after_steps)
     _check_steps_left(config, start, resume_from)
     evaluations, finished = measure_evaluations(config, layout, datasets), find_finished(config, start)
-    return StepBudget(num_samples, total_steps, last_step, evaluations, finished), start
+    return StepBudget(num_samples, total_steps, last_step, evaluations, finished, stream), start
 
 
-def _resume(start: TrainerState, resume_from: Path, config: RunConfig) -> TrainerState:
-    """Return `start` advanced to the step of the checkpoint."""
-    saved = read_state(resume_from)
-    for difference in check_resumable(saved, start, resume_from, config.resume_allow_changes):
+def _resume(
+    start: TrainerState, saved: TrainerState, resume_from: Path, config: RunConfig, stream: StreamStart | None
+) -> TrainerState:
+    """Return `start` advanced to the step of the checkpoint, whose state `saved` is."""
+    before, after = ({}, {}) if stream is None or not saved.stream else compare_shards(saved.stream, stream)
+    differences = check_resumable(
+        dataclasses.replace(saved, data=saved.data | before),
+        dataclasses.replace(start, data=start.data | after),
+        resume_from,
+        config.resume_allow_changes,
+    )
+    for difference in differences:
         console.say(f"resume: {difference}")
     comparable = saved.evaluated_on in ("", start.evaluated_on)
     if saved.best is not None and not comparable:

@@ -1,0 +1,1 @@
+"""Training data that are tokenized while they are trained on: `data.streaming=true`."""
