@@ -128,7 +128,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         if prediction is not None:
             folder.reopen()
             # Only now: a run that could not start deletes nothing.
-            stops = list_trained_stops(config, tokenizer, datasets["train_file"])
+            stops = list_trained_stops(config, tokenizer, datasets.get("train_file"))
             prepare_folder(config, setup, tokenizer, folder, stops)
             reporters = [
                 totals,

@@ -240,9 +240,12 @@ def list_stop_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> t
     return find_stop_tokens((tokenizer.name_or_path, config.model_name_or_path or ""), tokenizer)
 
 
-def list_trained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase, path: Path) -> list[str]:
+def list_trained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase, path: Path | None) -> list[str]:
     """Return those of `list_stop_tokens` that end turns of a tokenized folder. With `rewritten_turns=keep` a turn may
-    also end at another token, where the history shows it so and generation goes on."""
+    also end at another token, where the history shows it so and generation goes on. path: None for data that is
+    streamed, whose turns are not known beforehand: all of them."""
+    if path is None:
+        return list(list_stop_tokens(config, tokenizer))
     trained = load_summary(path).content.stop_tokens
     return [token for token in list_stop_tokens(config, tokenizer) if token in trained]
 
