@@ -77,13 +77,14 @@ def hash_file(file: Path) -> str:
     return digest.hexdigest()
 
 
-def hash_ends(file: Path) -> str:
-    """Returns the hash of a file's first and last MiB, in hex: of all of it up to 2 MiB. Raises OSError."""
+def hash_ends(file: Path, num_bytes: int = _END) -> str:
+    """Returns the hash of a file's first and last `num_bytes` (1 MiB), in hex: of all of a file of twice as many, or
+    fewer. Raises OSError."""
     digest = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as stream:
-        digest.update(stream.read(_END))
-        stream.seek(max(os.fstat(stream.fileno()).st_size - _END, 0))
-        digest.update(stream.read(_END))
+        digest.update(stream.read(num_bytes))
+        stream.seek(max(os.fstat(stream.fileno()).st_size - num_bytes, 0))
+        digest.update(stream.read(num_bytes))
     return digest.hexdigest()
 
 

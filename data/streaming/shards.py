@@ -18,6 +18,7 @@ from data.sources.hub import list_hub_files
 from data.sources.indexed import PREFIX as INDEXED_PREFIX
 from data.sources.records import COMPONENT_PREFIX, resolve_sources
 from errors import UserError
+from filesystem import hash_ends
 
 HASHED_BYTES = 2**14  # of each end of a file: there may be a hundred thousand of them
 MOST_NAMED = 3  # shards that a message names
@@ -60,16 +61,8 @@ def _split_source(source: str, key: str) -> list[Shard]:
         spec = json.loads(source.removeprefix(COMPONENT_PREFIX))
         code = describe_code(find_component(spec[TARGET], TARGET))
         return [Shard(source, 0, spec[TARGET], xxhash.xxh3_64_hexdigest((source + code).encode()))]
-    return [Shard(source, 0, Path(source).name, _describe_file(source))]
-
-
-def _describe_file(path: str) -> str:
-    size = os.path.getsize(path)
-    with open(path, "rb", buffering=0) as file:
-        digest = xxhash.xxh3_64(file.read(HASHED_BYTES))
-        file.seek(max(0, size - HASHED_BYTES))
-        digest.update(file.read(HASHED_BYTES))
-    return f"{size:,} bytes, hash {digest.hexdigest()[:8]}"
+    content = f"{os.path.getsize(source):,} bytes, hash {hash_ends(Path(source), HASHED_BYTES)[:8]}"
+    return [Shard(source, 0, Path(source).name, content)]
 
 
 def find_changes(before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]) -> tuple[str, str]:

@@ -63,7 +63,7 @@ def prune_checkpoints(newest: Path, retention: Retention) -> None:
     went back to a step before them, and they may be the reason.
     """
     metrics: dict[int, float | None] = {}
-    evaluated_on = read_state(newest).evaluated_on
+    last = read_state(newest)
     resumable = set[int]()
     for step_dir in list_checkpoints(newest.parent):
         if step_of(step_dir) <= step_of(newest) and find_wrong_size(step_dir) is None:
@@ -71,12 +71,12 @@ def prune_checkpoints(newest: Path, retention: Retention) -> None:
                 state = read_state(step_dir)
             except UserError:  # not ours to delete
                 continue
-            comparable = state.evaluated_on in ("", evaluated_on)
+            comparable = state.evaluated_on in ("", last.evaluated_on)
             metrics[step_of(step_dir)] = state.evaluation.get(retention.criterion.metric) if comparable else None
             if not state.weights_only:
                 resumable.add(step_of(step_dir))
-    best = read_state(newest).best if retention.keeps_best_step else None
-    kept = {max(resumable, default=step_of(newest))} | (set() if best is None else {best.step})
+    best = last.best if retention.keeps_best_step else None
+    kept = {max(resumable, default=last.step)} | (set() if best is None else {best.step})
     for step in retention.choose_prunable(metrics, kept):
         _delete(newest.with_name(f"global_step{step}"))
 

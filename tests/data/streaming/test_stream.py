@@ -86,8 +86,10 @@ def test_the_rows_of_a_block_are_those_of_a_tokenized_folder(
     )
     prepare_rows(path, plan.row_plan, "train_file", None)
     cached = Rows(path, plan.row_plan, True, True)
-    taken = RowStream(plan, Cursor()).take(len(cached))
+    stream = RowStream(plan, Cursor())
+    taken, again = stream.take(len(cached)), stream.take(len(cached))
     assert sorted(list_rows(taken)) == sorted(list_rows(cached)) and list_rows(taken) != list_rows(cached)
+    assert sorted(list_rows(again)) == sorted(list_rows(cached)) and list_rows(again) != list_rows(taken)
     ids = np.arange(len(cached))
     order = [list_rows(cached).index(row) for row in list_rows(taken)]
     assert taken.lengths.tolist() == cached.lengths[order].tolist()
