@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from models.generic.parts import BackboneDecoderLayer
 from training.config.schema import CheckpointMode
 from training.pipeline.activation_offload import ActivationOffload
 
@@ -117,9 +118,9 @@ KEEP_ALL = ActivationCheckpointing(0)
 def may_draw(modules: Iterable[nn.Module]) -> bool:
     """Return whether the forward pass of one of the modules may draw random numbers in training: whether it, one within
     it or its config has a dropout, a jitter or a noise other than 0. The noise of NEFTune is a hash, and draws
-    nothing."""
+    nothing. A layer whose code is that of transformers may always: PhiMoE's router draws whatever its config says."""
     parts = [part for module in modules for part in module.modules()]
-    if any(isinstance(part, _DROPOUTS) and part.p > 0 for part in parts):
+    if any(isinstance(part, BackboneDecoderLayer) or (isinstance(part, _DROPOUTS) and part.p > 0) for part in parts):
         return True
     owners = [*parts, *{id(config): config for part in parts if (config := getattr(part, "config", None))}.values()]
     return any(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +28,8 @@ TENSORS = {"layer_00-model_states.pt": 1.0, "optimizer-stage_00-dp_00.safetensor
 
 
 @pytest.fixture
-def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWriter:
-    """The writer of a single rank, into tmp_path."""
+def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointWriter]:
+    """The writer of a single rank, into tmp_path. Its thread has ended before the next test begins."""
 
     def gather(gathered: list[Any], mine: Any, group: object) -> None:
         gathered[0] = mine
@@ -51,7 +52,10 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWriter:
         "plan_whole_share",
         lambda *_: [ShareFile(n, {"x@0": torch.full((4, 2), v)}) for n, v in TENSORS.items()],
     )
-    return CheckpointWriter(object(), tmp_path)
+    writer = CheckpointWriter(object(), tmp_path)
+    yield writer
+    if (thread := writer._thread) is not None:
+        thread.join()
 
 
 def save(writer: CheckpointWriter, step: int) -> None:
