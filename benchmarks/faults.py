@@ -130,7 +130,7 @@ def list_arguments(root: Path, out: Path) -> list[str]:
         f"eval_file={root}/eval.jsonl", f"output_dir={out}", f"data.cache_dir={root}/cache", "micro_batch_size=2",
         "global_batch_size=8", f"max_steps={STEPS}", "logging_steps=1", "eval_on_start=false", "max_seq_length=256",
         f"eval_steps={EVAL_EVERY}", f"save_steps={SAVE_EVERY}", "keep_last=3", "optimizer=adamw", "optimizer.eps=1e-3",
-        "learning_rate=1e-3", "stuck_minutes=0.25", "callbacks=[{_target_:benchmarks.faults.PhaseFile}]",
+        "learning_rate=1e-3", "stuck_minutes=0.5", "callbacks=[{_target_:benchmarks.faults.PhaseFile}]",
     ]  # fmt: skip
 
 
