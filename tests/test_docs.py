@@ -331,6 +331,7 @@ def run_commands(body: str, folder: Path) -> None:
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
     environment = {**launched, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["MASTER_PORT"] = str(free_port())  # of `make demo`
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", body],
         cwd=folder,
