@@ -61,6 +61,8 @@ _KEPT_OPERATORS = (
 _BLOCK_KERNELS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_flash_attention_forward",
+    "_flash_attention_backward",
 )  # fmt: skip
 
 
