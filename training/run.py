@@ -61,6 +61,7 @@ def run(composed: Any) -> None:
             inspect_data(config, ranks)
             return
         setup = check_run(config, ranks)
+        config = setup.config
     folder = RunFolder(config.output_dir)
     log = folder.path / "logs" / f"rank_{ranks.rank}.log"
     process.redirect_output_to_log(log, ranks)
@@ -115,6 +116,8 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             config, setup, machine, train_path=datasets.get("train_file"), num_samples=budget.num_samples,
             steps=range(start.step, budget.last_step), ranks=ranks,
         )  # fmt: skip
+        if setup.recomputation is not None:
+            ranks.say(setup.recomputation)
         if prediction is not None:
             show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
         memory = MemoryPeak(process.current_device())

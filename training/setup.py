@@ -17,6 +17,7 @@ from data.loading.row_lengths import RowLengths, measure_rows
 from data.order import GlobalOrder
 from errors import UserError
 from models.adapters.options import AdapterName
+from models.layers.flash_kernels import find_obstacle
 from models.parallel.shard import find_length_multiple
 from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
@@ -31,7 +32,7 @@ from models.weights.vocabulary import fingerprint_tokenizer, resize_config
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity
-from training.config.schema import Device, Init, RunConfig
+from training.config.schema import Device, FlashKernels, Init, RunConfig
 from training.config.validate import check_deepspeed_version
 from training.costs.hardware import Machine
 from training.distributed.process import broadcast_from_main, describe_device, has_accelerator
@@ -85,6 +86,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
             {"model_name_or_path": source.path} | {key: Path(path) for key, path in named.items() if path}
         )
     setup = build_setup(config, source, ranks)
+    check_flash_kernels(setup)
     if not config.evaluate_only:
         check_same_adapter(setup.adapter, resume_from)
     reference = open_reference(config, setup, resume_from)
@@ -228,6 +230,13 @@ def weights_path(config: RunConfig) -> str:
             f"model_name_or_path={path} is not there yet: run `make demo` once, it makes the demo's model and data"
         )
     return path
+
+
+def check_flash_kernels(run: ResolvedRun) -> None:
+    """Raises UserError where `flash_kernels` cannot run on the GPU of this process."""
+    obstacle = find_obstacle(run.architecture) if run.config.flash_kernels is FlashKernels.fa3 else None
+    if obstacle is not None:
+        raise UserError(f"flash_kernels=fa3 cannot be used here: {obstacle}; give flash_kernels=torch")
 
 
 def check_compiler(has_accelerator: bool) -> None:

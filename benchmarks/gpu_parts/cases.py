@@ -64,6 +64,7 @@ SHARED = (
     "max_grad_norm=0", "activation_checkpoint_interval=0", "logging_steps=1", f"max_steps={STEPS}",
 )  # fmt: skip
 PP2, CP2, TP2 = ("num_stages=2",), ("context_parallel_size=2",), ("tensor_parallel_size=2",)
+FA3 = "flash_kernels=fa3"
 RECOMPUTED = "activation_checkpoint_interval=2"
 CASES = (
     Case("pp2 zero_bubble, bf16", (*PP2, "schedule=zero_bubble"), 2, "bf16"),
@@ -78,6 +79,11 @@ CASES = (
     Case("pp2 experts, bf16", PP2, 2, "bf16", model="mixtral"),
     Case("pp2 experts, fp32", PP2, 2, model="mixtral"),
     Case("pp2 activation_offload, bf16", (*PP2, RECOMPUTED, "activation_offload=true"), 2, "bf16"),
+    Case(
+        "cp2 ring, packed, flash kernels, bf16", (*CP2, "context_parallel_mode=ring", FA3), 2, "bf16", packed=True,
+        needs=("gpu", "flash_attn_interface"),
+    ),
+    Case("flash kernels, packed, bf16", (FA3,), precision="bf16", packed=True, needs=("gpu", "flash_attn_interface")),
     Case("fused kernels, bf16", ("fused_kernels=auto",), precision="bf16", needs=("gpu", "triton", "liger_kernel")),
     Case("dp2 bf16 states, bf16", ("optimizer.state_dtype=bf16",), 2, "bf16", optimizer="adamw"),
     Case("dp2 8-bit states, bf16", (), 2, "bf16", optimizer="adamw_8bit", needs=("bitsandbytes",)),

@@ -28,16 +28,16 @@ class BlockDocuments(NamedTuple):
 
     query_offsets, key_offsets: int32 [N + 1], on the device. Document i has the queries query_offsets[i] to
     query_offsets[i + 1] - 1, and so its keys; it may have only one kind, or none. longest: an upper bound of both.
-    window: the number of nearest keys that a query sees; None for all. sees_keys: bool [B, 1, l, 1], queries with at
-    least one key; has_queries: bool [B, 1, m, 1], keys with at least one query; None where all have.
+    window: the number of nearest keys that a query sees; None for all. keyless: bool [B, 1, l, 1], queries
+    without a key; unseen: bool [B, 1, m, 1], keys without a query; None where there are none.
     """
 
     query_offsets: torch.Tensor
     key_offsets: torch.Tensor
     longest: int
     window: int | None = None
-    sees_keys: torch.Tensor | None = None
-    has_queries: torch.Tensor | None = None
+    keyless: torch.Tensor | None = None
+    unseen: torch.Tensor | None = None
 
 
 class Attend(Protocol):
@@ -59,8 +59,7 @@ class Differentiate(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        output: torch.Tensor,
-        log_sums: torch.Tensor,
+        attended: Attended,
         is_causal: bool,
         scale: float,
         documents: BlockDocuments | None = None,
@@ -71,7 +70,7 @@ class BlockKernel(NamedTuple):
     """A fused attention kernel. attend: takes query [B, H, l, E], key and value [B, G, m, E], whether a query sees only
     the keys up to its own, the scale, and the documents, None for one per row. Queries without keys get zeros and a
     log-sum-exp of -inf. differentiate: takes the gradient of the output, then query, key, value, output and
-    log-sum-exp, and the same options; returns the gradients of query, key and value."""
+    log-sum-exp (attended), and the same options; returns the gradients of query, key and value."""
 
     attend: Attend
     differentiate: Differentiate
@@ -114,19 +113,18 @@ def _differentiate_cpu(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    output: torch.Tensor,
-    log_sums: torch.Tensor,
+    attended: Attended,
     is_causal: bool,
     scale: float,
     documents: BlockDocuments | None = None,
 ) -> Gradients:
     differentiate = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
     if documents is None:
-        return differentiate(gradient, query, key, value, output, log_sums, 0.0, is_causal, scale=scale)
+        return differentiate(gradient, query, key, value, *attended, 0.0, is_causal, scale=scale)
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for row, queries, keys in _list_documents(documents, query.shape[2], key.shape[2]):
         places = queries, queries, keys, keys, queries, queries
-        inputs = gradient, query, key, value, output, log_sums
+        inputs = gradient, query, key, value, *attended
         part = [each[row, :, tokens] for each, tokens in zip(inputs, places, strict=True)]
         mask = _build_window(part[1], documents.window)
         found = differentiate(
@@ -176,11 +174,10 @@ def _attend_flash(
         *tokens, *_list_arguments(documents, is_causal), False, scale=scale, **_name_windows(documents, is_causal)
     )[:2]
     output, log_sums = _split_rows(joined, len(query)), joined_sums.unflatten(1, (len(query), -1)).transpose(0, 1)
-    if documents.sees_keys is None:
+    if documents.keyless is None:
         return output, log_sums
     # What kernels write for queries without keys differs: 0, and inf or -inf
-    is_seen = documents.sees_keys
-    return output.where(is_seen, 0.0), log_sums.where(is_seen.squeeze(-1), -torch.inf)
+    return output.masked_fill(documents.keyless, 0), log_sums.masked_fill(documents.keyless.squeeze(-1), -torch.inf)
 
 
 def _differentiate_flash(
@@ -188,8 +185,7 @@ def _differentiate_flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    output: torch.Tensor,
-    log_sums: torch.Tensor,
+    attended: Attended,
     is_causal: bool,
     scale: float,
     documents: BlockDocuments | None = None,
@@ -198,8 +194,9 @@ def _differentiate_flash(
     if documents is None:
         lengths = None, None, query.shape[2], key.shape[2]
         return _ATEN._scaled_dot_product_flash_attention_backward(
-            gradient, query, key, value, output, log_sums, *lengths, 0.0, is_causal, seed, seed[0], scale=scale
+            gradient, query, key, value, *attended, *lengths, 0.0, is_causal, seed, seed[0], scale=scale
         )
+    output, log_sums = attended
     tokens = (_join_rows(each) for each in (gradient, query, key, value, output))
     joined = _ATEN._flash_attention_backward(
         *tokens,
@@ -211,14 +208,10 @@ def _differentiate_flash(
         **_name_windows(documents, is_causal),
     )
     grad_query, grad_key, grad_value = (_split_rows(each, len(query)) for each in joined)
-    if documents.sees_keys is None or documents.has_queries is None:
+    if documents.keyless is None or documents.unseen is None:
         return grad_query, grad_key, grad_value
-    has_queries = documents.has_queries
-    return (
-        grad_query.where(documents.sees_keys, 0.0),
-        grad_key.where(has_queries, 0.0),
-        grad_value.where(has_queries, 0.0),
-    )
+    grad_key, grad_value = (each.masked_fill(documents.unseen, 0) for each in (grad_key, grad_value))
+    return grad_query.masked_fill(documents.keyless, 0), grad_key, grad_value
 
 
 def _join_rows(heads: torch.Tensor) -> torch.Tensor:

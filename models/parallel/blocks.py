@@ -109,8 +109,8 @@ def _locate_shared(queries: torch.Tensor, keys: torch.Tensor) -> BlockDocuments:
         query_offsets,
         key_offsets,
         max(queries.shape[1], keys.shape[1]),
-        sees_keys=sees_keys[:, None, :, None],
-        has_queries=has_queries[:, None, :, None],
+        keyless=~sees_keys[:, None, :, None],
+        unseen=~has_queries[:, None, :, None],
     )
 
 
@@ -229,8 +229,7 @@ class BlockAttention:
             self._query[:, :, queries],
             key[:, :, keys],
             value[:, :, keys],
-            through.output[:, :, queries],
-            through.log_sums[:, :, queries].contiguous(),
+            (through.output[:, :, queries], through.log_sums[:, :, queries].contiguous()),
             block.is_diagonal,
             self._scale,
             self._mask.locate(block),
@@ -311,7 +310,8 @@ def _merge(
     queries = block.queries
     before = log_sums[:, :, queries]
     after = torch.logaddexp(before, added_sums)
-    kept, new = (before - _finite(after)).exp(), (added_sums - _finite(after)).exp()
+    largest = _finite(after)
+    kept, new = (before - largest).exp(), (added_sums - largest).exp()
     output[:, :, queries] = output[:, :, queries] * kept.unsqueeze(-1) + added * new.unsqueeze(-1)
     log_sums[:, :, queries] = after
 

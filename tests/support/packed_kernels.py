@@ -188,7 +188,7 @@ def _block_forward(
     max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float,
     window_size_left: int, window_size_right: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """What no document writes is not a number: a real kernel may leave it as it was."""
+    """Leaves NaN where no document writes: a real kernel may leave what was there."""
     assert dropout_p == 0 and is_causal == ((window_size_left, window_size_right) == (-1, 0))
     output, log_sums = torch.full_like(query, torch.nan), query.new_full(query.shape[1::-1], torch.inf)
     offsets, longest = (cum_seq_q, cum_seq_k), (max_q, max_k)

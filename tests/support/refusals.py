@@ -16,10 +16,20 @@ EXAMPLES = {
         "attn_implementation=flash_attention_2",
         "precision=fp32",
     ),
+    "flash_kernels=fa3 does not go together with a machine without a GPU: ": ("flash_kernels=fa3",),
+    "flash_kernels=fa3 does not go together with precision=fp32: ": ("flash_kernels=fa3", "precision=fp32"),
+    "flash_kernels=fa3 does not go together with attn_implementation=eager: ": (
+        "flash_kernels=fa3",
+        "attn_implementation=eager",
+    ),
     "fused_kernels=auto does not go together with compile=true: ": ("fused_kernels=auto", "compile=true"),
     "activation_checkpoint_mode=every does not go together with activation_checkpoint_interval=0: ": (
         "activation_checkpoint_mode=every",
         "activation_checkpoint_interval=0",
+    ),
+    "activation_checkpoint_mode=selective does not go together with activation_checkpoint_interval=auto: ": (
+        "activation_checkpoint_mode=selective",
+        "activation_checkpoint_interval=auto",
     ),
     "activation_offload=true does not go together with activation_checkpoint_interval=0: ": (
         "activation_offload=true",

@@ -157,6 +157,7 @@ _DYNAMIC_ROPE = _is("rope_parameters.rope_type", "dynamic")
 _COMPILED = _is("compile", "true")
 _FP16 = _is("precision", "fp16")
 _FLASH = _is("attn_implementation", "flash_attention_2", "flash_attention_3")
+_FA3 = _is("flash_kernels", "fa3")
 _USER_LOSS = _given("loss", "loss={_target_: ...}")
 _KEEP_BEST = _given("keep_best", "keep_best")
 _EARLY_STOPPING = _given("early_stopping_patience", "early_stopping_patience")
@@ -188,6 +189,16 @@ INCOMPATIBLE = (
         "its kernels take bf16 and fp16",
         "use precision=bf16, or attn_implementation=sdpa",
     ),
+    Pair(_FA3, _NO_GPU, "its kernels need CUDA", "give flash_kernels=torch"),
+    Pair(
+        _FA3, _is("precision", "fp32"), "its kernels take bf16 and fp16", "use precision=bf16, or flash_kernels=torch"
+    ),
+    Pair(
+        _FA3,
+        _is("attn_implementation", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"),
+        "it replaces the kernels of sdpa, varlen and rings",
+        "give flash_kernels=torch, or attn_implementation=auto",
+    ),
     Pair(
         _is("fused_kernels", "auto"),
         _COMPILED,
@@ -199,6 +210,12 @@ INCOMPATIBLE = (
         _is("activation_checkpoint_interval", "0"),
         "nothing is recomputed then",
         "give activation_checkpoint_interval=1 or more, or activation_checkpoint_mode=grouped",
+    ),
+    Pair(
+        _is("activation_checkpoint_mode", "every", "selective"),
+        _is("activation_checkpoint_interval", "auto"),
+        "it chooses the mode too",
+        "give an activation_checkpoint_interval of 1 or more, or omit activation_checkpoint_mode",
     ),
     Pair(
         _is("activation_offload", "true"),

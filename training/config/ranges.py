@@ -22,7 +22,7 @@ _RANGE = "range"  # the key in a field's metadata
 class Range:
     """The numbers that a field may have. words: follow "key=value: " in the message. NaN is in no range."""
 
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
     words: str
 
 
@@ -61,7 +61,14 @@ def one_of(*values: int, note: str = "", default: Any = MISSING) -> Any:
     return _declare(lambda value: value in values, f"one of {', '.join(map(str, values))}", note, default)
 
 
-def _declare(holds: Callable[[float], bool], words: str, note: str, default: Any) -> Any:
+def whole_or(word: str, *, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field of a whole number that is not negative, or of this word."""
+    return _declare(
+        lambda value: value == word or (type(value) is int and value >= 0), f"0 or more, or {word}", note, default
+    )
+
+
+def _declare(holds: Callable[[Any], bool], words: str, note: str, default: Any) -> Any:
     allowed = Range(holds, f"{words}; {note}" if note else words)
     return dataclasses.field(default=default, metadata={_RANGE: allowed})
 
@@ -77,7 +84,7 @@ def check_ranges(config: Any) -> None:
     for key, value, allowed in _walk(config):
         for number in value.values() if isinstance(value, dict) else [] if value is None else [value]:
             if not allowed.holds(number):
-                finite = "" if math.isfinite(number) else "a finite number, "
+                finite = "" if isinstance(number, str) or math.isfinite(number) else "a finite number, "
                 raise UserError(f"{key}={value}: {finite}{allowed.words}")
 
 

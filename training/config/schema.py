@@ -22,10 +22,11 @@ from data.options import ControlTokens, LengthPolicy, MixtureUnit, OnBadRecord, 
 from errors import UserError
 from models.adapters.options import AdapterOptions
 from models.losses.options import DPOLossType, NLLReduction
-from training.config.ranges import at_least, below, between, one_of, positive, share, zero_or_more
+from training.config.ranges import at_least, below, between, one_of, positive, share, whole_or, zero_or_more
 
 Schema = TypeVar("Schema")
 CONF = Path(__file__).resolve().parents[2] / "conf"
+AUTO = "auto"  # of activation_checkpoint_interval
 NOT_GIVEN = "(not given)"  # the value of a key without a default in a run that does not read it
 
 
@@ -80,6 +81,11 @@ class ContextParallelMode(Enum):
     auto = "auto"
     ulysses = "ulysses"
     ring = "ring"
+
+
+class FlashKernels(Enum):
+    torch = "torch"
+    fa3 = "fa3"
 
 
 class FusedKernels(Enum):
@@ -392,11 +398,12 @@ class RunConfig:
     gradient_reduce_dtype: ReduceDtype = MISSING
     offload_optimizer: Offload = MISSING
     offload_parameters: Offload = MISSING
-    activation_checkpoint_interval: int = zero_or_more()
+    activation_checkpoint_interval: Any = whole_or(AUTO)  # noqa: RUF009  # a field, as the other ranges
     activation_checkpoint_mode: CheckpointMode = MISSING
     activation_offload: bool = MISSING
     compile: bool = MISSING
     attn_implementation: AttnImplementation = MISSING
+    flash_kernels: FlashKernels = MISSING
     fused_kernels: FusedKernels = MISSING
 
     plan: Any = MISSING

@@ -136,6 +136,7 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "torch", "torch:ops.aten", _BLOCK_KERNELS, "attention of queries to one block of keys at a time"
     yield "torch", "torch", ("_C",), "counting the tokens of experts once"
     yield "torch", "torch._C", ("_current_graph_task_id",), "counting the tokens of experts once"
+    yield "torch", "torch._C", ("_set_sm_carveout_experimental",), "sparing multiprocessors (flash_kernels=fa3)"
     config = "transformers.configuration_utils:PreTrainedConfig"
     yield "transformers", config, ("_attn_implementation",), "choosing the attention kernel"
     yield "transformers", config, ("_experts_implementation",), "choosing how experts are computed"

@@ -35,6 +35,7 @@ class OptimizerKeys(GroupKeys, Protocol):
     """The keys of a run that set how its weights are updated."""
 
     optimizer: OptimizerConfig
+    compile: bool  # of layers, and of the updates that are written here
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,9 @@ def _probe_custom(spec: str) -> DeclaredState:
 
 
 ROUNDED_ADAMW = OptimizerKind(
-    lambda groups, config: RoundedAdamW(groups, config.learning_rate, _betas(config), config.optimizer.eps),
+    lambda groups, config: RoundedAdamW(
+        groups, config.learning_rate, _betas(config), config.optimizer.eps, compiles=config.compile
+    ),
     lambda config: {"exp_avg": ROUNDED, "exp_avg_sq": ROUNDED, "step": COUNT},
     rounded_adamw.NUM_BUFFERS,
 )
@@ -206,7 +209,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     ),
     OptimizerName.adamw_8bit: OptimizerKind(_build_adamw_8bit, _declare_adamw_8bit),
     OptimizerName.lion: OptimizerKind(
-        lambda groups, config: Lion(groups, betas=_betas(config)),
+        lambda groups, config: Lion(groups, betas=_betas(config), compiles=config.compile),
         lambda config: {"exp_avg": ELEMENTWISE},
         lion.NUM_BUFFERS,
     ),

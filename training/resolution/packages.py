@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from errors import UserError
-from training.config.schema import AttnImplementation, LoggerName, OptimizerName, RunConfig
+from models.layers import flash_kernels
+from training.config.schema import AttnImplementation, FlashKernels, LoggerName, OptimizerName, RunConfig
 
 _ATTENTION = {
     AttnImplementation.flash_attention_2: "flash_attn",
@@ -26,6 +27,11 @@ def check_packages(config: RunConfig) -> None:
         raise UserError(
             f"attn_implementation={config.attn_implementation.value} needs the package {package}; install it, or use "
             "sdpa"
+        )
+    if config.flash_kernels is FlashKernels.fa3 and not has_package(flash_kernels.PACKAGE):
+        raise UserError(
+            f"flash_kernels=fa3 needs the package {flash_kernels.PACKAGE} (FlashAttention-3); install it, or give "
+            "flash_kernels=torch"
         )
     logger = config.logger.name
     if logger is not LoggerName.none and not has_package(logger.value):

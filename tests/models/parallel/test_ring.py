@@ -217,7 +217,7 @@ def test_a_gpu_kernel_takes_what_a_block_gives_it(is_causal: bool) -> None:
     query, key = (torch.empty(2, heads, 16, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2))
     output, log_sums = block_kernels._attend_flash(query, key, key, is_causal, SCALE)
     assert (output.shape, log_sums.shape, log_sums.dtype) == (query.shape, query.shape[:3], torch.float32)
-    found = block_kernels._differentiate_flash(output, query, key, key, output, log_sums, is_causal, SCALE)
+    found = block_kernels._differentiate_flash(output, query, key, key, (output, log_sums), is_causal, SCALE)
     assert [each.shape for each in found] == [query.shape, key.shape, key.shape]
 
 
@@ -230,7 +230,9 @@ def test_a_gpu_kernel_takes_the_documents_of_a_block(is_diagonal: bool, window: 
     output, log_sums = block_kernels._attend_flash(query, key, key, is_diagonal, SCALE, documents)
     assert (output.shape, log_sums.shape) == (query.shape, query.shape[:3])
     assert (output.dtype, log_sums.dtype) == (torch.bfloat16, torch.float32)
-    found = block_kernels._differentiate_flash(output, query, key, key, output, log_sums, is_diagonal, SCALE, documents)
+    found = block_kernels._differentiate_flash(
+        output, query, key, key, (output, log_sums), is_diagonal, SCALE, documents
+    )
     assert [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in (query, key, key)]
 
 

@@ -23,6 +23,7 @@ from training.resolution.resolve import check_keys
             "bitsandbytes",
             "load_in_4bit=true needs the package bits",
         ),
+        (["flash_kernels=fa3"], "flash_attn_interface", "flash_kernels=fa3 needs the package flash_attn_interface"),
         (["logger=wandb"], "wandb", "logger=wandb needs the package wandb"),
         (["optimizer=adamw_8bit"], "bitsandbytes", "optimizer=adamw_8bit needs the package bitsandbytes"),
     ],
