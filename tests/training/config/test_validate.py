@@ -69,6 +69,12 @@ def test_the_defaults_pass() -> None:
             "activation_checkpoint_interval=often: 0 or more, or auto",
         ),
         ("activation_checkpoint_interval=1.5", "activation_checkpoint_interval=1.5: 0 or more, or auto"),
+        ("activation_checkpoint_interval=null", "activation_checkpoint_interval=null: 0 or more, or auto"),
+        ("activation_checkpoint_interval=[1]", "activation_checkpoint_interval=[1]: 0 or more, or auto"),
+        (
+            "activation_checkpoint_interval={layers:1}",
+            "activation_checkpoint_interval={'layers': 1}: 0 or more, or auto",
+        ),
         ("num_train_epochs=0", "num_train_epochs=0.0: more than 0"),
         (
             "optimizer.betas=[0.9,0.999] optimizer.state_dtype=bf16",
