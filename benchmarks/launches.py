@@ -243,6 +243,21 @@ def render(passes: tuple[Counted, Counted], attention: int, tokens: int, hardwar
     yield join(rest, 1e-3 / hardware.memory_bandwidth, 2)
 
 
+def tabulate(
+    model: str, tokens: int, rank: int, documents: int, hardware_name: str
+) -> tuple[list[str], dict[str, tuple[Counted, Counted]]]:
+    """Return a row of the table, in Markdown, for each of the contenders, and what was counted of it."""
+    contenders, config = build_contenders(model, rank, documents)
+    (hardware,) = (each for each in load_hardware() if each.name == hardware_name)
+    counts = {name: count(each, config.hidden_size, tokens) for name, each in contenders.items()}
+    rows = []
+    for name, passes in counts.items():
+        length = tokens * contenders[name].parts.size
+        attention = count_attention(config, contenders[name].documents, length, tokens)
+        rows.append(f"| {name} | {' | '.join(render(passes, attention, tokens, hardware))} |")
+    return rows, counts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama_8b", help="of conf/model (llama_8b)")
@@ -251,17 +266,11 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=32, help="of a packed row, equally long (32)")
     parser.add_argument("--hardware", default="h100", help="of conf/hardware (h100)")
     arguments = parser.parse_args()
-    tokens = arguments.tokens
-    contenders, config = build_contenders(arguments.model, arguments.rank, arguments.documents)
-    (hardware,) = (each for each in load_hardware() if each.name == arguments.hardware)
-    print(f"a layer of {arguments.model}, {tokens} tokens, bf16; of a token, forward / backward\n")
+    rows, counts = tabulate(arguments.model, arguments.tokens, arguments.rank, arguments.documents, arguments.hardware)
+    print(f"a layer of {arguments.model}, {arguments.tokens} tokens, bf16; of a token, forward / backward\n")
     print("| | operators | products, KB | the rest, KB | FLOPs at peak, us | products, us | the rest, us |")
     print("|---|---|---|---|---|---|---|")
-    counts = {name: count(each, config.hidden_size, tokens) for name, each in contenders.items()}
-    for name, passes in counts.items():
-        length = tokens * contenders[name].parts.size
-        attention = count_attention(config, contenders[name].documents, length, tokens)
-        print(f"| {name} | {' | '.join(render(passes, attention, tokens, hardware))} |")
+    print("\n".join(rows))
     for name, passes in counts.items():
         listed = " / ".join(", ".join(f"{n} {key}" for key, n in each.operators.most_common()) for each in passes)
         print(f"\n{name}: {listed}")

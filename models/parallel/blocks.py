@@ -307,13 +307,11 @@ def _merge(
     block: Block, added: torch.Tensor, added_sums: torch.Tensor, output: torch.Tensor, log_sums: torch.Tensor
 ) -> None:
     """Merge outputs and log-sum-exp of the block's keys into those of the keys so far."""
-    queries = block.queries
-    before = log_sums[:, :, queries]
-    after = torch.logaddexp(before, added_sums)
-    largest = _finite(after)
-    kept, new = (before - largest).exp(), (added_sums - largest).exp()
-    output[:, :, queries] = output[:, :, queries] * kept.unsqueeze(-1) + added * new.unsqueeze(-1)
-    log_sums[:, :, queries] = after
+    before = log_sums[:, :, block.queries]
+    # What the block's keys are of the sum of all; of a query without a key in either the outputs stay zeros
+    share = (added_sums - before).sigmoid_().nan_to_num_()
+    output[:, :, block.queries].lerp_(added.to(output.dtype), share.unsqueeze(-1))
+    torch.logaddexp(before, added_sums, out=before)
 
 
 def _finite(log_sums: torch.Tensor) -> torch.Tensor:

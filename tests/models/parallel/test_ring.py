@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.packed_kernels import play_block_kernels
 from support.strict_device import NAME, start_recording
 from support.workers import WorkerGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.parallel import block_kernels, blocks
 from models.parallel.blocks import BlockAttention, SequenceMask
@@ -135,6 +136,35 @@ def attend_by_blocks(size: int, seen: SequenceMask, inputs: list[torch.Tensor], 
         output.index_add_(2, places, part)
         gradients[0].index_add_(2, places, through.query_gradient)
     return output, *gradients
+
+
+class Recorded(TorchDispatchMode):
+    """The operators within it that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mask", [build_mask(None, None), build_mask(PACKED, None)], ids=["whole", "packed"])
+def test_a_block_is_merged_in_one_pass_over_its_outputs(mask: SequenceMask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to the kernel: a cast of its output, one operator that merges it, four on a number per head and query."""
+    query, key = (torch.randn(BATCH, heads, LENGTH, SIZE, dtype=torch.bfloat16) for heads in (HEADS, GROUPS))
+    attended = torch.zeros_like(query[:, :, :16]), torch.zeros(BATCH, HEADS, 16)
+    kernel = block_kernels.BlockKernel(lambda *_: attended, lambda *_: pytest.fail())
+    monkeypatch.setattr(blocks, "find_kernel", lambda _: kernel)
+    attention = BlockAttention(query, GROUPS, SCALE, mask, uses_kernels=True)
+    output, log_sums = attention.start_forward()
+    block = blocks.Block(slice(0, 16), slice(0, 16), 16, 0)
+    mask.locate(block)  # once per micro-batch
+    with Recorded() as found:
+        attention.attend(key, key, [block], output, log_sums)
+    assert sorted(found.names) == ["_to_copy", "lerp_", "logaddexp", "nan_to_num_", "sigmoid_", "sub"]
 
 
 ROWS = [[4] * LENGTH, [4, 5, 6] + [7] * 29, [4] * 16 + [5] * 16, [*range(4, LENGTH + 4)]]
