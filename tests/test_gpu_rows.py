@@ -3,7 +3,9 @@ or a reason here why it has none; and the rows' time."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -12,13 +14,13 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks.gpu import _MINUTES
-from benchmarks.gpu_parts.cases import CASES, SHARED, Case
+from benchmarks.gpu_parts.cases import CASES, FA3, SHARED, Case
 from benchmarks.gpu_parts.fast import _FITTING, Fast
 from benchmarks.gpu_parts.fast import CASES as SPEED_CASES
 from benchmarks.gpu_parts.machine import Machine
 from benchmarks.gpu_parts.measured_runs import MeasuredRuns
 from benchmarks.gpu_parts.processes import Deadline
-from benchmarks.gpu_parts.rows import NotRun
+from benchmarks.gpu_parts.rows import NotRun, check_needs
 from benchmarks.gpu_parts.shapes import find_shape
 from training.config.key_table import GROUP_SECTION, list_keys, list_types
 from training.config.schema import CONF
@@ -140,6 +142,17 @@ def test_a_row_that_is_left_out_is_missed(feature: str) -> None:
 
 def test_a_mixture_of_experts_has_a_row() -> None:
     assert {case.precision for case in CASES if case.model == "mixtral"} == {"fp32", "bf16"}
+
+
+@pytest.mark.parametrize(("capability", "needed"), [("", True), ("8.0", True), ("9.0", False), ("10.0", True)])
+def test_rows_of_hopper_kernels_are_left_out_elsewhere(
+    capability: str, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu_parts.rows.is_installed", lambda _: True)
+    machine = dataclasses.replace(H100, capability=capability)
+    for case in (case for case in CASES if FA3 in case.overrides):
+        with pytest.raises(NotRun, match=r"^needs a GPU of compute capability 9\.0$") if needed else nullcontext():
+            check_needs(case.needs, machine)
 
 
 def test_fast_fits_its_time() -> None:

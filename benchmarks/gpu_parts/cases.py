@@ -21,8 +21,8 @@ KINDS_OF_DATA = {"sft": "sft", "dpo": "preference", "reward": "preference", "kto
 class Case:
     """A run and what it is compared with.
 
-    model: the name of one that `material.save_model` makes. task: whose data it takes. needs: "gpu", or a package
-    without which it cannot run.
+    model: the name of one that `material.save_model` makes. task: whose data it takes. needs: "gpu", "hopper"
+    (compute capability 9.0), or a package without which it cannot run.
     """
 
     name: str
@@ -81,9 +81,11 @@ CASES = (
     Case("pp2 activation_offload, bf16", (*PP2, RECOMPUTED, "activation_offload=true"), 2, "bf16"),
     Case(
         "cp2 ring, packed, flash kernels, bf16", (*CP2, "context_parallel_mode=ring", FA3), 2, "bf16", packed=True,
-        needs=("gpu", "flash_attn_interface"),
+        needs=("hopper", "flash_attn_interface"),
     ),
-    Case("flash kernels, packed, bf16", (FA3,), precision="bf16", packed=True, needs=("gpu", "flash_attn_interface")),
+    Case(
+        "flash kernels, packed, bf16", (FA3,), precision="bf16", packed=True, needs=("hopper", "flash_attn_interface"),
+    ),
     Case("fused kernels, bf16", ("fused_kernels=auto",), precision="bf16", needs=("gpu", "triton", "liger_kernel")),
     Case("dp2 bf16 states, bf16", ("optimizer.state_dtype=bf16",), 2, "bf16", optimizer="adamw"),
     Case("dp2 8-bit states, bf16", (), 2, "bf16", optimizer="adamw_8bit", needs=("bitsandbytes",)),
