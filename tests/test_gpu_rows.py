@@ -59,6 +59,9 @@ WITHOUT_ROW = {
     "the passes and log-probabilities are those of dpo; the formula is a few numbers per pair": (
         "task=orpo", "task=simpo", "task=cpo", "dpo", "orpo", "simpo", "cpo", "reward", "kto", "label_smoothing",
     ),
+    "the head and the positions are those of reward; the loss is a few numbers per document": (
+        "task=classification", "classification",
+    ),
     "plain tokens, as in sft; rows are packed as in the packed rows": ("task=pretrain",),
     "random numbers, which differ between a GPU and its oracle": (
         "neftune_noise_alpha", "adapter.lora_dropout",

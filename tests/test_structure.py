@@ -23,7 +23,7 @@ CONFIGURATION = {"hydra", "omegaconf"}
 MODELS = (
     ("models.parallel", "models.storage"),
     ("models.layers", "models.losses"),
-    ("models.experts",),
+    ("models.experts", "models.heads"),
     ("models.families", "models.generic"),
     ("models.architecture",),
     ("models.sharding",),

@@ -14,7 +14,7 @@ from filesystem import publish_changed, write_atomically
 from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import WriteOptions, export_hugging_face
 from models.conversion.model_files import write_json
-from models.layers.score_head import is_reward_model
+from models.heads.table import find_head
 from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import check_disk_space, copy_processor_files
 from models.storage.tensor_files import load_json
@@ -90,7 +90,7 @@ def _save_model_files(
     for name in ("config.json", "generation_config.json"):
         for token_id in ends:
             add_eos_token_id(folder / name, token_id)
-    if is_reward_model(setup.architecture):  # `transformers` searches for the last token that is not padding
+    if find_head(setup.architecture) is not None:  # `transformers` searches for the last token that is not padding
         set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
 
 

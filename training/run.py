@@ -23,7 +23,7 @@ from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
 from training.export import export, export_step, prepare_folder
-from training.inputs.datasets import list_trained_stops, load_tokenizer, tokenize
+from training.inputs.datasets import complete_labels, list_trained_stops, load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
@@ -90,7 +90,9 @@ def inspect_data(config: RunConfig, ranks: Ranks) -> None:
         return
     check_config(config, has_accelerator=True)
     check_objective(config)
-    tokenizer = load_tokenizer(config, open_source(config, None))
+    source = open_source(config, None)
+    config = complete_labels(config, source.config)
+    tokenizer = load_tokenizer(config, source)
     print_inspection(config, tokenize(config, tokenizer, ranks.say, compares_bytes=True), tokenizer)
 
 

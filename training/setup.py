@@ -22,9 +22,9 @@ from models.parallel.shard import find_length_multiple
 from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
 from models.weights.fingerprint import fingerprint_weights
+from models.weights.new_head import add_head
 from models.weights.random_weights import RandomWeights
 from models.weights.resized_vocab import ResizedVocabWeights
-from models.weights.reward import as_reward_model
 from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 from models.weights.trained_adapter import check_same_adapter, read_trained_adapter
@@ -38,7 +38,7 @@ from training.costs.hardware import Machine
 from training.distributed.process import broadcast_from_main, describe_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.engine.deepspeed_internals import check_internals
-from training.inputs.datasets import build_row_plan, count_added_rows
+from training.inputs.datasets import build_row_plan, complete_labels, count_added_rows
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
 from training.resolution.packages import check_packages, has_package
@@ -94,10 +94,11 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
 
 
 def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks) -> RunSetup:
-    """Return the setup of a run that starts from `source`. Raises UserError."""
+    """Return the setup of a run that starts from `source`; its config names the labels. Raises UserError."""
+    config = complete_labels(config, source.config)
     resolved = resolve(config, source, find_target(config, ranks))
-    if resolved.objective.scores_rows:
-        source = as_reward_model(source, config.seed)
+    if (head := resolved.objective.head) is not None:
+        source = add_head(source, head, resolved.objective.name_labels(config.data), config.seed)
     source.check_complete(resolved.layers)
     return RunSetup(
         **{field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)},

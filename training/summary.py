@@ -16,7 +16,7 @@ from models.adapters.options import AdapterName
 from models.adapters.targets import describe_targets
 from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
-from models.layers.score_head import is_reward_model
+from models.heads.table import find_head
 from models.weights.passthrough import find_passthrough, render_mib
 from models.weights.source import WeightSource
 from training.checkpoint.best import Best
@@ -250,7 +250,7 @@ def show_end(
         show_panel(f"done: {step} steps, not saved (save_final=false)", facts)
         return
     facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
-    if not is_reward_model(setup.architecture):
+    if find_head(setup.architecture) is None:
         facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
     resume = "latest" if best is None or best.step == step else folder.checkpoints / f"global_step{best.step}"
     facts["evaluate it"] = f"the same command with evaluate_only=true resume={resume} eval_file=FILE"

@@ -90,9 +90,9 @@ def read_tools(value: object, location: str) -> list | None:
     return parsed or None
 
 
-def check_messages(messages: object, location: str) -> list[Turn]:
-    """Return messages whose roles, order and content can be read, in the form that templates get. Raises `UserError`
-    naming `location` for others."""
+def check_messages(messages: object, location: str, needs_answer: bool = True) -> list[Turn]:
+    """Return messages whose roles, order and content can be read, in the form that templates get. needs_answer: an
+    assistant turn is among them. Raises `UserError` naming `location` for others."""
     if not isinstance(messages, list) or not messages:
         raise UserError(
             f"{location}: messages must be a list of objects with a role and a content; fix or remove the record"
@@ -100,7 +100,7 @@ def check_messages(messages: object, location: str) -> list[Turn]:
     before = ""
     for number, message in enumerate(messages, start=1):
         before = _check_message(message, before, f"{location}: message {number}")
-    if not any(message["role"] == ASSISTANT for message in messages):
+    if needs_answer and not any(message["role"] == ASSISTANT for message in messages):
         raise UserError(f"{location}: no assistant turn among the messages, so no target; remove the record")
     return [normalize_message(message) for message in messages]
 

@@ -30,6 +30,7 @@ from models.adapters.targets import (
     list_projections,
     list_targets,
 )
+from models.heads.head import Head
 from models.layers.layer import Layer
 from models.storage.hub import split_revision
 
@@ -40,12 +41,19 @@ HEAD = "lm_head"
 
 
 def build_adapter(
-    options: AdapterOptions, layers: Sequence[Layer], *, seed: int, base_name: str, is_part: bool = False
+    options: AdapterOptions,
+    layers: Sequence[Layer],
+    *,
+    seed: int,
+    base_name: str,
+    is_part: bool = False,
+    head: Head | None = None,
 ) -> Adapter | None:
     """Build the adapter that `options` describe; None where they ask for none.
 
     seed: of the random matrices. base_name: the base model's name or path, which peft's config names. is_part: the
-    layers belong to a wrapped model, which may have other modules of the same names.
+    layers belong to a wrapped model, which may have other modules of the same names. head: of the model in place of its
+    LM head; it is trained and saved whole.
     Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an
     adapter.
     """
@@ -57,7 +65,7 @@ def build_adapter(
     if options.name_or_path:
         lora, tensors = _load_adapter(Path(options.name_or_path).expanduser(), layers)
     else:
-        lora, tensors = _build_new_config(options, layers), {}
+        lora, tensors = _build_new_config(options, layers, head), {}
     lora.base_model_name_or_path, lora.revision = split_revision(base_name)
     check_experts(lora, layers)
     if is_part:
@@ -88,8 +96,9 @@ def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict
     return lora, tensors
 
 
-def _build_new_config(options: AdapterOptions, layers: Sequence[Layer]) -> LoraConfig:
-    saved = choose_saved(options.modules_to_save or [], layers)
+def _build_new_config(options: AdapterOptions, layers: Sequence[Layer], head: Head | None) -> LoraConfig:
+    own = [] if head is None else [head.prefix.removesuffix(".")]
+    saved = choose_saved(list(dict.fromkeys([*(options.modules_to_save or []), *own])), layers)
     return build_lora_config(
         layers,
         options.target_modules,
@@ -100,6 +109,7 @@ def _build_new_config(options: AdapterOptions, layers: Sequence[Layer]) -> LoraC
         use_rslora=options.use_rslora,
         use_dora=options.use_dora,
         modules_to_save=saved or None,
+        task_type="CAUSAL_LM" if head is None else head.peft_task,
         # peft would give a tied head the embedding of the base model
         ensure_weight_tying=bool(saved) and not layers[-1].owns_weights,
     )

@@ -166,6 +166,10 @@ EXAMPLES = {
         "data=unpaired_preference",
         "data.length_policy=split",
     ),
+    "data=classification does not go together with data.length_policy=split: ": (
+        "data=classification",
+        "data.length_policy=split",
+    ),
     "data.streaming=true does not go together with max_steps=null: ": ("data.streaming=true",),
     **{
         f"data.streaming=true does not go together with {other}: ": ("data.streaming=true", "max_steps=5", override)
@@ -174,6 +178,7 @@ EXAMPLES = {
             "save_epochs": "save_epochs=1",
             "data=preference": "data=preference",
             "data=unpaired_preference": "data=unpaired_preference",
+            "data=classification": "data=classification",
             "train_file with shares": "train_file=[{path: a.jsonl, weight: 1}]",
             "data.eval_fraction=0.1": "data.eval_fraction=0.1",
             "data.eval_samples=5": "data.eval_samples=5",
@@ -190,10 +195,9 @@ EXAMPLES = {
         "data=unpaired_preference",
         "loss={_target_: my.Loss}",
     ),
-    "task=reward does not go together with adapter=lora: the new head": (
-        "data=preference",
-        "task=reward",
-        "adapter=lora",
+    "data=classification does not go together with loss={_target_: ...}: ": (
+        "data=classification",
+        "loss={_target_: my.Loss}",
     ),
     "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: ": (
         "data=preference",

@@ -137,6 +137,9 @@ _TIMED_HERE = Feature(
 )
 _DPO = _is("data.name", "preference")
 _UNPAIRED = _is("data.name", "unpaired_preference")
+_LABELLED = Feature(
+    "data=classification", lambda run: "labels" in find_keys(find_kind(run.config.data.name)), "data.name"
+)
 _PAIRS = Feature("data=preference", lambda run: find_kind(run.config.data.name).samples_per_record > 1, "data.name")
 _LORA = _is("adapter.name", "lora")
 _FROM_SCRATCH = _is("init", "random")
@@ -469,6 +472,12 @@ INCOMPATIBLE = (
         "give data.length_policy=truncate or drop",
     ),
     Pair(
+        _LABELLED,
+        _is("data.length_policy", "split"),
+        "its label is that of the whole document",
+        "give data.length_policy=truncate or drop",
+    ),
+    Pair(
         _STREAMED,
         Feature("max_steps=null", lambda run: run.config.max_steps is None, "max_steps"),
         _NO_EPOCHS,
@@ -478,6 +487,7 @@ INCOMPATIBLE = (
     Pair(_STREAMED, _given("save_epochs", "save_epochs"), _NO_EPOCHS, "give save_steps"),
     Pair(_STREAMED, _PAIRS, "preferences are scored before the first step", "give data.streaming=false"),
     Pair(_STREAMED, _UNPAIRED, "preferences are scored before the first step", "give data.streaming=false"),
+    Pair(_STREAMED, _LABELLED, "the labels of a stream are not kept", "give data.streaming=false"),
     Pair(
         _STREAMED,
         _MIXTURE,
@@ -498,12 +508,7 @@ INCOMPATIBLE = (
     Pair(_positive("label_smoothing"), _USER_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(_UNPAIRED, _USER_LOSS, "each of them defines the loss", "give one of them"),
-    Pair(
-        _is("task", "reward"),
-        _LORA,
-        "the new head is trained in full, but only an adapter is saved",
-        "give adapter=none; freeze excludes weights by name",
-    ),
+    Pair(_LABELLED, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(
         _positive("dpo.label_smoothing"),
         _is("dpo.loss_type", "ipo", "hinge"),

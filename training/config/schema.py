@@ -18,7 +18,16 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from data.options import ControlTokens, LengthPolicy, MixtureUnit, OnBadRecord, PadTo, RewrittenTurns, TrainOn
+from data.options import (
+    ControlTokens,
+    LengthPolicy,
+    MixtureUnit,
+    OnBadRecord,
+    PadTo,
+    ProblemType,
+    RewrittenTurns,
+    TrainOn,
+)
 from errors import UserError
 from models.adapters.options import AdapterOptions
 from models.losses.options import DPOLossType, NLLReduction
@@ -146,6 +155,9 @@ class DataConfig:
     chosen_field: str | None = MISSING
     rejected_field: str | None = MISSING
     label_field: str | None = MISSING
+    text_pair_field: str | None = MISSING
+    problem_type: ProblemType = MISSING
+    labels: list[str] | None = MISSING
     train_on: TrainOn = MISSING
     rewritten_turns: RewrittenTurns = MISSING
     template_kwargs: Any = MISSING  # a mapping; built by training/inputs/datasets.py
@@ -224,6 +236,11 @@ class CPOConfig:
 @dataclass
 class RewardConfig:
     centering_coef: float = zero_or_more(note="0 turns it off")
+
+
+@dataclass
+class ClassificationConfig:
+    class_weights: list[float] | None = MISSING
 
 
 @dataclass
@@ -334,6 +351,7 @@ class RunConfig:
     simpo: SimPOConfig = field(default_factory=SimPOConfig)
     cpo: CPOConfig = field(default_factory=CPOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    classification: ClassificationConfig = field(default_factory=ClassificationConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)

@@ -12,13 +12,13 @@ from training.objectives.registry import get_objective
 
 
 def compute_loss(stage: Stage) -> Memory:
-    """Return the bytes of the loss on the last stage; scores of rows take next to nothing.
+    """Return the bytes of the loss on the last stage; scores of documents take next to nothing.
 
     A rank's logits are those of its share of the vocabulary. Included are the gradients of the head and of its input,
     as far as they exceed those that `layers.py` counts for the other layers.
     """
     run = stage.run
-    if not stage.has_loss or get_objective(run.config).scores_rows:
+    if not stage.has_loss or get_objective(run.config).head is not None:
         return Memory()
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
     hidden = stage.chunks[-1].block_bytes

@@ -82,7 +82,7 @@ class ProgressBar:
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
             say(
-                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}"
+                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_progress(record)}"
                 f"{''.join(f'{each}  ' for each in routed)}{_describe_norm(record)}  lr {record['learning_rate']:.2e}  "
                 f"{record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
             )
@@ -110,12 +110,20 @@ def _describe_norm(record: Record) -> str:
     return f"grad_norm {'-' if norm is None else f'{norm:.3f}'}" + (f" ({skipped} skipped{scaled})" if skipped else "")
 
 
-def _describe_rewards(record: Record) -> str:
-    return (
-        f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  "
-        if "rewards_accuracy" in record
-        else ""
-    )
+def _describe_progress(record: Record) -> str:
+    """Return the most telling metrics besides the loss, of pairs and of labels."""
+    if "rewards_accuracy" in record:
+        return f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  "
+    return "".join(f"{text}  " for text in _describe_labels(record, ""))
+
+
+def _describe_labels(record: Record, prefix: str) -> list[str]:
+    forms = {"accuracy": ".1%", "f1": ".4f", "auc": ".4f", "mae": ".4f"}
+    return [
+        f"{name} {record[prefix + name]:{form}}"
+        for name, form in forms.items()
+        if record.get(prefix + name) is not None
+    ]
 
 
 def _describe_routers(record: Record) -> list[str]:
@@ -126,8 +134,8 @@ def _describe_routers(record: Record) -> list[str]:
 
 
 def describe_evaluation(record: Record) -> str:
-    """Return an evaluation in words: the loss, and the perplexity or the share of pairs whose chosen answer has the
-    higher reward; then the same for each named file."""
+    """Return an evaluation in words: the loss, and the perplexity, or the share of pairs whose chosen answer has the
+    higher reward, or the metrics of labels; then the same for each named file."""
     names = [match[1] for key in record if (match := re.fullmatch("eval_(.+)_tokens", key))]
     described = [f"{name}: {_describe_file(_take_file(record, f'eval_{name}_'))}" for name in names]
     return "; ".join([_describe_file(record), *described])
@@ -141,6 +149,8 @@ def _describe_file(record: Record) -> str:
     loss = f"eval_loss {record['eval_loss']:.4f}  "
     if "eval_rewards_accuracy" in record:
         return loss + f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
+    if labels := _describe_labels(record, "eval_"):
+        return loss + "  ".join(labels)
     accuracy = f"  token accuracy {record['eval_token_accuracy']:.1%}" if "eval_token_accuracy" in record else ""
     return loss + f"perplexity {perplexity(record['eval_loss']):.2f}{accuracy}"
 

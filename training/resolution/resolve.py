@@ -22,8 +22,10 @@ from models.adapters.adapter import Adapter
 from models.adapters.build import build_adapter, check_added_tokens, check_peft_names
 from models.adapters.freeze import check_freeze
 from models.adapters.options import AdapterName
+from models.adapters.targets import is_saved
 from models.architecture.lookup import build_layers
 from models.experts.router import RouterOptions
+from models.heads.table import find_head
 from models.layers.layer import Layer
 from models.layers.wrapped import Wrapper
 from models.parallel.shard import ContextParallel
@@ -220,15 +222,22 @@ def _build_sharded(config: RunConfig, architecture: PretrainedConfig, model: Des
 
 
 def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Layer], target: Target) -> Adapter | None:
+    head = get_objective(config).head
     adapter = build_adapter(
         config.adapter,
         layers,
         seed=config.seed,
         base_name=config.model_name_or_path,
         is_part=model.wrapper is not None,
+        head=head,
     )
     if adapter is None:
         return None
+    if head is not None and find_head(model.config) is None and not is_saved(layers[-1], adapter.config):
+        raise UserError(
+            f"adapter.name_or_path={config.adapter.name_or_path}: the adapter has no head, and that of a new "
+            f"{head.words} is saved with its adapter; omit it, or start from an adapter of such a model"
+        )
     path = str(model.path)
     if not target.is_planned or has_tokenizer(config, path):
         check_added_tokens(config.adapter, list_new_tokens(config, path), layers)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from data.encoders.chat import ChatEncoder
+from data.encoders.kinds import find_kind
 from data.encoders.preference import PreferenceEncoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.unpaired import UnpairedEncoder
@@ -96,7 +97,8 @@ def test_pairs_stay_together(tokenizer, tmp_path: Path) -> None:
 def test_answers_say_whether_they_were_liked(tokenizer, tmp_path: Path) -> None:
     records = [{"prompt": "a?", "completion": f"b {n}", "label": n == 1} for n in range(3)]
     path = prepare(tokenizer, tmp_path, {"a": records}, UnpairedEncoder())
-    save_page({"train_file": path}, tmp_path / "page.html", title="", tokenizer=tokenizer)
+    names = find_kind("unpaired_preference").label_names
+    save_page({"train_file": path}, tmp_path / "page.html", title="", tokenizer=tokenizer, label_names=names)
     answers = [sample["answer"] for sample in load_page(tmp_path / "page.html")["samples"]]
     assert answers == ["not liked", "liked", "not liked"]
 
