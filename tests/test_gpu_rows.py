@@ -60,7 +60,7 @@ WITHOUT_ROW = {
         "task=orpo", "task=simpo", "task=cpo", "dpo", "orpo", "simpo", "cpo", "reward", "kto", "label_smoothing",
     ),
     "the head and the positions are those of reward; the loss is a few numbers per document": (
-        "task=classification", "classification",
+        "task=classification", "classification", "task=token_classification", "task=process_reward",
     ),
     "plain tokens, as in sft; rows are packed as in the packed rows": ("task=pretrain",),
     "random numbers, which differ between a GPU and its oracle": (

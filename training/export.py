@@ -90,7 +90,8 @@ def _save_model_files(
     for name in ("config.json", "generation_config.json"):
         for token_id in ends:
             add_eos_token_id(folder / name, token_id)
-    if find_head(setup.architecture) is not None:  # `transformers` searches for the last token that is not padding
+    # `transformers` searches for the last token that is not padding; a token classifier may have none
+    if find_head(setup.architecture) is not None and tokenizer.pad_token_id is not None:
         set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
 
 

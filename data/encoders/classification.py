@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
 from data.encoders.control_tokens import Guard
-from data.encoders.media import refuse_media
-from data.encoders.messages import TURN_FLAGS, check_messages, read_tools
+from data.encoders.messages import TURN_FLAGS, check_messages, read_tools, refuse_media
 from data.encoders.rendering import RECORD_KWARGS, Calendar, Renderer, read_template_kwargs
 from data.encoders.segments import CountingEncoder, Piece, Pieces, check_text, get_fields, tokenize_sample
 from data.options import ControlTokens, ProblemType
@@ -149,13 +148,14 @@ def _name_class(value: object, where: str) -> str:
 def read_classes(value: object, labels: Sequence[str], problem_type: ProblemType, where: str) -> list[int]:
     """Return the index of the class, or of each class whether the record has it, 1 or 0. A number that is not a name
     counts the labels from 0. Raises `UserError` naming `where` for a label that is not among `labels`."""
-    indices = [_find_class(name, labels, where) for name in name_classes(value, problem_type, where)]
+    indices = [find_class(name, labels, where) for name in name_classes(value, problem_type, where)]
     if problem_type is ProblemType.single_label_classification:
         return indices
     return [int(index in indices) for index in range(len(labels))]
 
 
-def _find_class(name: str, labels: Sequence[str], where: str) -> int:
+def find_class(name: str, labels: Sequence[str], where: str) -> int:
+    """Return the index of a class by its name, or by its number, from 0. Raises `UserError` as `read_classes` does."""
     if name in labels:
         return list(labels).index(name)
     if name.isdecimal() and int(name) < len(labels):

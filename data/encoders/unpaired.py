@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.encoders.media import refuse_media
+from data.encoders.messages import refuse_media
 from data.encoders.preference import MESSAGES, AnswerKeys, check_answer, split_answers
 from data.encoders.segments import CountingEncoder, check_text, get_eos, get_fields, tokenize_sample
 from data.encoders.sft import refuse_texts

@@ -67,6 +67,7 @@ EXAMPLES = {
         f"context_parallel_size=2 does not go together with {other}: ": (SHARED_SEQUENCES, *keys)
         for other, keys in {
             "plan=true with hardware=here": ("plan=true", "hardware=here", "hardware.peak_flops=null"),
+            "data=token_classification": ("data=token_classification",),
             "loss={_target_: ...}": ("loss={_target_: my.Loss}",),
             "attn_implementation=flash_attention_2": ("attn_implementation=flash_attention_2",),
             "compile=true": ("compile=true",),

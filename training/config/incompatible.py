@@ -138,7 +138,9 @@ _TIMED_HERE = Feature(
 _DPO = _is("data.name", "preference")
 _UNPAIRED = _is("data.name", "unpaired_preference")
 _LABELLED = Feature(
-    "data=classification", lambda run: "labels" in find_keys(find_kind(run.config.data.name)), "data.name"
+    "data=classification or token_classification",
+    lambda run: "labels" in find_keys(find_kind(run.config.data.name)),
+    "data.name",
 )
 _PAIRS = Feature("data=preference", lambda run: find_kind(run.config.data.name).samples_per_record > 1, "data.name")
 _LORA = _is("adapter.name", "lora")
@@ -288,6 +290,12 @@ INCOMPATIBLE = (
         "give context_parallel_size=2 or more, or context_parallel_mode=auto",
     ),
     Pair(_CONTEXT_PARALLEL, _TIMED_HERE, "it times layers with whole sequences", "choose other hardware"),
+    Pair(
+        _CONTEXT_PARALLEL,
+        _is("data.name", "token_classification"),
+        "an entity may lie in the parts of two ranks",
+        _ONE_SEQUENCE,
+    ),
     Pair(_CONTEXT_PARALLEL, _USER_LOSS, "it would see only a part of each sequence", _ONE_SEQUENCE),
     Pair(
         _CONTEXT_PARALLEL,
@@ -472,7 +480,7 @@ INCOMPATIBLE = (
         "give data.length_policy=truncate or drop",
     ),
     Pair(
-        _LABELLED,
+        _is("data.name", "classification"),
         _is("data.length_policy", "split"),
         "its label is that of the whole document",
         "give data.length_policy=truncate or drop",
@@ -487,7 +495,12 @@ INCOMPATIBLE = (
     Pair(_STREAMED, _given("save_epochs", "save_epochs"), _NO_EPOCHS, "give save_steps"),
     Pair(_STREAMED, _PAIRS, "preferences are scored before the first step", "give data.streaming=false"),
     Pair(_STREAMED, _UNPAIRED, "preferences are scored before the first step", "give data.streaming=false"),
-    Pair(_STREAMED, _LABELLED, "the labels of a stream are not kept", "give data.streaming=false"),
+    Pair(
+        _STREAMED,
+        _LABELLED,
+        "a stream is not searched for labels, and keeps none of whole texts",
+        "give data.streaming=false",
+    ),
     Pair(
         _STREAMED,
         _MIXTURE,

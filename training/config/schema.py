@@ -156,6 +156,10 @@ class DataConfig:
     rejected_field: str | None = MISSING
     label_field: str | None = MISSING
     text_pair_field: str | None = MISSING
+    words_field: str | None = MISSING
+    steps_field: str | None = MISSING
+    step_separator: str | None = MISSING
+    label_all_pieces: bool = MISSING
     problem_type: ProblemType = MISSING
     labels: list[str] | None = MISSING
     train_on: TrainOn = MISSING

@@ -135,7 +135,8 @@ def prepare_file(
         compares_bytes=compares_bytes,
     )
     prepare_rows(path, plan, key, log, names=files.entries, compares_bytes=compares_bytes)
-    if "labels" in find_keys(find_kind(data.name)) and TokenizedDataset(path, False, False).sample_labels is None:
+    needs_label = get_objective(config).reads_sample_labels
+    if needs_label and TokenizedDataset(path, False, False).sample_labels is None:
         raise UserError(
             f"{key}: data={data.name} needs a label of each sample, of as many numbers; data.encoder must set it"
         )

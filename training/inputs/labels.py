@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from data.encoders.classification import name_classes
+from data.encoders.kinds import find_kind
 from data.encoders.segments import get_fields
 from data.options import OnBadRecord, ProblemType
 from data.sources.formats import RawRecord
@@ -66,4 +67,5 @@ def _name_labels(raw: RawRecord, data: DataConfig, selection: Selection) -> list
         return []
     assert data.label_field is not None
     (value,) = get_fields(record, {"data.label_field": data.label_field}, raw.location)
-    return name_classes(value, data.problem_type, f"{raw.location}: field '{data.label_field}'")
+    kind = ProblemType.multi_label_classification if find_kind(data.name).lists_labels else data.problem_type
+    return name_classes(value, kind, f"{raw.location}: field '{data.label_field}'")

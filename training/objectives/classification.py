@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -111,11 +112,22 @@ def compute_auc(scores: torch.Tensor, actual: torch.Tensor) -> float | None:
     return above / (num_with * num_without)
 
 
+class ScoringLoss(Protocol):
+    """A loss that keeps what it scores, each with one label of `num_labels`, or several."""
+
+    problem_type: ProblemType
+    num_labels: int
+
+    def take_scored(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the scores [N, C] and labels [N, K] of the micro-batches since the last call."""
+        ...
+
+
 class ClassMetrics:
     """Accuracy, F1 and AUC over whole global batches and evaluations: ranks add up their counts, and each sees the
     scores of all for the order that AUC depends on."""
 
-    def __init__(self, loss: ClassificationLoss, device: torch.device) -> None:
+    def __init__(self, loss: ScoringLoss, device: torch.device) -> None:
         self._loss, self._device = loss, device
         self._interval = self._zeros()
 
@@ -229,6 +241,7 @@ class Classification(Objective):
     unit = "documents"
     head = SEQUENCE_CLASSIFICATION
     row_targets = RowTargets.last_tokens
+    reads_sample_labels = True
 
     def name_labels(self, data: DataConfig) -> Labels:
         is_single = data.problem_type is ProblemType.regression and not data.labels

@@ -84,6 +84,7 @@ class Objective:
     head: what takes the place of the LM head (`models/heads/`); None where nothing does. `name_labels` says how many
         outputs it has.
     row_targets: the positions of a row that the loss is computed from.
+    reads_sample_labels: each document has labels, which travel with the targets.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Objective:
     needs_first_pass = False
     head: Head | None = None
     row_targets = RowTargets.next_tokens
+    reads_sample_labels = False
 
     def name_labels(self, data: DataConfig) -> Labels:
         """Return the outputs of its head, of an objective that has one."""

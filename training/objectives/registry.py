@@ -18,12 +18,26 @@ from training.objectives.kto import KTO
 from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Objective, ObjectiveOptions
 from training.objectives.orpo import ORPO
+from training.objectives.process_reward import ProcessReward
 from training.objectives.reward import Reward
 from training.objectives.simpo import SimPO
+from training.objectives.token_classification import TokenClassification
 
 OBJECTIVES: dict[str, Objective] = {
     objective.name: objective
-    for objective in (SFT(), Pretraining(), DPO(), ORPO(), SimPO(), CPO(), KTO(), Reward(), Classification())
+    for objective in (
+        SFT(),
+        Pretraining(),
+        DPO(),
+        ORPO(),
+        SimPO(),
+        CPO(),
+        KTO(),
+        Reward(),
+        ProcessReward(),
+        Classification(),
+        TokenClassification(),
+    )
 }
 
 

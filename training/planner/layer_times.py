@@ -145,7 +145,7 @@ def apply_times(
 
 
 def _sum_scores(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    hidden_states, weight = outputs
+    hidden_states, weight, *_ = outputs
     return (hidden_states[:, -1].float() @ weight.float().T).sum()
 
 
