@@ -179,10 +179,10 @@ KEYS = {
     ),
     "no such kind": (
         ("data=dialogue",),
-        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft, "
-        "unpaired_preference",
+        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, classification, preference, "
+        "pretrain, process_reward, sft, token_classification, unpaired_preference",
     ),
-    "no such task": (("task=ppo",), "task=ppo: must be one of cpo, dpo, "),
+    "no such task": (("task=ppo",), "task=ppo: must be one of classification, cpo, dpo, "),
     "preferences without pairs": (
         ("task=dpo",),
         "task=dpo and data=sft do not go together; give data=preference, or task=sft",
