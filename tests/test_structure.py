@@ -40,7 +40,7 @@ DATA = (
 )
 TRAINING = (
     ("training.config",),
-    ("training.distributed", "training.objectives"),
+    ("training.distributed", "training.objectives", "training.trackers", "training.migration"),
     ("training.pipeline",),
     ("training.optim",),
     ("training.engine",),

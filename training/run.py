@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from models.architecture.lookup import warn_of_length
 from training.build import build_engine, build_eval_loaders, build_loaders
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
@@ -29,8 +30,8 @@ from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
 from training.loop import Hooks, Reporting, TrainingLoop
 from training.objectives.registry import check_objective, get_objective
-from training.observability.loggers import IsolatedLogger
-from training.observability.metrics import Reporter
+from training.observability.loggers import IsolatedReporter
+from training.observability.metrics import Event, Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
 from training.observability.telemetry import Telemetry
@@ -134,6 +135,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
                 totals,
                 *open_reporters(config, prediction, folder=folder, budget=budget, first_step=start.step, hosts=hosts),
             ]
+            note_warnings(config, setup, start.step, reporters)
         timer = StageTimer(engine, memory)
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
@@ -213,6 +215,13 @@ def agree_on_steps(
     )
 
 
+def note_warnings(config: RunConfig, setup: RunSetup, step: int, reporters: list[Reporter]) -> None:
+    """Pass what the panel at the start warns of to the reporters."""
+    if text := warn_of_length(setup.architecture, config.max_seq_length):
+        for reporter in reporters:
+            reporter.note(Event(step, "warning", text))
+
+
 def conclude(
     config: RunConfig,
     setup: RunSetup,
@@ -223,11 +232,11 @@ def conclude(
     telemetry: Telemetry,
     totals: RunTotals,
 ) -> None:
-    """Export the model of a finished run, show how the run ended, and then close its loggers, which may wait for a
-    network."""
-    loggers = [reporter for reporter in loop.reporters if isinstance(reporter, IsolatedLogger)]
+    """Export the model of a finished run, show how the run ended, and then close its page and its loggers, which may
+    wait for a network."""
+    closed_last = [reporter for reporter in loop.reporters if isinstance(reporter, IsolatedReporter)]
     for reporter in loop.reporters:
-        if reporter not in loggers:
+        if reporter not in closed_last:
             reporter.close()
     if summary := telemetry.summarize():
         ranks.say(summary)
@@ -246,5 +255,5 @@ def conclude(
     show_end(
         totals, setup, folder, records=records, step=state.step, last_eval=loop.last_eval, best=best, signum=loop.signum
     )
-    for logger in loggers:
-        logger.close()
+    for reporter in closed_last:
+        reporter.close()

@@ -28,7 +28,7 @@ from training.costs.hardware import GIB
 from training.inputs.cadence import describe_cadence
 from training.inputs.datasets import list_entries
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.observability.metrics import Record, describe_evaluation
+from training.observability.metrics import Record, Reporter, describe_evaluation
 from training.pipeline.schedules import build_schedule
 from training.planner.disk import measure_passthrough, render_disk
 from training.planner.formatting import render_count, render_seconds
@@ -192,23 +192,17 @@ def _describe_memory(prediction: Prediction) -> str:
     return f"{most / GIB:.2f}{limit} GiB per rank expected on stage {prediction.peak_memory.index(most)}, the fullest"
 
 
-class RunTotals:
+class RunTotals(Reporter):
     """A reporter that keeps the totals for the panel at the end."""
 
     def __init__(self, start: TrainerState) -> None:
         self._start, self._step, self._seconds, self._began = start, start.step, 0.0, time.monotonic()
         self._last: Record | None = None
 
-    def advance(self, step: int) -> None:
-        pass
-
     def report(self, record: Record) -> None:
         if "loss" in record:
             self._seconds += record["step_time"] * (record["step"] - self._step)
             self._step, self._last = record["step"], record
-
-    def close(self) -> None:
-        pass
 
     def describe(self) -> Facts:
         """Return steps, tokens, time and loss; empty when no step was reported."""

@@ -110,13 +110,7 @@ class OptimizerName(Enum):
     custom = "custom"
 
 
-class LoggerName(Enum):
-    none = "none"
-    wandb = "wandb"
-    tensorboard = "tensorboard"
-
-
-class WandbMode(Enum):
+class TrackerMode(Enum):
     online = "online"
     offline = "offline"
 
@@ -260,10 +254,10 @@ class ParameterGroup:
 
 @dataclass
 class LoggerConfig:
-    name: LoggerName = LoggerName.none
+    trackers: dict[str, Any] = field(default_factory=dict)
     project: str = "llm-pipeline"
     run_name: str | None = None
-    mode: WandbMode = WandbMode.online
+    mode: TrackerMode = TrackerMode.online
 
 
 @dataclass

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from filesystem import write_atomically
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
 from training.inputs.step_budget import StepBudget
 from training.observability.environment import describe_environment
-from training.observability.loggers import build_loggers
-from training.observability.metrics import MetricsFile, ProgressBar, Reporter
+from training.observability.loggers import IsolatedReporter, build_loggers
+from training.observability.metrics import EventsFile, MetricsFile, ProgressBar, Reporter
+from training.observability.run_page import RunPage
 from training.planner.prediction import Prediction
 from training.planner.report import list_figures, render_plan
 
@@ -27,15 +30,19 @@ def open_reporters(
     first_step: int,
     hosts: Sequence[str],
 ) -> list[Reporter]:
-    """Open the reporters of a training run; its loggers get the plan too. hosts: the host of each rank."""
+    """Write what is known of a training run before its first step to run.json, and open its reporters. hosts: the host
+    of each rank."""
     known = describe_run(config, hosts)
     if prediction.peak_flops is not None:  # else the times of the plan are those of another machine
         text = render_plan(prediction.plan, config, prediction.hardware, budget.total_steps)
         folder.plan.write_text(text + "\n")
         known |= {"plan": list_figures(prediction.plan), "plan_table": text}
+    write_atomically(folder.facts, json.dumps(known, indent=2) + "\n")
+    files = [MetricsFile(folder.metrics, first_step), EventsFile(folder.events, first_step)]
+    page = IsolatedReporter(folder.report.name, lambda: RunPage(folder, first_step))
     loggers = build_loggers(config.logger, folder.path, known, first_step)
     bar = ProgressBar(first_step, budget.last_step, shows_routers=any(asdict(config.moe).values()))
-    return [MetricsFile(folder.metrics, first_step), *loggers, bar]
+    return [*files, page, *loggers, bar]
 
 
 def open_evaluation_reporters(config: RunConfig, folder: RunFolder, hosts: Sequence[str]) -> list[Reporter]:
