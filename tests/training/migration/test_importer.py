@@ -15,7 +15,7 @@ from support.published_configs import CONFIGS
 
 from errors import UserError
 from training.cli.command_line import check_command_line
-from training.config.schema import RunConfig
+from training.config.schema import RunConfig, register_schema
 from training.migration import hugging_face
 from training.migration.explain import explain, list_documented
 from training.migration.importer import PROJECTS, Imported, import_config
@@ -35,6 +35,7 @@ def compose(imported: Imported, tmp_path: Path, *overrides: str) -> RunConfig:
     text = imported.render("mine", "theirs.yaml")
     (tmp_path / "conf").mkdir(exist_ok=True)
     (tmp_path / "conf" / "mine.yaml").write_text(text)
+    register_schema()
     command = ["--config-dir", str(tmp_path / "conf"), "-cn", "mine", *overrides]
     return OmegaConf.to_object(check_command_line(command, CONF, "base"))
 

@@ -97,7 +97,7 @@ def test_several_trackers_are_a_list_and_one_of_a_user_is_among_them(
     assert list(composed.logger.trackers) == ["tensorboard", "wandb"] and composed.logger.project == "llm-pipeline"
     out = tmp_path / "out"
     out.mkdir()
-    given = "logger.trackers={mine: {_target_: my_trackers.Mine, file: notes.jsonl}}"
+    given = "+logger.trackers.mine={_target_: my_trackers.Mine, file: notes.jsonl}"
     loggers = build("logger=tensorboard", given, "logger.run_name=tuned", folder=out)
     for logger in loggers:
         for record in RECORDS:
@@ -113,7 +113,7 @@ def test_several_trackers_are_a_list_and_one_of_a_user_is_among_them(
 
 def test_a_wrong_tracker_and_a_missing_package_end_the_run_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="logger.trackers.mine: builtins.list must be a class with the methods of"):
-        check_packages(build_config("logger.trackers={mine: {_target_: builtins.list}}"))
+        check_packages(build_config("+logger.trackers.mine={_target_: builtins.list}"))
     monkeypatch.setattr("training.trackers.build.find_spec", lambda name: None)
     message = re.escape("logger=comet needs the package comet_ml (pip install comet_ml), or use none")
     with pytest.raises(UserError, match=message):
