@@ -80,12 +80,12 @@ RULES: dict[str, Rule] = {
     "lr_scheduler": when(SCHEDULES), "cosine_min_lr_ratio": to("min_lr_ratio"),
     "bf16": if_true(precision="bf16"), "fp16": if_true(precision="fp16"), "tf32": unneeded,
     "gradient_checkpointing": if_true(activation_checkpoint_interval=1), "gradient_checkpointing_kwargs": unneeded,
-    "flash_attention": if_true(attn_implementation="flash_attention_2"),
+    "flash_attention": hugging_face.set_attention,
     "sdp_attention": if_true(attn_implementation="sdpa"),
     "flex_attention": if_true(attn_implementation="flex_attention"), "xformers_attention": left(),
-    "attn_implementation": when(hugging_face.ATTENTION), "eager_attention": if_true(attn_implementation="eager"),
+    "attn_implementation": hugging_face.set_attention, "eager_attention": if_true(attn_implementation="eager"),
     "early_stopping_patience": to("early_stopping_patience"), "load_best_model_at_end": to("load_best_model_at_end"),
-    "metric_for_best_model": to("metric_for_best_model"), "greater_is_better": to("greater_is_better"),
+    "metric_for_best_model": hugging_face.set_metric, "greater_is_better": to("greater_is_better"),
     "resume_from_checkpoint": left(), "auto_resume_from_checkpoints": if_true(resume="auto"),
     "loss_watchdog_threshold": left(), "loss_watchdog_patience": left(), "deepspeed": set_zero_stage, "fsdp": left(),
     "fsdp_config": left("zero_stage, as fsdp"), "fsdp_version": unneeded,
@@ -113,7 +113,7 @@ def finish(draft: Draft, folder: Path) -> None:
         if their["rl"] == "ipo":
             draft.set("dpo.loss_type", "ipo")
     elif their.get("rl"):
-        draft.leave("rl")
+        draft.leave("rl", "none: no training on generated answers")
     elif kinds and all(kind in ("completion", "pretrain") for kind in kinds):
         task = "pretrain"
     set_task(draft, task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from training.config.validate import MAX_BF16_BETA
 from training.migration.draft import Draft, Rule, at_least_one, if_true, left, set_zero_stage, to, unneeded, when
 
 
@@ -40,9 +41,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 ATTENTION: dict[str, dict[str, Any]] = {
     "auto": {}, "sdpa": {"attn_implementation": "sdpa"}, "disabled": {"attn_implementation": "eager"},
     "eager": {"attn_implementation": "eager"}, "flex_attention": {"attn_implementation": "flex_attention"},
-    **each(("fa2", "flash_attn", "flash_attention_2"), attn_implementation="flash_attention_2"),
-    **each(("fa3", "flash_attention_3"), attn_implementation="flash_attention_3"),
 }  # fmt: skip
+FLASH = ("fa2", "fa3", "flash_attn", "flash_attention_2", "flash_attention_3")
+METRICS = {"loss": "eval_loss", "accuracy": "eval_token_accuracy", "eval_accuracy": "eval_token_accuracy"}
 TRACKERS = {"wandb", "tensorboard", "mlflow", "swanlab", "trackio", "comet", "comet_ml"}
 
 
@@ -54,6 +55,23 @@ def set_trackers(draft: Draft, key: str, value: Any) -> None:
         draft.groups["logger"] = ours[0] if len(ours) == 1 else f"[{', '.join(ours)}]"
     if others := [word for word in words if word not in (*TRACKERS, "none", "all")]:
         draft.leave(key, f"no tracker {', '.join(others)}; logger takes {', '.join(sorted(TRACKERS - {'comet_ml'}))}")
+
+
+def set_attention(draft: Draft, key: str, value: Any) -> None:
+    """The name of an attention kernel, or a switch for flash attention."""
+    if value is True or value in FLASH:
+        draft.leave(
+            key, "auto takes torch's own flash attention on a GPU; attn_implementation=flash_attention_2 another"
+        )
+    elif value:
+        when(ATTENTION)(draft, key, value)
+
+
+def set_metric(draft: Draft, key: str, value: Any) -> None:
+    if value in METRICS or str(value).startswith("eval_") or value is None:
+        draft.set(key, METRICS.get(value, value))
+    else:
+        draft.leave(key)
 
 
 def set_warmup(draft: Draft, key: str, value: Any) -> None:
@@ -97,11 +115,11 @@ RULES: dict[str, Rule] = {
     "save_steps": to("save_steps"), "eval_strategy": unneeded, "evaluation_strategy": unneeded,
     "save_strategy": unneeded, "save_total_limit": at_least_one("keep_last"),
     "save_only_model": to("save_weights_only"), "load_best_model_at_end": to("load_best_model_at_end"),
-    "metric_for_best_model": to("metric_for_best_model"), "greater_is_better": to("greater_is_better"),
+    "metric_for_best_model": set_metric, "greater_is_better": to("greater_is_better"),
     "bf16": if_true(precision="bf16"), "fp16": if_true(precision="fp16"), "pure_bf16": if_true(precision="bf16"),
     "tf32": unneeded, "gradient_checkpointing": if_true(activation_checkpoint_interval=1),
     "gradient_checkpointing_kwargs": unneeded, "torch_compile": to("compile"),
-    "use_liger_kernel": if_true(fused_kernels="auto"), "attn_implementation": when(ATTENTION),
+    "use_liger_kernel": if_true(fused_kernels="auto"), "attn_implementation": set_attention,
     "neftune_noise_alpha": to("neftune_noise_alpha"), "label_smoothing_factor": to("label_smoothing"),
     "dataloader_num_workers": to("num_workers"), "dataloader_pin_memory": unneeded, "dataloader_drop_last": unneeded,
     "dataloader_persistent_workers": unneeded, "dataloader_prefetch_factor": unneeded,
@@ -152,6 +170,9 @@ def finish_evaluation(draft: Draft) -> None:
 def finish_optimizer(draft: Draft) -> None:
     """Drop what an optimizer does not read."""
     name = draft.groups.get("optimizer", "adamw")
+    if draft.keys.get("optimizer.state_dtype") == "bf16" and draft.keys["optimizer.betas"][1] > MAX_BF16_BETA:
+        draft.leave("adam_beta2", f"optimizer.betas: at most {MAX_BF16_BETA} with optimizer.state_dtype=bf16")
+        set_betas(draft, second=MAX_BF16_BETA)
     draft.drop(
         *([] if name.startswith("adamw") else ["optimizer.eps"]), *(["optimizer.betas"] if name == "sgd" else [])
     )

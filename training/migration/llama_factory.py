@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from training.migration import hugging_face
-from training.migration.draft import Draft, Rule, if_true, left, read_list, set_targets, set_words, to, unneeded, when
-from training.migration.hugging_face import ATTENTION, name_hub, set_held_out, set_task
+from training.migration.draft import Draft, Rule, if_true, left, read_list, set_targets, set_words, to, unneeded
+from training.migration.hugging_face import name_hub, set_attention, set_held_out, set_task
 
 HEADINGS = ("From LLaMA-Factory", "From the Hugging Face Trainer")
 DEFAULTS = {**hugging_face.DEFAULTS, "activation_checkpoint_interval": 1, "max_seq_length": 2048}
@@ -28,7 +28,7 @@ FIELDS = {
 
 def set_stage(draft: Draft, key: str, value: Any) -> None:
     if value not in STAGES:
-        draft.leave(key)
+        draft.leave(key, "none: no training on generated answers")
 
 
 def set_finetuning(draft: Draft, key: str, value: Any) -> None:
@@ -65,7 +65,7 @@ RULES: dict[str, Rule] = {
     "tokenized_path": unneeded, "packing": to("data.packing"), "neat_packing": if_true(data__packing=True),
     "train_on_prompt": left(), "mask_history": if_true(data__train_on="last_turn"), "val_size": set_held_out,
     "streaming": left("data.streaming=true, with max_steps"), "mix_strategy": left(), "interleave_probs": left(),
-    "plot_loss": unneeded, "compute_accuracy": unneeded, "flash_attn": when(ATTENTION),
+    "plot_loss": unneeded, "compute_accuracy": unneeded, "flash_attn": set_attention,
     "enable_liger_kernel": if_true(fused_kernels="auto"),
     "disable_gradient_checkpointing": if_true(activation_checkpoint_interval=0),
     "pref_loss": unneeded, "ref_model": left(), "enable_thinking": left(), "default_system": left(),

@@ -56,7 +56,7 @@ RULES: dict[str, Rule] = {
     "rlhf_type": unneeded, "beta": unneeded, "loss_type": unneeded, "rpo_alpha": to("dpo.sft_coef"),
     "simpo_gamma": to("simpo.gamma"), "cpo_alpha": to("cpo.alpha"), "desirable_weight": to("kto.desirable_weight"),
     "undesirable_weight": to("kto.undesirable_weight"), "label_smoothing": to("dpo.label_smoothing"),
-    "center_rewards_coefficient": to("reward.centering_coef"), "attn_impl": when(hugging_face.ATTENTION),
+    "center_rewards_coefficient": to("reward.centering_coef"), "attn_impl": hugging_face.set_attention,
     "freeze_parameters": to("freeze"), "freeze_vit": unneeded, "freeze_aligner": unneeded, "freeze_llm": left(),
     "model_author": unneeded, "model_name": unneeded, "use_hf": unneeded, "load_from_cache_file": unneeded,
     "add_version": unneeded, "ref_model": left(), "sequence_parallel_size": to("context_parallel_size"),
@@ -71,7 +71,7 @@ def finish(draft: Draft, folder: Path, command: str = "") -> None:
     if kind in RLHF:
         task = "reward" if kind == "rm" else str(kind)
     elif kind is not None:
-        draft.leave("rlhf_type")
+        draft.leave("rlhf_type", "none: no training on generated answers")
     if draft.groups.get("adapter") == "lora":  # ms-swift's own defaults
         for ours, default in (("r", 8), ("lora_alpha", 32), ("lora_dropout", 0.05)):
             draft.keys.setdefault(f"adapter.{ours}", default)
@@ -81,19 +81,31 @@ def finish(draft: Draft, folder: Path, command: str = "") -> None:
     if "beta" in draft.their and task in ("dpo", "orpo", "cpo", "simpo", "kto"):
         draft.set(f"{task}.beta", draft.their["beta"])
     for theirs, ours in (("dataset", "train_file"), ("val_dataset", "eval_file")):
-        files = [read_dataset(str(name)) for name in _words(draft.their.get(theirs))]
-        if files:
+        read = [read_dataset(str(name)) for name in _words(draft.their.get(theirs))]
+        if read:
+            files = [file for file, _ in read]
             draft.set(ours, files[0] if len(files) == 1 else files)
+        if theirs == "dataset" and any(count for _, count in read):
+            set_counts(draft, {count for _, count in read})
     hugging_face.finish(draft)
+
+
+def set_counts(draft: Draft, counts: set[int | None]) -> None:
+    """Take the first samples of each file, where the numbers after `#` are the same for all."""
+    (count, *others) = counts
+    if others:
+        draft.leave("dataset", "data.max_samples, which is one number for all files; shares: train_file with weights")
+    else:
+        draft.set("data.max_samples", count)
 
 
 def _words(value: Any) -> list[str]:
     return value.split() if isinstance(value, str) else list(value or [])
 
 
-def read_dataset(name: str) -> Any:
-    """Return `ID:SUBSET#COUNT`, or a file, as an entry of `train_file`."""
+def read_dataset(name: str) -> tuple[str, int | None]:
+    """Return `ID:SUBSET#COUNT`, or a file, as an entry of `train_file`, and the count."""
     name, _, count = name.partition("#")
     name, _, subset = name.partition(":")
     path = name if Path(name).suffix else name_hub(name, config=subset.partition("/")[0] if subset else None)
-    return {"path": path, "max_samples": int(count)} if count.isdigit() else path
+    return path, int(count) if count.isdigit() else None

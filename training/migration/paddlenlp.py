@@ -38,7 +38,7 @@ RULES: dict[str, Rule] = {
     "lora_plus_scale": to("adapter.loraplus_lr_ratio"),
     "rslora": to("adapter.use_rslora"), "lora_path": to("adapter.name_or_path"), "prefix_tuning": left(),
     "recompute": if_true(activation_checkpoint_interval=1), "recompute_granularity": unneeded,
-    "use_flash_attention": if_true(attn_implementation="flash_attention_2"), "flash_mask": unneeded,
+    "use_flash_attention": hugging_face.set_attention, "flash_mask": unneeded,
     "fp16_opt_level": unneeded, "amp_master_grad": unneeded, "unified_checkpoint": unneeded,
     "autotuner_benchmark": unneeded, "benchmark": unneeded, "eval_with_do_generation": left(), "intokens": unneeded,
     "skip_data_intervals": to("skip_data_intervals"), "beta": unneeded, "loss_type": unneeded,

@@ -109,14 +109,14 @@ def test_data_sets_are_found_in_dataset_info_json(tmp_path: Path, monkeypatch: p
                               "simpo.gamma": 0.5, "precision": "bf16", "adapter.r": 16}),
         ("trl/sft_full", {"data": "chat", "eval_file": "hf:trl-lib/Capybara?split=test",
                           "data.eos_token": "<|im_end|>"}),
-        ("ms-swift/lora_sft.sh", {"adapter.r": 8, "adapter.target_modules": "all-linear", "train_file": [
-            {"path": "hf:AI-ModelScope/alpaca-gpt4-data-zh", "max_samples": 500},
-            {"path": "hf:AI-ModelScope/alpaca-gpt4-data-en", "max_samples": 500},
-            {"path": "hf:swift/self-cognition", "max_samples": 500}]}),
+        ("ms-swift/lora_sft.sh", {"adapter.r": 8, "adapter.target_modules": "all-linear", "data.max_samples": 500,
+                                  "train_file": ["hf:AI-ModelScope/alpaca-gpt4-data-zh",
+                                                 "hf:AI-ModelScope/alpaca-gpt4-data-en", "hf:swift/self-cognition"]}),
         ("ms-swift/pretrain.sh", {"data": "pretrain", "zero_stage": 3, "offload_parameters": "cpu", "max_steps": 1000}),
         ("paddlenlp/sft_argument.json", {"num_stages": 2, "tensor_parallel_size": 4, "data.prompt_field": "src",
                                          "eval_epochs": 1, "save_epochs": 1, "warmup_steps": 30, "keep_last": 1}),
-        ("paddlenlp/pretrain_argument.json", {"optimizer.state_dtype": "bf16", "min_lr_ratio": 0.1,
+        ("paddlenlp/pretrain_argument.json", {"optimizer.state_dtype": "bf16", "optimizer.betas": [0.9, 0.996],
+                                              "min_lr_ratio": 0.1,
                                               "sequence_parallel": True, "data": "pretrain"}),
     ],
 )  # fmt: skip
@@ -140,7 +140,7 @@ def test_what_is_left_is_said_with_the_nearest_key(tmp_path: Path) -> None:
     )
     left = import_config(tmp_path / "a.yaml").left
     assert left["learning_rte"] == "none; the nearest key here is learning_rate"
-    assert left["stage"] == "none" and left["use_galore"] == "none"
+    assert left["stage"] == "none: no training on generated answers" and left["use_galore"] == "none"
     assert explain("mix_strategy", ("From LLaMA-Factory",)).endswith("data.mixture_by")
 
 
