@@ -39,7 +39,7 @@ from training.planner.run import check_world_size
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NEEDS = {"GPUs", "two hosts", "slurm"}
+NEEDS = {"GPUs", "two hosts", "slurm", "the hub", "docker", "kubernetes", "skypilot"}
 NO_COMMANDS = {"", "text", "python", "yaml", "json"}
 BLOCK = re.compile(
     r"(?P<front>(?:<!--[^\n]*-->\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE

@@ -49,7 +49,7 @@ TRAINING = (
     ("training.resolution",),
     ("training.planner",),
     ("training.setup", "training.observability"),
-    ("training.build",),
+    ("training.build", "training.hub"),
     ("training.evaluations", "training.callbacks"),
     ("training.loop", "training.evaluate", "training.export", "training.summary"),
     ("training.run",),

@@ -55,7 +55,7 @@ class Hooks:
     """Functions that the loop calls at its events.
 
     callbacks: user-defined, each with its name. export_step: called in the save thread of the main rank, at the steps
-    of `export_steps`.
+    of `export_steps` and `hub.every`.
     """
 
     callbacks: Sequence[tuple[str, Any]] = ()
@@ -213,7 +213,7 @@ class TrainingLoop:
             self._report_interval()  # where an evaluation or a callback has ended the run
         is_asked = request.save or asks_to_save or self._is_best_to_keep()
         is_final = bool(self.ended_by) and (self.config.save_final or bool(self.signum))
-        if is_due(step, self._save_every) or is_final or is_asked or step in self.config.export_steps:
+        if is_due(step, self._save_every) or is_final or is_asked or self._is_exported(step):
             self._untimed(self._save)
             self._interrupts.saved()
             self._notice_signal()
@@ -344,8 +344,11 @@ class TrainingLoop:
         self._callbacks.call("on_evaluate", self.last_eval)
 
     def _export(self, step: int) -> None:
-        if step in self.config.export_steps:
+        if self._is_exported(step):
             self._hooks.export_step(step)
+
+    def _is_exported(self, step: int) -> bool:
+        return step in self.config.export_steps or self.config.hub.is_due(step)
 
     def _save(self) -> None:
         self._callbacks.finish_save()  # the previous one

@@ -1,4 +1,4 @@
-"""What the pages of the project hold, and what a browser says of them."""
+"""Reads the data of the project's pages, and opens them in a browser."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def _open_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
     for name, hint in get_type_hints(schema).items():
         if get_origin(hint) is dict and prefix:
             yield prefix + name
-        elif is_dataclass(hint):
+        elif isinstance(hint, type) and is_dataclass(hint):
             yield from _open_keys(hint, f"{prefix}{name}.")
 
 

@@ -261,6 +261,17 @@ class LoggerConfig:
 
 
 @dataclass
+class HubConfig:
+    repo_id: str | None = MISSING
+    private: bool = MISSING
+    every: int | None = at_least(1, note="null turns it off")
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the model of this step is uploaded while the run continues."""
+        return self.every is not None and step % self.every == 0
+
+
+@dataclass
 class HardwareConfig:
     """The description of a machine for the plan. GiB, GB/s and FLOP/s; null is measured on the spot
     (`hardware=here`)."""
@@ -369,6 +380,7 @@ class RunConfig:
     save_minutes: float | None = positive()
     save_weights_only: bool = MISSING
     save_final: bool = MISSING
+    hub: HubConfig = field(default_factory=HubConfig)
     export_steps: list[int] = field(default_factory=list)
     export_unused: bool = MISSING
     async_save: bool = MISSING

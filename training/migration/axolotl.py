@@ -47,7 +47,7 @@ RULES: dict[str, Rule] = {
     "base_model": to("model_name_or_path"), "base_model_config": unneeded, "model_type": unneeded,
     "tokenizer_type": unneeded, "tokenizer_config": to("tokenizer_name_or_path"), "revision_of_model": left(),
     "trust_remote_code": to("trust_remote_code"), "strict": unneeded, "plugins": unneeded, "debug": unneeded,
-    "local_rank": unneeded, "hub_model_id": left(), "save_first_step": unneeded, "datasets": unneeded,
+    "local_rank": unneeded, "hub_model_id": to("hub.repo_id"), "save_first_step": unneeded, "datasets": unneeded,
     "test_datasets": unneeded, "dataset_prepared_path": unneeded, "dataset_processes": to("data.num_proc"),
     "shuffle_merged_datasets": unneeded, "val_set_size": set_held_out,
     "chat_template": left("the tokenizer's own, or data.chat_template"),
@@ -101,7 +101,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def finish(draft: Draft, folder: Path) -> None:
+def finish(draft: Draft, folder: Path, command: str) -> None:
     """Settle task and data, and the tracker that wandb's keys name."""
     their = draft.their
     kinds = [str(entry.get("type", "")) if isinstance(entry, dict) else "" for entry in their.get("datasets") or []]

@@ -64,7 +64,7 @@ def at_least_one(key: str) -> Rule:
 
 
 def when(choices: Mapping[Any, Mapping[str, Any]]) -> Rule:
-    """What each of their values sets here. A value that is not listed is left."""
+    """Each of their values sets some of our keys. A value that is not listed is left."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if not _is_hashable(value) or value not in choices:
@@ -77,7 +77,7 @@ def when(choices: Mapping[Any, Mapping[str, Any]]) -> Rule:
 
 
 def if_true(**keys: Any) -> Rule:
-    """What a switch sets when it is on; a dot is written as two underscores."""
+    """A switch that sets some of our keys when it is on; a dot is written as two underscores."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if value:

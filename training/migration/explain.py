@@ -1,4 +1,4 @@
-"""What docs/migration.md says of a key of another trainer, and the nearest key of ours where it says nothing."""
+"""Explains a key of another trainer in the words of docs/migration.md, or by the nearest key of ours."""
 
 from __future__ import annotations
 

@@ -57,6 +57,12 @@ def set_trackers(draft: Draft, key: str, value: Any) -> None:
         draft.leave(key, f"no tracker {', '.join(others)}; logger takes {', '.join(sorted(TRACKERS - {'comet_ml'}))}")
 
 
+def set_hub(draft: Draft, key: str, value: Any) -> None:
+    """Whether to upload, which is so here where `hub.repo_id` is given."""
+    if value and not draft.their.get("hub_model_id"):
+        draft.leave(key)
+
+
 def set_attention(draft: Draft, key: str, value: Any) -> None:
     """The name of an attention kernel, or a switch for flash attention."""
     if value is True or value in FLASH:
@@ -128,7 +134,9 @@ RULES: dict[str, Rule] = {
     "ddp_find_unused_parameters": unneeded, "local_rank": unneeded, "do_train": unneeded, "do_eval": unneeded,
     "do_predict": left("evaluate_only=true, scripts/generate.py"), "predict_with_generate": left(),
     "resume_from_checkpoint": left(), "ignore_data_skip": unneeded, "remove_unused_columns": unneeded,
-    "group_by_length": left(), "push_to_hub": left(), "hub_model_id": left(), "data_seed": unneeded,
+    "group_by_length": left(), "push_to_hub": set_hub, "hub_model_id": to("hub.repo_id"),
+    "hub_private_repo": when({True: {"hub.private": True}, False: {"hub.private": False}, None: {}}),
+    "data_seed": unneeded,
     "trust_remote_code": to("trust_remote_code"), "disable_tqdm": unneeded, "include_num_input_tokens_seen": unneeded,
     "include_tokens_per_second": unneeded, "log_level": unneeded, "prediction_loss_only": unneeded,
     "auto_find_batch_size": left(), "full_determinism": unneeded,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import shlex
@@ -88,8 +87,7 @@ def import_config(file: Path, project: str | None = None) -> Imported:
             rule(draft, key, value)
         else:
             draft.leave(key)
-    settle = module.finish
-    settle(draft, file.parent, **({"command": command} if "command" in inspect.signature(settle).parameters else {}))
+    module.finish(draft, file.parent, command)
     if "adapter" not in draft.groups:
         draft.drop(*[key for key in draft.keys if key.startswith("adapter.")])
     draft.keys.setdefault("output_dir", f"outputs/{file.stem}")

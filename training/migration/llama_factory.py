@@ -82,7 +82,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def finish(draft: Draft, folder: Path) -> None:
+def finish(draft: Draft, folder: Path, command: str) -> None:
     """Settle the task and its data. folder: of their config."""
     task = STAGES.get(draft.their.get("stage", "sft"), "sft")
     loss = draft.their.get("pref_loss", "sigmoid")

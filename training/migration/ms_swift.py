@@ -64,7 +64,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def finish(draft: Draft, folder: Path, command: str = "") -> None:
+def finish(draft: Draft, folder: Path, command: str) -> None:
     """Settle task and data. command: the word after `swift`."""
     kind = draft.their.get("rlhf_type")
     task = "pretrain" if command == "pt" else "sft"

@@ -54,7 +54,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def finish(draft: Draft, folder: Path) -> None:
+def finish(draft: Draft, folder: Path, command: str) -> None:
     """Settle task and data."""
     their = draft.their
     task = "sft"

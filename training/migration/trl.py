@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def finish(draft: Draft, folder: Path, command: str = "") -> None:
+def finish(draft: Draft, folder: Path, command: str) -> None:
     """Settle task and data. command: the word after `trl`, where it is known; a config alone does not say it."""
     task = TASKS.get(command) or guess_task(draft)
     loss = draft.their.get("loss_type")

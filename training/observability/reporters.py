@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from data.inspection.files import shorten_source
+from data.storage.tokenized import load_summary
 from filesystem import write_atomically
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
@@ -26,13 +29,14 @@ def open_reporters(
     prediction: Prediction,
     *,
     folder: RunFolder,
+    datasets: Mapping[str, Path],
     budget: StepBudget,
     first_step: int,
     hosts: Sequence[str],
 ) -> list[Reporter]:
-    """Write what is known of a training run before its first step to run.json, and open its reporters. hosts: the host
-    of each rank."""
-    known = describe_run(config, hosts)
+    """Write what is known of a training run before its first step to run.json, and open its reporters. datasets:
+    key -> tokenized folder. hosts: the host of each rank."""
+    known = describe_run(config, hosts) | {"data": describe_data(datasets)}
     if prediction.peak_flops is not None:  # else the times of the plan are those of another machine
         text = render_plan(prediction.plan, config, prediction.hardware, budget.total_steps)
         folder.plan.write_text(text + "\n")
@@ -48,6 +52,22 @@ def open_reporters(
 def open_evaluation_reporters(config: RunConfig, folder: RunFolder, hosts: Sequence[str]) -> list[Reporter]:
     """Open the loggers of a run that only evaluates. hosts: the host of each rank."""
     return build_loggers(config.logger, folder.path, describe_run(config, hosts), first_step=None)
+
+
+def describe_data(datasets: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
+    """Return what each key's files became, ready for JSON. datasets: key -> tokenized folder."""
+    return {
+        key: [
+            {
+                "name": shorten_source(file.name),
+                "samples": file.counts.num_samples,
+                "tokens": file.counts.num_tokens,
+                "targets": file.counts.num_targets,
+            }
+            for file in load_summary(folder).files
+        ]
+        for key, folder in datasets.items()
+    }
 
 
 def describe_run(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
