@@ -1,4 +1,5 @@
-"""A run in a tracker, offline, and what the tracker's own package reads back. A program: NAME FOLDER; it prints JSON.
+"""A run in a tracker, offline, and what the tracker's own package reads back. A program: NAME FOLDER; it writes
+JSON into the folder.
 
 A process of its own, since some of these packages keep threads and settings for as long as a process lives.
 """
@@ -27,6 +28,7 @@ RUNS: list[tuple[list[dict[str, Any]], int | None]] = [
     ([{"step": 3, "eval_loss": 1.5}], None),
 ]
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="  # a PNG
+HELD = "held.json"
 Held = dict[str, Any]  # id, points: figure -> [[step, value], ...], params: dotted name -> value, files
 
 
@@ -159,7 +161,8 @@ def read_comet(out: Path) -> list[Held]:
             payload = line["payload"]
             if line["type"] == "metric_msg":
                 metric = payload["metric"]
-                found["points"].setdefault(metric["metricName"], []).append([metric["step"], metric["metricValue"]])
+                if metric["metricName"] != "process duration":  # its own, logged when a run ends
+                    found["points"].setdefault(metric["metricName"], []).append([metric["step"], metric["metricValue"]])
             elif line["type"] == "parameter_msg" and payload.get("param"):
                 found["params"][payload["param"]["paramName"]] = payload["param"]["paramValue"]
             elif payload.get("additional_params", {}).get("fileName"):
@@ -192,7 +195,7 @@ def main(name: str, out: Path) -> None:
         logger.note(Event(2, "picture", "step_2.png"))
         logger.close()
         snapshots.append(READERS[name](out))
-    print(json.dumps(_arrange(snapshots)))
+    (out / HELD).write_text(json.dumps(_arrange(snapshots)))  # these packages print when a process ends, too
 
 
 def _arrange(snapshots: Sequence[Sequence[Held]]) -> list[Held]:

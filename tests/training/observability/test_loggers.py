@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import build_config, compose_config
-from support.trackers import FACTS, RECORDS
+from support.trackers import FACTS, HELD, RECORDS
 
 from errors import UserError
 from training.observability.environment import describe_environment
@@ -63,7 +63,7 @@ def run_tracker(name: str, folder: Path) -> list[dict[str, Any]]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads((folder / HELD).read_text())
 
 
 @pytest.mark.parametrize(
