@@ -50,6 +50,11 @@ def asks_for_sweep(arguments: Sequence[str]) -> bool:
     return bool(parse_arguments(arguments)[0].multirun)
 
 
+def asks_for_completion(arguments: Sequence[str]) -> bool:
+    """Return whether the command line is that of a shell that completes one: `-sc query=bash`."""
+    return bool(parse_arguments(arguments)[0].shell_completion)
+
+
 def parse_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Parse arguments as Hydra does. Returns its options, with the overrides, and the unknown arguments."""
     from hydra._internal.utils import get_args_parser  # private, and not imported before the check that it is there
