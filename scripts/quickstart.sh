@@ -21,4 +21,4 @@ run python scripts/make_demo.py --output_dir $demo
 run python convert2ckpt.py --model_name_or_path $demo/model --output_dir $demo/checkpoint --overwrite
 run deepspeed --quiet --num_gpus 2 ${MASTER_PORT:+--master_port "$MASTER_PORT"} trainer_base_ds_mp.py -cn llama_tiny_pp2 overwrite_output_dir=true "$@"
 run python scripts/generate.py --model_name_or_path $demo/hf --prompt "What does json.dumps do?" "What is threading.Lock?"
-run python scripts/report.py --output_dir $demo
+run python scripts/report.py $demo

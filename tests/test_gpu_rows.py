@@ -75,6 +75,7 @@ WITHOUT_ROW = {
     "LoRA's own kernels are those of the LoRA rows: other numbers, targets or start": (
         "adapter.r", "adapter.lora_alpha", "adapter.target_modules", "adapter.use_dora=true",
         "adapter.target_parameters", "adapter.modules_to_save", "adapter.use_rslora=true", "adapter.name_or_path",
+        "adapter.init_lora_weights", "adapter.loraplus_lr_ratio",
     ),
     "the same sums with other rounding": ("gradient_reduce_dtype=bf16",),
     "needs flash-attention's own build for this GPU": ("attn_implementation=flash_attention_3",),

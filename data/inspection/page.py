@@ -5,7 +5,6 @@ them. Of each file samples of all lengths are taken, from its shortest to its lo
 so the page and the time that it takes do not grow with the data.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from data.inspection.files import FileReport, list_files, merge_rest
 from data.inspection.report import describe_label
 from data.sample import IGNORE_INDEX
 from data.storage.tokenized import TokenizedDataset
+from filesystem import write_page
 
 NAME = "data_report.html"
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -69,11 +69,8 @@ def save_page(
         if room <= 0:
             break
     samples.sort(key=lambda sample: (sample["file"], sample["number"]))
-    content = json.dumps({"title": title, "files": [_describe_file(each) for each in files], "samples": samples})
-    # In a script element only this character could end the JSON early.
-    page = TEMPLATE.read_text().replace("DATA", content.replace("<", "\\u003c"), 1)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page)
+    write_page(file, TEMPLATE, {"title": title, "files": [_describe_file(each) for each in files], "samples": samples})
 
 
 def _open_files(datasets: Mapping[str, Path], label_names: Sequence[str]) -> list[_File]:

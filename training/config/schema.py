@@ -125,13 +125,7 @@ class OptimizerName(Enum):
     custom = "custom"
 
 
-class LoggerName(Enum):
-    none = "none"
-    wandb = "wandb"
-    tensorboard = "tensorboard"
-
-
-class WandbMode(Enum):
+class TrackerMode(Enum):
     online = "online"
     offline = "offline"
 
@@ -293,10 +287,21 @@ class ParameterGroup:
 
 @dataclass
 class LoggerConfig:
-    name: LoggerName = LoggerName.none
+    trackers: dict[str, Any] = field(default_factory=dict)
     project: str = "llm-pipeline"
     run_name: str | None = None
-    mode: WandbMode = WandbMode.online
+    mode: TrackerMode = TrackerMode.online
+
+
+@dataclass
+class HubConfig:
+    repo_id: str | None = MISSING
+    private: bool = MISSING
+    every: int | None = at_least(1, note="null turns it off")
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the model of this step is uploaded while the run continues."""
+        return self.every is not None and step % self.every == 0
 
 
 @dataclass
@@ -410,6 +415,7 @@ class RunConfig:
     save_minutes: float | None = positive()
     save_weights_only: bool = MISSING
     save_final: bool = MISSING
+    hub: HubConfig = field(default_factory=HubConfig)
     export_steps: list[int] = field(default_factory=list)
     export_unused: bool = MISSING
     async_save: bool = MISSING

@@ -18,7 +18,7 @@ from training.optim import lion, rounded_adamw
 from training.optim.chunks import count_buffer_bytes
 from training.optim.elementwise_probe import probe_optimizer
 from training.optim.lion import Lion
-from training.optim.parameter_groups import GroupKeys, group_parameters
+from training.optim.parameter_groups import GroupKeys, group_parameters, list_entries
 from training.optim.rounded_adamw import RoundedAdamW
 from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, check_state
 
@@ -92,7 +92,7 @@ def describe_optimizer(config: OptimizerKeys) -> str:
 def describe_updates(config: OptimizerKeys) -> dict[str, str]:
     """Return the settings that a run must keep, in addition to the optimizer, to continue with the same loss:
     name -> value."""
-    entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
+    entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in list_entries(config)]
     dtype = config.optimizer.state_dtype
     return ({"parameter_groups": json.dumps(entries)} if entries else {}) | (
         {} if dtype is StateDtype.fp32 else {"optimizer.state_dtype": dtype.value}

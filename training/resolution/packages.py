@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 from errors import UserError
 from models.layers import flash_kernels
-from training.config.schema import AttnImplementation, FlashKernels, LoggerName, OptimizerName, RunConfig
+from training.config.schema import AttnImplementation, FlashKernels, OptimizerName, RunConfig
+from training.trackers.build import build_trackers
 
 _ATTENTION = {
     AttnImplementation.flash_attention_2: "flash_attn",
@@ -33,11 +34,7 @@ def check_packages(config: RunConfig) -> None:
             f"flash_kernels=fa3 needs the package {flash_kernels.PACKAGE} (FlashAttention-3); install it, or give "
             "flash_kernels=torch"
         )
-    logger = config.logger.name
-    if logger is not LoggerName.none and not has_package(logger.value):
-        raise UserError(
-            f"logger={logger.value} needs the package {logger.value} (pip install {logger.value}), or use none"
-        )
+    build_trackers(config.logger)
     if config.adapter.load_in_4bit and not has_package(BITSANDBYTES):
         raise UserError(
             "adapter.load_in_4bit=true needs the package bitsandbytes (pip install bitsandbytes), or leave it false"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.pages import load_page
 
 from data.encoders.chat import ChatEncoder
 from data.encoders.kinds import find_kind
@@ -25,11 +26,6 @@ def prepare(tokenizer, folder: Path, files: dict[str, list[dict]], encoder=None,
     return prepare_dataset(
         [str(folder / name) for name in files], key="train_file", encoding=encoding, cache_dir=folder, log=None
     )
-
-
-def load_page(file: Path) -> dict:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(), re.DOTALL)
-    return json.loads(found)
 
 
 def build_records(numbers: range) -> list[dict]:
