@@ -271,6 +271,7 @@ OTHERS = (
     ("eval_file=[{path: a, weight: 1}]",),
     ("plan=maybe",),
     ("export_steps=[0]",),
+    ("hub.every=10",),
     ("skip_data_intervals=[[3,1]]",),
     ("skip_data_intervals=[[1,3]]", "profile_step=2"),
     ("optimizer.betas=[0.9]",),

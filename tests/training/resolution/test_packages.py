@@ -33,6 +33,7 @@ def test_a_missing_package_is_named_by_its_key(
 ) -> None:
     monkeypatch.setattr("training.resolution.packages.has_package", lambda name: name != missing)
     monkeypatch.setattr("training.resolution.resolve.has_package", lambda name: name != missing)
+    monkeypatch.setattr("training.trackers.build.find_spec", lambda name: None if name == missing else name)
     config = build_config("precision=bf16", "micro_batch_size=1", "global_batch_size=1", *overrides)
     with pytest.raises(UserError, match=message):
         check_packages(config)
