@@ -307,7 +307,7 @@ class HubConfig:
 @dataclass
 class HardwareConfig:
     """The description of a machine for the plan. GiB, GB/s and FLOP/s; null is measured on the spot
-    (`hardware=here`)."""
+    (`hardware=here`), but a price."""
 
     name: str = MISSING
     device: Device = MISSING
@@ -322,6 +322,7 @@ class HardwareConfig:
     host_memory: float | None = positive()
     host_memory_bandwidth: float | None = positive()
     host_link_bandwidth: float | None = positive()
+    price_per_hour: float | None = positive()
     device_name: str = MISSING
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from models.losses.logit_chunks import count_chunk_logits, count_waiting
+from models.losses.logit_chunks import count_chunk_logits, count_rows, count_waiting
 from training.config.schema import Device, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
+from training.costs.hardware import GB
+from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
 from training.costs.time import PassCost
 from training.objectives.registry import get_objective
+
+# Bytes read and written of a logit: made in bf16, its log-softmax in fp32 with two looks at it, its exponential in
+# place, and that cast to bf16 (`models/losses/logit_chunks.py`)
+LOGIT_BYTES = 2 + (2 + 2 + 4) + (4 + 4) + (4 + 2)
 
 
 def compute_loss(stage: Stage) -> Memory:
@@ -22,27 +28,40 @@ def compute_loss(stage: Stage) -> Memory:
         return Memory()
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
     hidden = stage.chunks[-1].block_bytes
-    head = count_new_gradient(stage, stage.layers[-1].largest_trainable)
+    trained = stage.layers[-1].largest_trainable
+    head = count_new_gradient(stage, trained)
     hidden_size = hidden // (run.tokens * run.weight_bytes)
     on_gpu = run.hardware.device is not Device.cpu
-    taken = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision, on_gpu) + hidden + head
+    logits = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision, on_gpu, weight_trains=trained > 0)
+    taken = logits + hidden + head
     return Memory(loss=max(0, taken - 2 * hidden - count_on_the_way(stage)))
 
 
-def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, precision: Precision, on_gpu: bool) -> int:
+def compute_loss_bytes(
+    num_targets: int,
+    vocabulary: int,
+    hidden_size: int,
+    precision: Precision,
+    on_gpu: bool,
+    *,
+    weight_trains: bool = True,
+) -> int:
     """Return the peak bytes of `models.losses.cross_entropy` without the head's gradient. num_targets: B x T, every
     token a target.
 
-    In a chunk: logits, in bf16 a copy in fp32, and their log-softmax. For all, or for those that wait: the logits'
-    gradient in bf16; in addition the sum of the head's in fp32, and a part of it in bf16. fp16 takes no chunks: its
-    peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
+    In a chunk, of whole tiles of targets: logits, in bf16 a copy in fp32, and their log-softmax. For all, or for those
+    that wait for a product with the head: the logits' gradient in bf16; in addition the sum of the head's in fp32, and
+    a part of it in bf16. None of these where the head is frozen. fp16 takes no chunks: its peak is in the backward
+    pass, log-softmax, its gradient, and the logits' gradient, in fp32.
     """
     num_logits = num_targets * vocabulary
-    chunk_logits = min(num_logits, count_chunk_logits(on_gpu))
+    chunk_logits = min(num_targets, count_rows(vocabulary, on_gpu)) * vocabulary
     if precision is not Precision.bf16:
         return {Precision.fp32: 8 * chunk_logits, Precision.fp16: 12 * num_logits}[precision]
+    if not weight_trains:
+        return 10 * chunk_logits
     waiting = count_waiting(num_targets, hidden_size, vocabulary, on_gpu)
-    summed = 4 * hidden_size * vocabulary + 2 * chunk_logits if waiting < num_targets else 0
+    summed = 4 * hidden_size * vocabulary + 2 * count_chunk_logits(on_gpu) if waiting < num_targets else 0
     return 10 * chunk_logits + 2 * waiting * vocabulary + summed
 
 
@@ -51,6 +70,23 @@ def compute_second_logits(chunk: Chunk) -> PassCost:
     tokens."""
     makes_again = chunk.has_loss and get_objective(chunk.run.config).remakes_logits
     return chunk.run_again(chunk.layers[-1:]) if makes_again else PassCost()
+
+
+def compute_logits(chunk: Chunk) -> PassCost:
+    """Return the time of what the loss does with its logits besides the products, in the forward pass, where they are
+    made and turned into their gradient; all of it is bound by memory. In layers that were timed it is included."""
+    run = chunk.run
+    if not chunk.has_loss or chunk.layers[-1].pass_seconds or run.hardware.device is not Device.cuda:
+        return PassCost()
+    if get_objective(run.config).head is not None:
+        return PassCost()
+    moved = LOGIT_BYTES * run.tokens * -(-run.vocab_size // run.layout.tensor_parallel_size)
+    return PassCost(forward_seconds=moved / (run.hardware.memory_bandwidth * GB * STREAM_RATE))
+
+
+def compute_loss_cost(chunk: Chunk) -> PassCost:
+    """Return the time of the loss in addition to the head's products."""
+    return compute_second_logits(chunk) + compute_logits(chunk)
 
 
 def compute_first_pass(chunk: Chunk) -> PassCost:
@@ -64,4 +100,4 @@ def compute_first_pass(chunk: Chunk) -> PassCost:
 
 
 FIRST_PASS = CostTerm(chunk_cost=compute_first_pass)
-LOSS = CostTerm(stage_memory=compute_loss, chunk_cost=compute_second_logits)
+LOSS = CostTerm(stage_memory=compute_loss, chunk_cost=compute_loss_cost)
