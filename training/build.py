@@ -72,7 +72,8 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
     )
     loss = build_run_loss(config, setup.architecture, parallel, sequence_part)
     loss = loss or build_loss(setup.architecture, parallel)
-    module = StageModule(setup.layers, setup.bounds, setup.source, loss, ranks_of_stage, options)
+    with ranks.phase("building the stages and loading their weights"):
+        module = StageModule(setup.layers, setup.bounds, setup.source, loss, ranks_of_stage, options)
     if module.deferred_share is not None:
         ranks.say(
             f"schedule={config.schedule}: {module.deferred_share:.0%} of the trained matrices' gradients can wait"
@@ -90,7 +91,9 @@ def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
 
 def build_engine(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> Engine:
     """Start the engine of this rank's stage; see `build_stage`."""
-    return start_engine(build_stage(config, setup, ranks, trains), config, setup.layout, trains)
+    stage = build_stage(config, setup, ranks, trains)
+    with ranks.phase("starting the engine"):
+        return start_engine(stage, config, setup.layout, trains)
 
 
 def build_loaders(
@@ -100,7 +103,8 @@ def build_loaders(
     loader needs of the reference model, unless it is cached.
     """
     reference = _prepare_reference(config, setup, engine, data)
-    return loaders.build_loaders(config, engine.module, data, budget, reference)
+    with data.ranks.phase("opening the data"):
+        return loaders.build_loaders(config, engine.module, data, budget, reference)
 
 
 def build_eval_loaders(
