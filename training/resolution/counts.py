@@ -62,7 +62,7 @@ class LayerCounts:
             ranks=LayerRanks(
                 TensorParallel(size=config.tensor_parallel_size, splits_sequence=config.sequence_parallel),
                 self._parts,
-                ExpertParallel(size=config.expert_parallel_size),
+                ExpertParallel(size=config.expert_parallel_size, imbalance=config.moe.imbalance),
             ),
             passes=Passes(splits_backward, fuses=config.compile or config.fused_kernels is FusedKernels.auto),
         )
