@@ -23,7 +23,6 @@ from training.engine.start import start_engine
 from training.inputs import loaders
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.objectives.user_loss import build_run_loss
 from training.pipeline.activation_checkpoint import KEEP_ALL
 from training.pipeline.module import (
     StageModule,
@@ -35,6 +34,7 @@ from training.pipeline.module import (
 )
 from training.pipeline.schedules import build_schedule
 from training.pipeline.weight_sharding import WeightSharding
+from training.resolution.user_loss import build_run_loss
 from training.scoring.reference_logprobs import prepare_reference
 from training.setup import RunSetup
 

@@ -41,7 +41,7 @@ INDEX_VERSION = 2  # raise it when the same plan gives other rows
 class RowPlan:
     """The layout of samples in rows of at most `max_seq_length` tokens.
 
-    group_size: rows that stay together: 2 for the pairs of preferences, which are adjacent. The order
+    group_size: rows that stay together, and are adjacent: 2 for the pairs of preferences. The order
     shuffles groups, and `micro_batch_size` counts them.
     """
 
@@ -107,10 +107,7 @@ def copy_rows(path: Path, other: Path, plan: RowPlan, compares_bytes: bool = Tru
 def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], *, names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
     if plan.group_size > 1:
-        log(
-            f"{key}: {len(rows) // plan.group_size:,} pairs; "
-            "of each, the chosen answer is a sample and the rejected one another"
-        )
+        log(f"{key}: {len(rows) // plan.group_size:,} records, of each {plan.group_size} samples that stay together")
     if plan.mixture is not None:
         dataset, size = TokenizedDataset(path, False, False), plan.group_size
         described = plan.mixture.describe(

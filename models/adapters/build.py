@@ -119,7 +119,7 @@ def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict
 
 
 def _build_new_config(options: AdapterOptions, layers: Sequence[Layer], head: Head | None) -> LoraConfig:
-    own = [] if head is None else [head.prefix.removesuffix(".")]
+    own = [] if head is None or not head.has_weights else [head.prefix.removesuffix(".")]
     saved = choose_saved(list(dict.fromkeys([*(options.modules_to_save or []), *own])), layers)
     return build_lora_config(
         layers,

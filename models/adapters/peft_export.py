@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
 from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TIED_HEAD, name_for_peft, to_peft_name
+from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.layer import Layer
 from models.storage.folders import copy_processor_files, copy_tokenizer_files, staged_folder
 
@@ -39,6 +40,7 @@ def export_adapter(
         save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         copy_tokenizer_files(checkpoints, folder.path)
         copy_processor_files(checkpoints, folder.path)
+        copy_sentence_files(checkpoints, folder.path)
         for name in ("config.json", "generation_config.json"):  # as the tokenizer, perhaps not the base model's
             if (checkpoints / name).is_file():
                 shutil.copyfile(checkpoints / name, folder.path / name)

@@ -121,12 +121,17 @@ def train_case(case: Case) -> dict[str, Any]:
     """Losses, gradient norms and final weights of a run on this rank, and what the routers report of all steps."""
     from training.engine.steps import train_step
     from training.inputs.step_totals import SharedTotals
+    from training.scoring.first_pass import build_first_pass
 
-    engine, loader, config, _, bounds = build_engine(case)
+    engine, loader, config, layout, bounds = build_engine(case)
     micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
+    first_pass = build_first_pass(engine, config)
+    first = None if first_pass is None else loader.first.iterate(0, case.steps)
     losses, norms = [], []
     for step in range(case.steps):
         known = totals.get(step)
+        if first_pass is not None:
+            first_pass.prepare(first, layout.gradient_accumulation_steps, known.num_samples)
         losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
         norms.append(float(engine.gradient_norm()))
     routers = engine.module.routers

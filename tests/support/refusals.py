@@ -68,6 +68,7 @@ EXAMPLES = {
         for other, keys in {
             "plan=true with hardware=here": ("plan=true", "hardware=here", "hardware.peak_flops=null"),
             "data=token_classification": ("data=token_classification",),
+            "data=embedding": ("data=embedding",),
             "loss={_target_: ...}": ("loss={_target_: my.Loss}",),
             "attn_implementation=flash_attention_2": ("attn_implementation=flash_attention_2",),
             "compile=true": ("compile=true",),
@@ -171,6 +172,16 @@ EXAMPLES = {
         "data=classification",
         "data.length_policy=split",
     ),
+    "data=embedding does not go together with data.packing=true: ": ("data=embedding", "data.packing=true"),
+    "data=rerank does not go together with data.length_policy=split: ": ("data=rerank", "data.length_policy=split"),
+    "data=rerank does not go together with data.num_negatives=0: ": ("data=rerank", "data.num_negatives=0"),
+    "data.num_negatives=1 does not go together with data=sft: ": ("data.num_negatives=1",),
+    "data=embedding does not go together with adapter.lora_dropout=0.1: ": (
+        "data=embedding",
+        "adapter=lora",
+        "adapter.lora_dropout=0.1",
+    ),
+    "data=embedding does not go together with neftune_noise_alpha=5.0: ": ("data=embedding", "neftune_noise_alpha=5"),
     "data.streaming=true does not go together with max_steps=null: ": ("data.streaming=true",),
     **{
         f"data.streaming=true does not go together with {other}: ": ("data.streaming=true", "max_steps=5", override)
@@ -179,6 +190,7 @@ EXAMPLES = {
             "save_epochs": "save_epochs=1",
             "data=preference": "data=preference",
             "data=unpaired_preference": "data=unpaired_preference",
+            "data=embedding": "data=embedding",
             "data=classification": "data=classification",
             "train_file with shares": "train_file=[{path: a.jsonl, weight: 1}]",
             "data.eval_fraction=0.1": "data.eval_fraction=0.1",
@@ -200,6 +212,7 @@ EXAMPLES = {
         "data=classification",
         "loss={_target_: my.Loss}",
     ),
+    "data=rerank does not go together with loss={_target_: ...}: ": ("data=rerank", "loss={_target_: my.Loss}"),
     "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: ": (
         "data=preference",
         "dpo.label_smoothing=0.1",

@@ -142,7 +142,19 @@ _LABELLED = Feature(
     lambda run: "labels" in find_keys(find_kind(run.config.data.name)),
     "data.name",
 )
-_PAIRS = Feature("data=preference", lambda run: find_kind(run.config.data.name).samples_per_record > 1, "data.name")
+_RETRIEVAL = Feature(
+    "data=embedding or rerank",
+    lambda run: "query_field" in find_keys(find_kind(run.config.data.name)),
+    "data.name",
+)
+_NO_QUERIES = Feature(
+    "data other than embedding or rerank",
+    lambda run: "query_field" not in find_keys(find_kind(run.config.data.name)),
+    "data.name",
+)
+_EMBEDDING = _is("data.name", "embedding")
+_TWO_PASSES = "each text runs twice a step, and both passes must give the same vector"
+_TEXTS_TOGETHER = "the texts of a query are rows of one micro-batch"
 _LORA = _is("adapter.name", "lora")
 _FROM_SCRATCH = _is("init", "random")
 _EVALUATION = _is("evaluate_only", "true")
@@ -296,6 +308,7 @@ INCOMPATIBLE = (
         "an entity may lie in the parts of two ranks",
         _ONE_SEQUENCE,
     ),
+    Pair(_CONTEXT_PARALLEL, _EMBEDDING, "it is not tested with split sequences", _ONE_SEQUENCE),
     Pair(_CONTEXT_PARALLEL, _USER_LOSS, "it would see only a part of each sequence", _ONE_SEQUENCE),
     Pair(
         _CONTEXT_PARALLEL,
@@ -465,9 +478,9 @@ INCOMPATIBLE = (
         "angles depend on the longest document of a micro-batch",
         "give data.packing=false, or rope_parameters.rope_type=yarn",
     ),
-    Pair(_PAIRS, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
+    Pair(_DPO, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
     Pair(
-        _PAIRS,
+        _DPO,
         _is("data.length_policy", "split"),
         "an answer that is split cannot be preferred",
         "give data.length_policy=truncate or drop",
@@ -485,6 +498,27 @@ INCOMPATIBLE = (
         "its label is that of the whole document",
         "give data.length_policy=truncate or drop",
     ),
+    Pair(_RETRIEVAL, _PACKED, _TEXTS_TOGETHER, "give data.packing=false"),
+    Pair(
+        _RETRIEVAL,
+        _is("data.length_policy", "split"),
+        "a part of a text is not what belongs to its query",
+        "give data.length_policy=truncate or drop",
+    ),
+    Pair(
+        _is("data.name", "rerank"),
+        _is("data.num_negatives", "0"),
+        "a document is scored against others for its query",
+        "give data.num_negatives=1 or more",
+    ),
+    Pair(
+        _positive("data.num_negatives"),
+        _NO_QUERIES,
+        "its records have no negatives",
+        "give data.num_negatives=0",
+    ),
+    Pair(_EMBEDDING, _positive("adapter.lora_dropout"), _TWO_PASSES, "give adapter.lora_dropout=0"),
+    Pair(_EMBEDDING, _positive("neftune_noise_alpha"), _TWO_PASSES, "give neftune_noise_alpha=0"),
     Pair(
         _STREAMED,
         Feature("max_steps=null", lambda run: run.config.max_steps is None, "max_steps"),
@@ -493,8 +527,9 @@ INCOMPATIBLE = (
     ),
     Pair(_STREAMED, _given("eval_epochs", "eval_epochs"), _NO_EPOCHS, "give eval_steps"),
     Pair(_STREAMED, _given("save_epochs", "save_epochs"), _NO_EPOCHS, "give save_steps"),
-    Pair(_STREAMED, _PAIRS, "preferences are scored before the first step", "give data.streaming=false"),
+    Pair(_STREAMED, _DPO, "preferences are scored before the first step", "give data.streaming=false"),
     Pair(_STREAMED, _UNPAIRED, "preferences are scored before the first step", "give data.streaming=false"),
+    Pair(_STREAMED, _RETRIEVAL, _TEXTS_TOGETHER, "give data.streaming=false"),
     Pair(
         _STREAMED,
         _LABELLED,
@@ -522,6 +557,7 @@ INCOMPATIBLE = (
     Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(_UNPAIRED, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(_LABELLED, _USER_LOSS, "each of them defines the loss", "give one of them"),
+    Pair(_RETRIEVAL, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(
         _positive("dpo.label_smoothing"),
         _is("dpo.loss_type", "ipo", "hinge"),

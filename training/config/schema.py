@@ -30,7 +30,7 @@ from data.options import (
 )
 from errors import UserError
 from models.adapters.options import AdapterOptions
-from models.losses.options import DPOLossType, NLLReduction
+from models.losses.options import DPOLossType, NLLReduction, Pooling, RerankLossType
 from training.config.ranges import at_least, below, between, one_of, positive, share, whole_or, zero_or_more
 
 Schema = TypeVar("Schema")
@@ -154,6 +154,12 @@ class DataConfig:
     steps_field: str | None = MISSING
     step_separator: str | None = MISSING
     label_all_pieces: bool = MISSING
+    query_field: str | None = MISSING
+    positive_field: str | None = MISSING
+    negatives_field: str | None = MISSING
+    num_negatives: int = zero_or_more()
+    query_prompt: str = MISSING
+    document_prompt: str = MISSING
     problem_type: ProblemType = MISSING
     labels: list[str] | None = MISSING
     train_on: TrainOn = MISSING
@@ -239,6 +245,19 @@ class RewardConfig:
 @dataclass
 class ClassificationConfig:
     class_weights: list[float] | None = MISSING
+
+
+@dataclass
+class EmbeddingConfig:
+    pooling: Pooling = MISSING
+    temperature: float = positive()
+    margin: float = zero_or_more(note="0 turns it off")
+    matryoshka_dims: list[int] | None = MISSING
+
+
+@dataclass
+class RerankConfig:
+    loss_type: RerankLossType = MISSING
 
 
 @dataclass
@@ -362,6 +381,8 @@ class RunConfig:
     cpo: CPOConfig = field(default_factory=CPOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     classification: ClassificationConfig = field(default_factory=ClassificationConfig)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    rerank: RerankConfig = field(default_factory=RerankConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)

@@ -10,7 +10,7 @@ from training.costs.hardware import GB
 from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
 from training.costs.time import PassCost
-from training.objectives.registry import get_objective
+from training.objectives.registry import build_objective_options, get_objective
 
 # Bytes read and written of a logit: made in bf16, its log-softmax in fp32 with two looks at it, its exponential in
 # place, and that cast to bf16 (`models/losses/logit_chunks.py`)
@@ -18,14 +18,20 @@ LOGIT_BYTES = 2 + (2 + 2 + 4) + (4 + 4) + (4 + 2)
 
 
 def compute_loss(stage: Stage) -> Memory:
-    """Return the bytes of the loss on the last stage; scores of documents take next to nothing.
+    """Return the bytes of the loss on the last stage; scores of documents take next to nothing, vectors of a whole
+    batch what its objective says.
 
     A rank's logits are those of its share of the vocabulary. Included are the gradients of the head and of its input,
     as far as they exceed those that `layers.py` counts for the other layers.
     """
     run = stage.run
-    if not stage.has_loss or get_objective(run.config).head is not None:
+    if not stage.has_loss:
         return Memory()
+    objective = get_objective(run.config)
+    if objective.head is not None:
+        hidden_size = stage.chunks[-1].block_bytes // (run.tokens * run.weight_bytes)
+        options = build_objective_options(run.config)
+        return Memory(loss=objective.count_batch_bytes(options, run.layout.global_batch_size, hidden_size))
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
     hidden = stage.chunks[-1].block_bytes
     trained = stage.layers[-1].largest_trainable

@@ -140,8 +140,8 @@ def prepare_file(
         raise UserError(
             f"{key}: data={data.name} needs a label of each sample, of as many numbers; data.encoder must set it"
         )
-    if get_objective(config).needs_first_pass:
-        per_record = find_kind(data.name).samples_per_record
+    if get_objective(config).needs_mismatched:
+        per_record = find_kind(data.name).count_samples(data.num_negatives)
         check_labels(path, key, per_record, trains=key == "train_file")
         prepare_mismatched(path, plan, key, per_record, log, compares_bytes)
     return path
@@ -157,7 +157,7 @@ def build_encoding(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBa
         max_seq_length=None if build_row_plan(config, key).packing is Packing.CONCATENATE else config.max_seq_length,
         length_policy=data.length_policy,
         on_bad_record=data.on_bad_record,
-        samples_per_record=find_kind(data.name).samples_per_record,
+        samples_per_record=find_kind(data.name).count_samples(data.num_negatives),
         selection=build_selection(data, key),
     )
 
@@ -292,7 +292,7 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
         max_seq_length=config.max_seq_length,
         packing=find_kind(data.name).choose_packing(data.packing),
         mixture=parse_key(config, key).mixture,
-        group_size=get_objective(config).rows_per_sample,
+        group_size=get_objective(config).count_rows(config.data),
     )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from transformers import PretrainedConfig
+
 from data.encoders.kinds import KINDS, DataKind, find_kind
 from errors import UserError
 from models.heads.head import Head
+from models.heads.sentence_transformers import SentenceModel
 from training.config.criterion import Criterion
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig, load_default_group
@@ -14,11 +17,13 @@ from training.config.sources import list_evaluations
 from training.objectives.classification import Classification
 from training.objectives.cpo import CPO
 from training.objectives.dpo import DPO
+from training.objectives.embedding import Embedding
 from training.objectives.kto import KTO
 from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Objective, ObjectiveOptions
 from training.objectives.orpo import ORPO
 from training.objectives.process_reward import ProcessReward
+from training.objectives.rerank import Rerank
 from training.objectives.reward import Reward
 from training.objectives.simpo import SimPO
 from training.objectives.token_classification import TokenClassification
@@ -37,6 +42,8 @@ OBJECTIVES: dict[str, Objective] = {
         ProcessReward(),
         Classification(),
         TokenClassification(),
+        Embedding(),
+        Rerank(),
     )
 }
 
@@ -61,6 +68,14 @@ def build_objective_options(config: RunConfig) -> ObjectiveOptions:
         label_smoothing=config.label_smoothing,
         eval_token_accuracy=config.eval_token_accuracy,
         is_user_loss=config.loss is not None,
+        rows_per_sample=get_objective(config).count_rows(config.data),
+    )
+
+
+def describe_vectors(config: RunConfig, model_config: PretrainedConfig) -> SentenceModel | None:
+    """Return how the run's exports make vectors of texts; None where they make none."""
+    return get_objective(config).describe_vectors(
+        build_objective_options(config), config.data, model_config.hidden_size, config.max_seq_length
     )
 
 

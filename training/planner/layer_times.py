@@ -146,7 +146,8 @@ def apply_times(
 
 def _sum_scores(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
     hidden_states, weight, *_ = outputs
-    return (hidden_states[:, -1].float() @ weight.float().T).sum()
+    last = hidden_states[:, -1].float()
+    return (last @ weight.float().T).sum() if weight.is_floating_point() else last.sum()  # without a head no matrix
 
 
 def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[float, float]:

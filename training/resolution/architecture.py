@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 from transformers import PretrainedConfig
 
@@ -17,13 +18,14 @@ from models.architecture.lookup import (
     choose_attention,
     choose_experts,
 )
+from models.heads.sentence_transformers import check_pooling
 from models.heads.table import describe_head, find_head
 from models.weights.source import DescribedModel
 from training.config.precision import DTYPES
 from training.config.schema import RunConfig
 from training.config.validate import check_model_fields
 from training.inputs.datasets import build_chat_template
-from training.objectives.registry import get_objective, list_tasks_of_head
+from training.objectives.registry import describe_vectors, get_objective, list_tasks_of_head
 from training.resolution.target import Target
 
 
@@ -69,7 +71,9 @@ def check_head(config: RunConfig, model: DescribedModel) -> None:
         )
     if head is None:
         return
-    if config.evaluate_only and own is None:
+    if (described := describe_vectors(config, model.config)) is not None:
+        check_pooling(Path(model.path), described.pooling)
+    if config.evaluate_only and own is None and head.has_weights:
         raise UserError(
             f"evaluate_only=true with task={task}: {model.path} is not a {head.words}, its head would be a new one; "
             "give one in model_name_or_path, or resume"

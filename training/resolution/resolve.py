@@ -44,7 +44,6 @@ from training.inputs.custom import build_callbacks, build_collator
 from training.inputs.datasets import build_encoder, has_tokenizer, list_new_tokens
 from training.objectives.objective import Objective
 from training.objectives.registry import check_objective, get_objective
-from training.objectives.user_loss import build_run_loss
 from training.optim.optimizer import check_optimizer
 from training.optim.parameter_groups import check_group_keys, check_parameter_groups
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
@@ -58,6 +57,7 @@ from training.resolution.packages import BITSANDBYTES, has_package
 from training.resolution.recomputation import Choice, choose_recomputation
 from training.resolution.sequences import check_run_sequences
 from training.resolution.target import Target
+from training.resolution.user_loss import build_run_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,8 @@ def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Laye
     )
     if adapter is None:
         return None
-    if head is not None and find_head(model.config) is None and not is_saved(layers[-1], adapter.config):
+    is_new = head is not None and head.has_weights and find_head(model.config) is None
+    if head is not None and is_new and not is_saved(layers[-1], adapter.config):
         raise UserError(
             f"adapter.name_or_path={config.adapter.name_or_path}: the adapter has no head, and that of a new "
             f"{head.words} is saved with its adapter; omit it, or start from an adapter of such a model"

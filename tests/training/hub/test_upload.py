@@ -69,6 +69,22 @@ def read_header(text: str) -> dict[str, Any]:
     return yaml.safe_load(text.split("---\n")[1])
 
 
+@pytest.mark.parametrize(
+    ("config", "listed"),
+    [
+        ({"task": "reward", "data": {"name": "preference"}}, ("transformers", "text-classification")),
+        ({"task": None, "data": {"name": "embedding"}}, ("sentence-transformers", "sentence-similarity")),
+        ({"task": None, "data": {"name": "rerank"}}, ("transformers", "text-ranking")),
+    ],
+)
+def test_the_model_card_lists_a_model_by_its_task(
+    run_folder: RunFolder, config: dict[str, Any], listed: tuple[str, str]
+) -> None:
+    run_folder.facts.write_text(json.dumps({**FACTS, "config": FACTS["config"] | config}))
+    header = read_header(render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", None))
+    assert (header["library_name"], header["pipeline_tag"]) == listed
+
+
 def test_the_model_card_says_what_the_files_of_the_run_say(run_folder: RunFolder) -> None:
     text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", "llama3")
     assert read_header(text) == {

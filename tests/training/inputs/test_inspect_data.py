@@ -81,7 +81,7 @@ def test_preferences_come_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture
     for part in (
         "18 samples, ",
         "in 9 pairs",
-        "\n--- pair 0, chosen: ",
+        "\n--- record 0, chosen: ",
         "\n--- pair 0, rejected: ",
         "\n--- pair 8, rejected: ",
         "</s>]]",
