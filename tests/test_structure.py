@@ -25,6 +25,7 @@ MODELS = (
     ("models.layers", "models.losses"),
     ("models.experts", "models.heads"),
     ("models.families", "models.generic"),
+    ("models.further",),
     ("models.architecture",),
     ("models.sharding",),
     ("models.adapters",),

@@ -22,6 +22,7 @@ from models.parallel.shard import find_length_multiple
 from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
 from models.weights.fingerprint import fingerprint_weights
+from models.weights.further import add_further
 from models.weights.new_head import add_head
 from models.weights.random_weights import RandomWeights
 from models.weights.resized_vocab import ResizedVocabWeights
@@ -99,6 +100,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks) -> RunSet
     resolved = resolve(config, source, find_target(config, ranks))
     if (head := resolved.objective.head) is not None:
         source = add_head(source, head, resolved.objective.name_labels(config.data), config.seed)
+    source = add_further(source, trains=config.mtp.loss_coef > 0)
     source.check_complete(resolved.layers)
     return RunSetup(
         **{field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)},

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture.lookup import build_layers
+from models.further.table import list_copies
 from models.storage.safetensors_writer import TensorInfo
 from models.weights.passthrough import find_passthrough
 from models.weights.resized_vocab import resize_copies, resize_rows
@@ -69,6 +70,9 @@ class ConvertedWeights:
                         TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype),
                         (index, name, piece.index),
                     )
+        for name, index in list_copies(self.source.config, self._layers).items():
+            info = self.infos[index]["weight"]
+            yield TensorInfo(name, info.shape, info.dtype), (index, "weight", ())
         for name, info in self.passthrough_infos.items():
             yield info, (PASSTHROUGH, name, ())
 

@@ -72,7 +72,9 @@ def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styl
     if not issubclass(layer.module_class, PipelineDecoderLayer):
         return {}
     module = layer.build_on_meta()
-    styles = fit_plan(plan, module)
+    prefix = getattr(layer.module_class, "decoder_prefix", "")
+    decoder = module.get_submodule(prefix.rstrip("."))
+    styles = {prefix + name: style for name, style in fit_plan(plan, decoder).items()}
     # In a block each rank sees a share of what follows, so any other gradient would be a share too.
     for name, _ in module.named_parameters():
         if any(name.startswith(f"{block}.") for block in list_blocks(styles)) and not any(

@@ -22,7 +22,7 @@ from models.storage.tensor_files import load_json, open_tensors
 from models.weights.config_file import load_config
 from models.weights.passthrough import describe_tensor
 from models.weights.quantized import Read, parse_quantization
-from models.weights.shapes import check_shape, check_tensors
+from models.weights.source import check_shape, check_tensors
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_FILES = (*INDEX_FILES, "model.safetensors", "pytorch_model.bin")

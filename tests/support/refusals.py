@@ -5,6 +5,7 @@ from __future__ import annotations
 
 TWO_RANKS, SCRATCH = "tensor_parallel_size=2", "init=random"
 SHARED_SEQUENCES = "context_parallel_size=2"
+FURTHER_TOKENS = "mtp.loss_coef=0.1"
 # A start of the message -> what to write to get it, of each pair of the table in turn.
 EXAMPLES = {
     "precision=fp16 does not go together with a machine without a GPU: ": ("precision=fp16",),
@@ -199,6 +200,22 @@ EXAMPLES = {
             "inspect_data=true": "inspect_data=true",
         }.items()
     },
+    "mtp.loss_coef=0.1 does not go together with loss={_target_: ...}: ": (FURTHER_TOKENS, "loss={_target_: my.Loss}"),
+    "mtp.loss_coef=0.1 does not go together with compile=true: ": (FURTHER_TOKENS, "compile=true"),
+    "mtp.loss_coef=0.1 does not go together with sequence_parallel=true: ": (
+        FURTHER_TOKENS,
+        TWO_RANKS,
+        "sequence_parallel=true",
+    ),
+    "mtp.loss_coef=0.1 does not go together with zero_stage=3: ": (FURTHER_TOKENS, "zero_stage=3"),
+    "mtp.loss_coef=0.1 does not go together with neftune_noise_alpha=5.0: ": (
+        FURTHER_TOKENS,
+        "neftune_noise_alpha=5",
+    ),
+    "mtp.loss_coef=0.1 does not go together with data.collator: ": (
+        FURTHER_TOKENS,
+        "data.collator={_target_: my.Collator}",
+    ),
     "label_smoothing=0.1 does not go together with loss={_target_: ...}: ": (
         "label_smoothing=0.1",
         "loss={_target_: my.Loss}",

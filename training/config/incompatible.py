@@ -194,6 +194,7 @@ _SHARDED = _is("zero_stage", "2", "3")
 _WEIGHTS_SHARDED = _is("zero_stage", "3")
 _GROUPED = _given("sharding_parallel_size", "sharding_parallel_size")
 _NEEDS_A_MODEL = "it needs pretrained weights"
+_FURTHER_TOKENS = _positive("mtp.loss_coef")
 
 INCOMPATIBLE = (
     Pair(_FP16, _NO_GPU, "DeepSpeed refuses it on a CPU", "use precision=bf16 or fp32"),
@@ -552,6 +553,27 @@ INCOMPATIBLE = (
         _is("inspect_data", "true"),
         "it shows what is tokenized before the first step",
         "give data.streaming=false data.max_samples=1000",
+    ),
+    Pair(_FURTHER_TOKENS, _USER_LOSS, "it would see the hidden states of one depth", "give one of them"),
+    Pair(_FURTHER_TOKENS, _COMPILED, "it is not tested with compiled layers", "give compile=false"),
+    Pair(
+        _FURTHER_TOKENS,
+        _SEQUENCE_PARALLEL,
+        "the hidden states of several depths are not split by tokens",
+        "give sequence_parallel=false",
+    ),
+    Pair(_FURTHER_TOKENS, _WEIGHTS_SHARDED, "it is not tested with sharded weights", "give zero_stage=1 or 2"),
+    Pair(
+        _FURTHER_TOKENS,
+        _positive("neftune_noise_alpha"),
+        "the noise is that of the inputs, and further tokens use the embedding too",
+        "give neftune_noise_alpha=0, or mtp.loss_coef=0",
+    ),
+    Pair(
+        _FURTHER_TOKENS,
+        _given("data.collator", "data.collator"),
+        "which targets further tokens have is counted in rows as they are stored",
+        "omit data.collator, or give mtp.loss_coef=0",
     ),
     Pair(_positive("label_smoothing"), _USER_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),

@@ -281,6 +281,11 @@ class MoEConfig:
 
 
 @dataclass
+class MTPConfig:
+    loss_coef: float = zero_or_more(note="0 turns it off")
+
+
+@dataclass
 class SchedulerConfig:
     power: float | None = positive()
     num_cycles: int | None = at_least(1)
@@ -386,6 +391,7 @@ class RunConfig:
     kto: KTOConfig = field(default_factory=KTOConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)
+    mtp: MTPConfig = field(default_factory=MTPConfig)
 
     num_stages: int = MISSING
     tensor_parallel_size: int = at_least(1)

@@ -103,8 +103,10 @@ class Chunk:
 
     @property
     def integer_bytes(self) -> int:
-        """Bytes of the integers that all layers take in addition to hidden_states; of whole sequences."""
-        return BOUNDARY_BYTES * self.run.tokens * self.run.layout.context_parallel_size
+        """Bytes of the integers that all layers take in addition to hidden_states; of whole sequences. Tokens are among
+        them where further ones are predicted."""
+        per_token = BOUNDARY_BYTES + (INPUT_BYTES if self.run.config.mtp.loss_coef else 0)
+        return per_token * self.run.tokens * self.run.layout.context_parallel_size
 
     @property
     def input_bytes(self) -> int:

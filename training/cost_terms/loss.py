@@ -38,9 +38,11 @@ def compute_loss(stage: Stage) -> Memory:
     head = count_new_gradient(stage, trained)
     hidden_size = hidden // (run.tokens * run.weight_bytes)
     on_gpu = run.hardware.device is not Device.cpu
-    logits = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision, on_gpu, weight_trains=trained > 0)
-    taken = logits + hidden + head
-    return Memory(loss=max(0, taken - 2 * hidden - count_on_the_way(stage)))
+    counted = (run.tokens, shard, hidden_size, run.config.precision, on_gpu)
+    taken = compute_loss_bytes(*counted, weight_trains=trained > 0) + hidden + head
+    kept = compute_kept_bytes(*counted, weight_trains=trained > 0) + hidden
+    further = (stage.layers[-1].num_blocks - 1) * kept  # of each depth, until the backward pass
+    return Memory(loss=max(0, taken + further - 2 * hidden - count_on_the_way(stage)))
 
 
 def compute_loss_bytes(
@@ -71,6 +73,26 @@ def compute_loss_bytes(
     return 10 * chunk_logits + 2 * waiting * vocabulary + summed
 
 
+def compute_kept_bytes(
+    num_targets: int,
+    vocabulary: int,
+    hidden_size: int,
+    precision: Precision,
+    on_gpu: bool,
+    *,
+    weight_trains: bool = True,
+) -> int:
+    """Return the bytes of what a loss, as in `compute_loss_bytes`, keeps until its backward pass: logit gradients in
+    bf16, and the sum of the head's gradient in fp32, both unless the head is frozen."""
+    head = 4 * hidden_size * vocabulary * weight_trains
+    if precision is Precision.bf16:
+        if not weight_trains:
+            return 0
+        waiting = count_waiting(num_targets, hidden_size, vocabulary, on_gpu)
+        return 2 * waiting * vocabulary + (head if waiting < num_targets else 0)
+    return {Precision.fp32: head, Precision.fp16: 8 * num_targets * vocabulary}[precision]
+
+
 def compute_second_logits(chunk: Chunk) -> PassCost:
     """Return the time to make logits again in the backward pass, for an objective whose loss is not a sum over
     tokens."""
@@ -86,7 +108,8 @@ def compute_logits(chunk: Chunk) -> PassCost:
         return PassCost()
     if get_objective(run.config).head is not None:
         return PassCost()
-    moved = LOGIT_BYTES * run.tokens * -(-run.vocab_size // run.layout.tensor_parallel_size)
+    num_targets = run.tokens * chunk.layers[-1].num_blocks
+    moved = LOGIT_BYTES * num_targets * -(-run.vocab_size // run.layout.tensor_parallel_size)
     return PassCost(forward_seconds=moved / (run.hardware.memory_bandwidth * GB * STREAM_RATE))
 
 

@@ -72,6 +72,7 @@ def build_options(
         num_workers=config.num_workers,
         collator=build_collator(config.data),
         pin_memory=current_device().type == "cuda",
+        num_further=module.num_further,
     )
 
 

@@ -38,6 +38,7 @@ class ObjectiveOptions:
     eval_token_accuracy: bool = False
     is_user_loss: bool = False
     rows_per_sample: int = 1
+    mtp_loss_coef: float = 0.0
 
 
 class Metrics(Protocol):
@@ -132,6 +133,7 @@ class Objective:
     needs_reference: the reference model scores each row before training; its log-probability travels with the targets
         as one more column (`reference_logprobs.py`).
     smooths_labels: its loss reads `label_smoothing`.
+    predicts_further: its loss may include that of further tokens (`mtp.loss_coef`).
     remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known in the
         forward pass.
     needs_first_pass: the loss needs something of all samples of a step, or of an evaluation, before the first of them:
@@ -151,6 +153,7 @@ class Objective:
     needs_reference = False
     remakes_logits = False
     smooths_labels = False
+    predicts_further = False
     needs_first_pass = False
     needs_mismatched = False
     head: Head | None = None

@@ -68,6 +68,7 @@ def build_objective_options(config: RunConfig) -> ObjectiveOptions:
         label_smoothing=config.label_smoothing,
         eval_token_accuracy=config.eval_token_accuracy,
         is_user_loss=config.loss is not None,
+        mtp_loss_coef=config.mtp.loss_coef,
         rows_per_sample=get_objective(config).count_rows(config.data),
     )
 
@@ -97,6 +98,12 @@ def check_objective(config: RunConfig) -> None:
         raise UserError(
             f"label_smoothing={config.label_smoothing}: task={objective.name} does not read it, only {fitting} do; "
             "give label_smoothing=0"
+        )
+    if config.mtp.loss_coef and not objective.predicts_further:
+        fitting = ", ".join(sorted(other.name for other in OBJECTIVES.values() if other.predicts_further))
+        raise UserError(
+            f"mtp.loss_coef={config.mtp.loss_coef:g}: task={objective.name} does not read it, only {fitting} do; "
+            "give mtp.loss_coef=0"
         )
     _check_other_keys(config, objective)
     check_metric_name(config)

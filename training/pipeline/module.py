@@ -486,6 +486,11 @@ class StageModule(PipelineModule):
                 yield layer.hf_prefix + name, parameter, placement
 
     @property
+    def num_further(self) -> int:
+        """The number of further tokens that the model predicts."""
+        return self._layers[-1].num_blocks - 1
+
+    @property
     def shards_weights(self) -> bool:
         return self._options.weight_sharding is not None
 

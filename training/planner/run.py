@@ -17,6 +17,7 @@ from console import fit, measure_width
 from errors import UserError
 from models.layers.wrapped import Wrapper
 from models.weights.config_file import load_config, parse_config
+from models.weights.further import add_further
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
@@ -157,7 +158,7 @@ def find_passthrough_bytes(config: RunConfig) -> int:
         return 0
     try:
         source = open_weights(config.model_name_or_path, config.trust_remote_code, config.trust_checkpoint)
-        return measure_passthrough(source, config)
+        return measure_passthrough(add_further(source, config.mtp.loss_coef > 0), config)
     except UserError:
         return 0
 

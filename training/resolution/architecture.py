@@ -18,6 +18,7 @@ from models.architecture.lookup import (
     choose_attention,
     choose_experts,
 )
+from models.further.table import set_trained
 from models.heads.sentence_transformers import check_pooling
 from models.heads.table import describe_head, find_head
 from models.weights.source import DescribedModel
@@ -38,6 +39,12 @@ def complete_architecture(config: RunConfig, model: DescribedModel, target: Targ
     check_stated_fields(config, model)
     check_head(config, model)
     architecture = _override_positions(config, model)
+    if config.mtp.loss_coef and model.wrapper is not None:
+        raise UserError(
+            f"mtp.loss_coef: {model.path} has its text model in '{model.wrapper.name}', whose further layers are only "
+            "passed through; give mtp.loss_coef=0"
+        )
+    set_trained(architecture, trains=config.mtp.loss_coef > 0)
     objective = get_objective(config)
     if objective.head is not None:
         architecture = describe_head(architecture, objective.head, objective.name_labels(config.data))
