@@ -97,7 +97,7 @@ def draw_losses(history: RunHistory, file: Path) -> None:
 
 def _describe_header(config: Facts, base: str | None, license: str | None, is_adapter: bool) -> dict[str, Any]:
     """Return the fields by which the hub lists a model."""
-    task = config.get("task") or (config.get("data") or {}).get("name")
+    task = str(config.get("task") or (config.get("data") or {}).get("name"))
     library = "sentence-transformers" if task == "embedding" else "peft" if is_adapter else "transformers"
     return {
         **({"base_model": base} if base and HUB_ID.fullmatch(base) and not Path(base).exists() else {}),
