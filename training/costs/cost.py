@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
+from models.architecture.alike import list_alike
 from models.experts.sizes import active_share, count_experts, list_matrices
-from models.layers.alike import list_alike
 from models.layers.context import MicroBatchContext
 from models.layers.documents import DocumentBounds
 from models.layers.layer import Layer

@@ -12,8 +12,7 @@ from models.losses.cross_entropy import Loss
 from models.losses.further_tokens import FurtherTokenLoss
 from models.losses.token_loss import TokenLoss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.objectives.objective import Metrics, Objective, ObjectiveOptions
-from training.objectives.reported_means import ReportedMeans
+from training.objectives.objective import Metrics, Objective, ObjectiveOptions, ReportedMeans
 
 
 class NextToken(Objective):

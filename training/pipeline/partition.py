@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.architecture.alike import map_alike
 from models.experts.sizes import active_share, list_matrices
-from models.layers.alike import map_alike
 from models.layers.layer import Layer
 from training.pipeline.schedule import Schedule
 
