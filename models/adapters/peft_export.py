@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
+from models.adapters.base_inits import describe_saved
 from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TIED_HEAD, name_for_peft, to_peft_name
 from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.layer import Layer
@@ -20,7 +21,7 @@ from models.storage.folders import copy_processor_files, copy_tokenizer_files, s
 
 def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig) -> None:
     """Write adapter_config.json into `folder`, as peft writes it for this model."""
-    name_for_peft(adapter.config, config).save_pretrained(str(folder))
+    name_for_peft(describe_saved(adapter.config), config).save_pretrained(str(folder))
 
 
 def export_adapter(

@@ -52,6 +52,11 @@ EXAMPLES = {
         "adapter.lora_dropout=0.1",
     ),
     "tensor_parallel_size=2 does not go together with adapter.use_dora=true: ": (TWO_RANKS, "adapter.use_dora=true"),
+    "tensor_parallel_size=2 does not go together with adapter.init_lora_weights=pissa: ": (
+        TWO_RANKS,
+        "adapter=lora",
+        "adapter.init_lora_weights=pissa",
+    ),
     "tensor_parallel_size=2 does not go together with adapter.load_in_4bit=true: ": (
         TWO_RANKS,
         "adapter.load_in_4bit=true",

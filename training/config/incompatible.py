@@ -16,6 +16,7 @@ from typing import Any
 
 from data.encoders.kinds import find_keys, find_kind
 from errors import UserError
+from models.adapters.options import starts_from_base
 from training.config.schema import OptimizerName, RunConfig
 from training.config.sources import list_evaluations, parse_key
 
@@ -282,6 +283,16 @@ INCOMPATIBLE = (
         _is("adapter.use_dora", "true"),
         "its magnitudes are norms of whole rows of a weight",
         "give tensor_parallel_size=1",
+    ),
+    Pair(
+        _TENSOR_PARALLEL,
+        Feature(
+            "adapter.init_lora_weights=pissa or olora",
+            lambda run: starts_from_base(run.config.adapter.init_lora_weights),
+            "adapter.init_lora_weights",
+        ),
+        "they are decompositions of whole weights",
+        "give adapter.init_lora_weights=true, or tensor_parallel_size=1",
     ),
     Pair(
         _TENSOR_PARALLEL,
