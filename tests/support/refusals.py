@@ -212,6 +212,11 @@ EXAMPLES = {
         TWO_RANKS,
         "sequence_parallel=true",
     ),
+    "mtp.loss_coef=0.1 does not go together with context_parallel_size=2: ": (FURTHER_TOKENS, SHARED_SEQUENCES),
+    "mtp.loss_coef=0.1 does not go together with expert_parallel_size=2: ": (
+        FURTHER_TOKENS,
+        "expert_parallel_size=2",
+    ),
     "mtp.loss_coef=0.1 does not go together with zero_stage=3: ": (FURTHER_TOKENS, "zero_stage=3"),
     "mtp.loss_coef=0.1 does not go together with neftune_noise_alpha=5.0: ": (
         FURTHER_TOKENS,

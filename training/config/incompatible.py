@@ -573,6 +573,8 @@ INCOMPATIBLE = (
         "the hidden states of several depths are not split by tokens",
         "give sequence_parallel=false",
     ),
+    Pair(_FURTHER_TOKENS, _CONTEXT_PARALLEL, "it is not tested with split sequences", _ONE_SEQUENCE),
+    Pair(_FURTHER_TOKENS, _EXPERT_PARALLEL, "it is not tested with divided experts", _WHOLE_EXPERTS),
     Pair(_FURTHER_TOKENS, _WEIGHTS_SHARDED, "it is not tested with sharded weights", "give zero_stage=1 or 2"),
     Pair(
         _FURTHER_TOKENS,

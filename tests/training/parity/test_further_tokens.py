@@ -25,9 +25,7 @@ from support.tiny import save_records, save_tokenizer
 COEF = 0.4
 LAYOUTS = {
     "pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "dp2": (1, 2), "pp2xdp2": (2, 4), "tp2": (1, 2), "tp2xpp2": (2, 4),
-    "cp2": (1, 2), "cp2xpp2": (2, 4), "ep2": (1, 2), "ep2xpp2": (2, 4),
 }  # fmt: skip
-SIZES = {"tp2": "tensor_parallel_size=2", "cp2": "context_parallel_size=2", "ep2": "expert_parallel_size=2"}
 PACKED = ("data.packing=true", "max_seq_length=160")
 OF_ORACLE = ("data", "max_seq_length", "tokenizer", "learning_rate")
 full = pytest.mark.full
@@ -47,7 +45,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
         num_stages, world_size = LAYOUTS[layout]
         rate, steps = (0.01, 3) if family in PREFIXED else (LARGE, 1)
         given = (f"tokenizer_name_or_path={root}/tokenizer", f"learning_rate={rate}", *overrides)
-        given += (f"mtp.loss_coef={COEF}", *(key for name, key in SIZES.items() if name in layout))
+        given += (f"mtp.loss_coef={COEF}",) + (("tensor_parallel_size=2",) if "tp2" in layout else ())
         workdir = root / ("packed" if PACKED[0] in overrides else "records")
         return Case(folder, records, workdir, num_stages, world_size, steps, given)
 
@@ -103,16 +101,13 @@ ONE_DEPTH = [
             pytest.param(family, layout, tied, 1, overrides, marks=full)
             for family in ("deepseek_v3", "qwen3_next")
             for layout, tied, overrides in ONE_DEPTH
+            if "tp2" not in layout or family != "qwen3_next"  # whose plan of transformers shards no expert's gate
         ),
         pytest.param("deepseek_v3", "pp1", True, 2, (), marks=full),
-        pytest.param("deepseek_v3", "pp4", True, 2, ("schedule=zero_bubble",), marks=full),
+        pytest.param("deepseek_v3", "pp2xdp2", True, 2, ("schedule=zero_bubble",), marks=full),
         pytest.param("deepseek_v3", "tp2xpp2", True, 2, PACKED, marks=full),
         pytest.param("deepseek_v3", "dp2", False, 2, ("zero_stage=2", "micro_batch_size=1"), marks=full),
         pytest.param("deepseek_v3", "pp2", True, 2, (*SELECTIVE, "schedule=interleaved"), marks=full),
-        pytest.param("deepseek_v3", "cp2", True, 2, (CHECKPOINTED,), marks=full),
-        pytest.param("deepseek_v3", "cp2xpp2", False, 2, PACKED, marks=full),
-        pytest.param("deepseek_v3", "ep2", False, 2, PACKED, marks=full),
-        pytest.param("deepseek_v3", "ep2xpp2", True, 1, (CHECKPOINTED,), marks=full),
         pytest.param("glm4_moe", "pp2", False, 1, PACKED, marks=full),
         pytest.param("glm4_moe", "tp2xpp2", False, 1, (), marks=full),
     ],
