@@ -179,7 +179,10 @@ EXAMPLES = {
         "data.length_policy=split",
     ),
     "data=embedding does not go together with data.packing=true: ": ("data=embedding", "data.packing=true"),
-    "data=rerank does not go together with data.length_policy=split: ": ("data=rerank", "data.length_policy=split"),
+    "data=embedding does not go together with data.length_policy=split: ": (
+        "data=embedding",
+        "data.length_policy=split",
+    ),
     "data=rerank does not go together with data.num_negatives=0: ": ("data=rerank", "data.num_negatives=0"),
     "data.num_negatives=1 does not go together with data=sft: ": ("data.num_negatives=1",),
     "data=embedding does not go together with adapter.lora_dropout=0.1: ": (
@@ -239,7 +242,7 @@ EXAMPLES = {
         "data=classification",
         "loss={_target_: my.Loss}",
     ),
-    "data=rerank does not go together with loss={_target_: ...}: ": ("data=rerank", "loss={_target_: my.Loss}"),
+    "data=embedding does not go together with loss={_target_: ...}: ": ("data=embedding", "loss={_target_: my.Loss}"),
     "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: ": (
         "data=preference",
         "dpo.label_smoothing=0.1",
