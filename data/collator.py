@@ -121,6 +121,13 @@ def index_targets(targets: Tensor) -> Tensor:
     return (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
 
 
+def number_targets(targets: Tensor, first: np.ndarray) -> Tensor:
+    """Return int64 [B, T]: at each target its number, counted within its row from `first` [<= B]; elsewhere any."""
+    firsts = np.zeros(len(targets), np.int64)
+    firsts[: len(first)] = first
+    return (targets != IGNORE_INDEX).cumsum(dim=1) - 1 + torch.from_numpy(firsts)[:, None]
+
+
 def pad_segments(rows: NumpyRows, shape: Shape) -> Tensor:
     """Return segment_ids, int32 [B, T], 0 for padding. rows: the document number of each token, from 1."""
     return _pad(rows, shape, 0, np.int32)

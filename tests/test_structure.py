@@ -79,7 +79,7 @@ CONFIGURATION_FILES = {
 # Key of a run -> the most modules of training/ that name it. The others ask a property of the config for what it means
 # (`shards_weights`), name what they read as a protocol (`LayoutKeys`), or are handed the value.
 MOST_NAMED = {
-    "RunConfig": 34,
+    "RunConfig": 35,
     "zero_stage": 6,
     "offload_optimizer": 12,
     "offload_parameters": 9,

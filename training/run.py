@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from models.architecture.lookup import warn_of_length
-from training.build import build_engine, build_eval_loaders, build_loaders
+from training.build import build_engine, build_eval_loaders, build_loaders, prepare_teacher
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.config.schema import Init, RunConfig, to_typed
@@ -25,7 +25,7 @@ from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
 from training.export import export, export_step, prepare_folder
 from training.hub.upload import Uploader, open_uploader
-from training.inputs.datasets import complete_labels, list_trained_stops, load_tokenizer, tokenize
+from training.inputs.datasets import check_same_tokens, complete_labels, list_trained_stops, load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
@@ -133,9 +133,10 @@ def train(
             ranks.say(setup.recomputation)
         if prediction is not None:
             show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
+        data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
         memory = MemoryPeak(process.current_device())
         engine = build_engine(config, setup, ranks)
-        loaders = build_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget)
+        loaders = build_loaders(config, setup, engine, data, budget)
         watchdog.limit_collectives()
         if setup.resume_from is not None:
             with ranks.phase("loading the checkpoint's optimizer state"):
@@ -183,8 +184,9 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
             folder.path.mkdir(parents=True, exist_ok=True)
             show_evaluation(config, setup, sizes=sizes, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
+        data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
         engine = build_engine(config, setup, ranks, trains=False)
-        loaders = build_eval_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), sizes)
+        loaders = build_eval_loaders(config, setup, engine, data, sizes)
         metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config))
         watchdog.limit_collectives()
@@ -203,6 +205,8 @@ def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTo
         process.find_device(ranks)
     with exit_on_user_error(ranks, reports=ranks.is_main), ranks.phase("loading the tokenizer"):
         tokenizer = load_tokenizer(config, setup.source)
+        if setup.teacher is not None:
+            check_same_tokens(setup.teacher.source.path, tokenizer)
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile
         with ranks.phase("reading the data"):
             tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)

@@ -21,6 +21,9 @@ pairs, tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean ove
 log-probability of each row, float64 [2 B], follows the targets: `(targets, reference_log_probabilities,
 loss_denominator, ...)`. Single answers labelled desirable or not have one more column after it, 1 or 0, float64 [B].
 
+In a distillation the teacher's tokens at each target, int32 [N, k], and their log-probabilities, fp32 [N, k + 1],
+follow the targets, in the order of target_indices.
+
 Where documents are scored as a whole (`RowTargets.last_tokens`), targets are their numbers in the micro-batch, from 0,
 each at its last token, and the labels of the N documents follow: `(targets, labels, loss_denominator, ...)`, float64
 [N, K], K being 0 for data without labels.
@@ -48,12 +51,14 @@ from data.collator import (
     defer_targets,
     index_targets,
     number_documents,
+    number_targets,
     pad_segments,
     shift_labels,
 )
 from data.loading.row_lengths import compute_seq_length
 from data.loading.row_source import RowSource
 from data.loading.step_totals import BatchShape, StepTotals, compute_step_totals, count_further
+from data.loading.teacher import TeacherTable
 from data.options import MeanOver, PadTo, RowTargets
 from data.order import GlobalOrder, Ids, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
@@ -85,6 +90,8 @@ class LoaderOptions:
     reads_desirable: bool = False  # whether each answer is desirable: a column after that of the reference
     reference_file: Path | None = None  # of a preference data set; see data/storage/reference.py
     num_further: int = 0  # further tokens that are predicted: targets of so many depths follow those of the next token
+    teacher: TeacherTable | None = None  # of a distillation
+    numbers_targets: bool = False  # the number of each target is a column: of the pass that writes that table
 
     @property
     def reads_nothing(self) -> bool:
@@ -256,15 +263,20 @@ class ScoringLoader:
     all -100.
     """
 
-    def __init__(self, path: str | Path, options: LoaderOptions, micro_batches: int) -> None:
-        """micro_batches: how many of them a chunk has on each data-parallel rank; the last one may have fewer."""
+    def __init__(self, path: str | Path, options: LoaderOptions, micro_batches: int, num_done: int = 0) -> None:
+        """micro_batches: how many of them a chunk has on each data-parallel rank; the last one may have fewer.
+        num_done: rows to leave out, the first in this order, which no layout changes."""
         self._options = options
         self._rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels)
-        self._ids = np.argsort(-self._rows.lengths, kind="stable")
+        self._ids = np.argsort(-self._rows.lengths, kind="stable")[num_done:]
         self._per_chunk = micro_batches * options.micro_batch_size * options.dp_size
 
     def __len__(self) -> int:
         return -(-len(self._ids) // self._per_chunk)
+
+    def count_rows(self, number: int) -> int:
+        """Return the rows of a chunk, over all data-parallel ranks."""
+        return min(self._per_chunk, len(self._ids) - number * self._per_chunk)
 
     def chunk(self, number: int) -> tuple[Iterator[Batch], list[np.ndarray]]:
         """Return the micro-batches of this rank in a chunk, and the rows in each."""
@@ -383,8 +395,15 @@ def _collate(
             depths += [defer_targets(whole, segment_ids, depth) for depth in range(1, 1 + options.num_further)]
         own, *further = map(options.take_part, depths)
         denominator, *others = [torch.tensor(each, dtype=torch.float64) for each in denominators]
+        indices = index_targets(own)
         columns = _list_columns(rows, ids, shape[0], options) if isinstance(rows, Rows) else []
-        targets = (own, *columns, denominator, index_targets(own))
+        if options.numbers_targets or options.teacher is not None:
+            assert isinstance(rows, Rows)
+            numbers = options.take_part(number_targets(whole, rows.first_targets(ids))).flatten()[indices]  # [N]
+            columns += (
+                [numbers] if options.teacher is None else map(torch.from_numpy, options.teacher.read(numbers.numpy()))
+            )
+        targets = (own, *columns, denominator, indices)
         for target_ids, other in zip(further, others, strict=True):
             targets = (*targets, target_ids, other, index_targets(target_ids))
     return inputs, targets

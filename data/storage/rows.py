@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -279,6 +279,14 @@ class Rows:
         lengths = self._index["stop"][places] - self._index["start"][places]
         lengths[ends - 1] += seq_length - self.lengths[rows]
         return int(lengths.max())
+
+    @cached_property
+    def _first_targets(self) -> np.ndarray:
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.num_targets, dtype=np.int64)])
+
+    def first_targets(self, rows: np.ndarray) -> np.ndarray:
+        """Return the number of the first target of each row, where all are numbered row by row."""
+        return self._first_targets[rows]
 
     def input_ids(self, row: int) -> np.ndarray:
         """Return the tokens of the row, int32 [T]."""

@@ -35,3 +35,11 @@ class RerankLossType(Enum):
 
     softmax = "softmax"
     binary = "binary"
+
+
+class Divergence(Enum):
+    """How far a student's distribution is from its teacher's, see `models/losses/divergence.py`."""
+
+    forward = "forward"
+    reverse = "reverse"
+    jensen_shannon = "jensen_shannon"

@@ -229,6 +229,21 @@ EXAMPLES = {
         FURTHER_TOKENS,
         "data.collator={_target_: my.Collator}",
     ),
+    "distill.teacher does not go together with mtp.loss_coef=0.1: ": ("distill.teacher=a", FURTHER_TOKENS),
+    "distill.teacher does not go together with precision=fp16: ": ("distill.teacher=a", "precision=fp16"),
+    "distill.teacher does not go together with loss={_target_: ...}: ": (
+        "distill.teacher=a",
+        "loss={_target_: my.Loss}",
+    ),
+    "distill.teacher does not go together with data.streaming=true: ": (
+        "distill.teacher=a",
+        "data.streaming=true",
+        "max_steps=5",
+    ),
+    "distill.teacher does not go together with data.collator: ": (
+        "distill.teacher=a",
+        "data.collator={_target_: my.Collator}",
+    ),
     "label_smoothing=0.1 does not go together with loss={_target_: ...}: ": (
         "label_smoothing=0.1",
         "loss={_target_: my.Loss}",

@@ -194,6 +194,7 @@ _ONE_CADENCE = "both set the interval"
 _SHARDED = _is("zero_stage", "2", "3")
 _WEIGHTS_SHARDED = _is("zero_stage", "3")
 _GROUPED = _given("sharding_parallel_size", "sharding_parallel_size")
+_TEACHER = _given("distill.teacher", "distill.teacher")
 _NEEDS_A_MODEL = "it needs pretrained weights"
 _FURTHER_TOKENS = _positive("mtp.loss_coef")
 
@@ -587,6 +588,26 @@ INCOMPATIBLE = (
         _given("data.collator", "data.collator"),
         "which targets further tokens have is counted in rows as they are stored",
         "omit data.collator, or give mtp.loss_coef=0",
+    ),
+    Pair(
+        _TEACHER,
+        _FURTHER_TOKENS,
+        "the teacher's distributions are those of the next token",
+        "give mtp.loss_coef=0, or distill.teacher=null",
+    ),
+    Pair(
+        _TEACHER,
+        _FP16,
+        "the gradient of the divergence is computed before the loss scale is known",
+        "use precision=bf16, or distill.teacher=null",
+    ),
+    Pair(_TEACHER, _USER_LOSS, "each of them defines the loss", "give one of them"),
+    Pair(_TEACHER, _STREAMED, "the teacher scores all data before the first step", "give data.streaming=false"),
+    Pair(
+        _TEACHER,
+        _given("data.collator", "data.collator"),
+        "the teacher's rows are numbered by their targets, which it may move",
+        "give data.collator=null",
     ),
     Pair(_positive("label_smoothing"), _USER_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),

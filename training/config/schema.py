@@ -30,7 +30,7 @@ from data.options import (
 )
 from errors import UserError
 from models.adapters.options import AdapterOptions
-from models.losses.options import DPOLossType, NLLReduction, Pooling, RerankLossType
+from models.losses.options import Divergence, DPOLossType, NLLReduction, Pooling, RerankLossType
 from training.config.ranges import at_least, below, between, one_of, positive, share, whole_or, zero_or_more
 
 Schema = TypeVar("Schema")
@@ -268,6 +268,18 @@ class KTOConfig:
 
 
 @dataclass
+class DistillConfig:
+    teacher: str | None = MISSING
+    coef: float = share()
+    temperature: float = positive()
+    divergence: Divergence = MISSING
+    top_k: int | None = at_least(1)
+    num_stages: int | None = at_least(1)
+    tensor_parallel_size: int | None = at_least(1)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class MoEConfig:
     aux_loss_coef: float = zero_or_more(note="0 turns it off")
     z_loss_coef: float = zero_or_more(note="0 turns it off")
@@ -389,6 +401,7 @@ class RunConfig:
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     rerank: RerankConfig = field(default_factory=RerankConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)
     mtp: MTPConfig = field(default_factory=MTPConfig)

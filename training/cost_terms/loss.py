@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.losses.logit_chunks import count_chunk_logits, count_rows, count_waiting
-from training.config.schema import Device, Precision
+from training.config.schema import Device, DistillConfig, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
 from training.costs.hardware import GB
@@ -40,6 +40,7 @@ def compute_loss(stage: Stage) -> Memory:
     on_gpu = run.hardware.device is not Device.cpu
     counted = (run.tokens, shard, hidden_size, run.config.precision, on_gpu)
     taken = compute_loss_bytes(*counted, weight_trains=trained > 0) + hidden + head
+    taken += compute_distill_bytes(run.tokens, shard, run.config.distill, run.config.precision, on_gpu)
     kept = compute_kept_bytes(*counted, weight_trains=trained > 0) + hidden
     further = (stage.layers[-1].num_blocks - 1) * kept  # of each depth, until the backward pass
     return Memory(loss=max(0, taken + further - 2 * hidden - count_on_the_way(stage)))
@@ -91,6 +92,20 @@ def compute_kept_bytes(
         waiting = count_waiting(num_targets, hidden_size, vocabulary, on_gpu)
         return 2 * waiting * vocabulary + (head if waiting < num_targets else 0)
     return {Precision.fp32: head, Precision.fp16: 8 * num_targets * vocabulary}[precision]
+
+
+def compute_distill_bytes(
+    num_targets: int, vocabulary: int, distill: DistillConfig, precision: Precision, on_gpu: bool
+) -> int:
+    """Return the bytes that a teacher adds to those of `compute_loss_bytes`: its distributions, and of a chunk, next to
+    the log-probabilities, the probabilities of the other temperature and their sum's terms, by which the chunk exceeds
+    what its log-softmax takes."""
+    if distill.teacher is None or distill.top_k is None:
+        return 0
+    chunk_logits = min(num_targets * vocabulary, count_chunk_logits(on_gpu))
+    in_chunk = 8 if distill.temperature == 1 else 12
+    more = max(0, in_chunk - {Precision.bf16: 10}.get(precision, 8)) * chunk_logits
+    return more + num_targets * (4 * distill.top_k + 4 * (distill.top_k + 1))
 
 
 def compute_second_logits(chunk: Chunk) -> PassCost:

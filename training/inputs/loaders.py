@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.loading import loader as loaders
 from data.loading.stream_loader import StreamLoader
+from data.loading.teacher import TeacherTable
 from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
 from models.parallel.shard import find_length_multiple
@@ -32,13 +33,14 @@ from training.pipeline.module import StageModule
 class RankData:
     """The tokenized files of a run, and the rank that reads its part of them.
 
-    datasets: key of the files -> tokenized folder.
+    datasets: key of the files -> tokenized folder. teacher: the same key -> what its teacher has written.
     """
 
     datasets: Mapping[str, Path]
     tokenizer: PreTrainedTokenizerBase
     layout: Layout
     ranks: Ranks
+    teacher: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,7 @@ def build_options(
         row_targets=get_objective(config).row_targets,
         mean_over=get_objective(config).mean_over,
         reads_desirable=get_objective(config).needs_mismatched,
+        teacher=TeacherTable(data.teacher[key]) if module.has_loss and key in data.teacher else None,
         num_workers=config.num_workers,
         collator=build_collator(config.data),
         pin_memory=current_device().type == "cuda",

@@ -1,5 +1,6 @@
-"""Next-token cross entropy, with label smoothing in training and token accuracy in evaluation, and the loss of further
-tokens: SFT and pretraining."""
+"""Next-token cross entropy, with label smoothing in training and token accuracy in evaluation: SFT and pretraining.
+With a teacher (`distill.teacher`), the divergence from its distributions in addition; with `mtp.loss_coef`, the loss of
+further tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from transformers import PretrainedConfig
 
 from models.further.table import count_trained
 from models.losses.cross_entropy import Loss
+from models.losses.distill_loss import DistillLoss
+from models.losses.divergence import DistillOptions
 from models.losses.further_tokens import FurtherTokenLoss
 from models.losses.token_loss import TokenLoss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
+from training.config.incompatible import write_value
 from training.objectives.objective import Metrics, Objective, ObjectiveOptions, ReportedMeans
 
 
@@ -20,10 +24,15 @@ class NextToken(Objective):
 
     smooths_labels = True
     predicts_further = True
+    distills = True
 
     def describe(self, options: ObjectiveOptions) -> dict[str, str]:
         values = {"label_smoothing": options.label_smoothing, "mtp.loss_coef": options.mtp_loss_coef}
-        return {key: f"{value:g}" for key, value in values.items() if value}
+        described = {key: f"{value:g}" for key, value in values.items() if value}
+        if (distill := options.distill) is not None:
+            names = ("coef", "temperature", "divergence", "top_k")
+            described |= {f"distill.{name}": write_value(getattr(distill, name)) for name in names}
+        return described
 
     def build_loss(
         self,
@@ -34,8 +43,11 @@ class NextToken(Objective):
     ) -> Loss | None:
         if options.is_user_loss:
             return None
-        smoothing = options.label_smoothing
-        loss = TokenLoss(model_config, smoothing, counts_correct=options.eval_token_accuracy, parallel=parallel)
+        smoothing, counts_correct = options.label_smoothing, options.eval_token_accuracy
+        if (keys := options.distill) is not None:
+            distill = DistillOptions(keys.coef, keys.temperature, keys.divergence)
+            return DistillLoss(model_config, distill, smoothing, counts_correct=counts_correct, parallel=parallel)
+        loss = TokenLoss(model_config, smoothing, counts_correct=counts_correct, parallel=parallel)
         num_depths = count_trained(model_config)
         if num_depths == 0:
             return loss
@@ -46,9 +58,14 @@ class NextToken(Objective):
     def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...] | None:
         if options.mtp_loss_coef:
             return None  # one for each depth, which the model knows
-        return ("token_accuracy",) if not options.is_user_loss and options.eval_token_accuracy else ()
+        if options.is_user_loss:
+            return ()
+        distilled = ("distill_loss",) if options.distill is not None else ()
+        return (*distilled, *(("token_accuracy",) if options.eval_token_accuracy else ()))
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
+        if isinstance(loss, DistillLoss):
+            return ReportedMeans(loss, device)
         if isinstance(loss, FurtherTokenLoss):
             accuracy = self.build_metrics(loss.next_token, device)
             return BothMetrics(ReportedMeans(loss, device), accuracy) if accuracy else ReportedMeans(loss, device)

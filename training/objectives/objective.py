@@ -22,7 +22,7 @@ from models.heads.sentence_transformers import SentenceModel
 from models.losses.cross_entropy import Loss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.incompatible import write_value
-from training.config.schema import DataConfig
+from training.config.schema import DataConfig, DistillConfig
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class ObjectiveOptions:
     """The keys of a run that its objective reads (`registry.build_objective_options` builds it).
 
     keys: the group of the objective's name, such as a DPOConfig; None where it has none. is_user_loss: a user-defined
-    loss replaces next-token cross entropy. rows_per_sample: as `Objective.count_rows` says.
+    loss replaces next-token cross entropy. rows_per_sample: as `Objective.count_rows` says. distill: None
+    without a teacher.
     """
 
     keys: Any = None
@@ -39,6 +40,7 @@ class ObjectiveOptions:
     is_user_loss: bool = False
     rows_per_sample: int = 1
     mtp_loss_coef: float = 0.0
+    distill: DistillConfig | None = None
 
 
 class Metrics(Protocol):
@@ -134,6 +136,7 @@ class Objective:
         as one more column (`reference_logprobs.py`).
     smooths_labels: its loss reads `label_smoothing`.
     predicts_further: its loss may include that of further tokens (`mtp.loss_coef`).
+    distills: its loss reads `distill`.
     remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known in the
         forward pass.
     needs_first_pass: the loss needs something of all samples of a step, or of an evaluation, before the first of them:
@@ -154,6 +157,7 @@ class Objective:
     remakes_logits = False
     smooths_labels = False
     predicts_further = False
+    distills = False
     needs_first_pass = False
     needs_mismatched = False
     head: Head | None = None

@@ -12,7 +12,7 @@ from models.heads.head import Head
 from models.heads.sentence_transformers import SentenceModel
 from training.config.criterion import Criterion
 from training.config.incompatible import write_value
-from training.config.schema import RunConfig, load_default_group
+from training.config.schema import DistillConfig, RunConfig, load_default_group
 from training.config.sources import list_evaluations
 from training.objectives.classification import Classification
 from training.objectives.cpo import CPO
@@ -68,6 +68,7 @@ def build_objective_options(config: RunConfig) -> ObjectiveOptions:
         label_smoothing=config.label_smoothing,
         eval_token_accuracy=config.eval_token_accuracy,
         is_user_loss=config.loss is not None,
+        distill=config.distill if config.distill.teacher is not None else None,
         mtp_loss_coef=config.mtp.loss_coef,
         rows_per_sample=get_objective(config).count_rows(config.data),
     )
@@ -105,6 +106,7 @@ def check_objective(config: RunConfig) -> None:
             f"mtp.loss_coef={config.mtp.loss_coef:g}: task={objective.name} does not read it, only {fitting} do; "
             "give mtp.loss_coef=0"
         )
+    _check_distill(config, objective)
     _check_other_keys(config, objective)
     check_metric_name(config)
 
@@ -133,6 +135,28 @@ def _list_tasks(kind: DataKind) -> list[str]:
     return sorted(
         (each.name for each in OBJECTIVES.values() if is_trained_on(each, kind)), key=lambda name: name != kind.task
     )
+
+
+def _check_distill(config: RunConfig, objective: Objective) -> None:
+    """Raise UserError for a teacher that the objective does not read, and for keys of `distill` without one."""
+    distill, default = config.distill, load_default_group("distill", DistillConfig)
+    if distill.teacher is not None and not objective.distills:
+        fitting = " or task=".join(sorted(other.name for other in OBJECTIVES.values() if other.distills))
+        raise UserError(
+            f"distill.teacher={distill.teacher}: task={objective.name} does not read it; give task={fitting}, or "
+            "distill.teacher=null"
+        )
+    if distill.teacher is not None and distill.top_k is None:
+        raise UserError(
+            "distill.top_k=null: the whole vocabulary at each target is not kept; give a number, such as 64"
+        )
+    for each in fields(DistillConfig) if distill.teacher is None else ():
+        value = getattr(distill, each.name)
+        if value != getattr(default, each.name):
+            raise UserError(
+                f"distill.{each.name}={write_value(value)} has no effect without a teacher; give distill.teacher, or "
+                "omit the key"
+            )
 
 
 def _check_other_keys(config: RunConfig, objective: Objective) -> None:

@@ -198,6 +198,8 @@ def test_a_run_uploads_while_it_trains_and_at_its_end(root: Path, tmp_path: Path
         held = hub.repos["me/mine"]
     assert held["model.safetensors"] == (out / "hf" / "model.safetensors").read_bytes()
     assert "| steps | 3, " in held["README.md"].decode()
-    assert 3 <= len(hub.puts) <= 4, "weights of two steps, and their losses: the same ones where the first upload is late"
+    assert 3 <= len(hub.puts) <= 4, (
+        "weights of two steps, and their losses: the same ones where the first upload is late"
+    )
     assert TOKEN not in done.stdout + done.stderr
     assert not [file for file in out.rglob("*") if file.is_file() and TOKEN.encode() in file.read_bytes()]
