@@ -80,13 +80,13 @@ CONFIGURATION_FILES = {
 # (`shards_weights`), name what they read as a protocol (`LayoutKeys`), or are handed the value.
 MOST_NAMED = {
     "RunConfig": 35,
-    "zero_stage": 6,
+    "zero_stage": 7,
     "offload_optimizer": 12,
-    "offload_parameters": 9,
+    "offload_parameters": 10,
     "sequence_parallel": 8,
-    "activation_offload": 7,
-    "sharding_parallel_size": 6,
-    "schedule_memory_limit": 2,
+    "activation_offload": 8,
+    "sharding_parallel_size": 7,
+    "schedule_memory_limit": 3,
 }
 MOST_PARAMETERS = 8  # of a function
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -34,7 +34,7 @@ from training.checkpoint.resume import Resumable, choose_resume, choose_whole, f
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity
 from training.config.schema import Device, FlashKernels, Init, RunConfig
-from training.config.teacher import check_teacher_size, derive_teacher
+from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
 from training.costs.hardware import Machine
 from training.distributed.process import broadcast_from_main, describe_device, has_accelerator
@@ -43,6 +43,7 @@ from training.engine.deepspeed_internals import check_internals
 from training.inputs.datasets import build_row_plan, complete_labels, count_added_rows
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
+from training.resolution.architecture import check_teacher_size
 from training.resolution.packages import check_packages, has_package
 from training.resolution.resolve import ResolvedRun, check_keys, resolve
 from training.resolution.target import Target

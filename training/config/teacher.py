@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from errors import UserError
 from models.adapters.options import AdapterName
 from training.config.schema import (
     CheckpointMode,
@@ -17,13 +16,6 @@ from training.config.schema import (
     RunConfig,
     load_default_group,
 )
-
-
-def check_teacher_size(distill: DistillConfig, student_rows: int, teacher_rows: int) -> None:
-    """Raise UserError for a `distill.top_k` of more tokens than both have. rows: of the two embeddings."""
-    most = min(student_rows, teacher_rows)
-    if distill.top_k is not None and distill.top_k > most:
-        raise UserError(f"distill.top_k={distill.top_k}: the vocabulary has {most} tokens; give fewer, such as 64")
 
 
 def derive_teacher(config: RunConfig, micro_batch_size: int) -> RunConfig:

@@ -21,7 +21,7 @@ from models.weights.further import add_further
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
-from training.config.teacher import check_teacher_size, derive_teacher
+from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
 from training.distributed.topology import PIPE, name_sizes, read_sizes
@@ -35,6 +35,7 @@ from training.planner.search import search_plans
 from training.planner.search_report import render_search
 from training.planner.teacher import TeacherPlan, plan_teacher, render_teacher
 from training.planner.timeline import predicted_timeline
+from training.resolution.architecture import check_teacher_size
 from training.resolution.resolve import ResolvedModel, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
 

@@ -23,7 +23,7 @@ from models.heads.sentence_transformers import check_pooling
 from models.heads.table import describe_head, find_head
 from models.weights.source import DescribedModel
 from training.config.precision import DTYPES
-from training.config.schema import RunConfig
+from training.config.schema import DistillConfig, RunConfig
 from training.config.validate import check_model_fields
 from training.inputs.datasets import build_chat_template
 from training.objectives.registry import describe_vectors, get_objective, list_tasks_of_head
@@ -113,3 +113,10 @@ def _check_packing(config: RunConfig, architecture: PretrainedConfig) -> None:
 def packs_rows(config: RunConfig) -> bool:
     """Return whether a row of the run may have several documents."""
     return find_kind(config.data.name).choose_packing(config.data.packing) is not Packing.NONE
+
+
+def check_teacher_size(distill: DistillConfig, student_rows: int, teacher_rows: int) -> None:
+    """Raise UserError for a `distill.top_k` of more tokens than both have. rows: of the two embeddings."""
+    most = min(student_rows, teacher_rows)
+    if distill.top_k is not None and distill.top_k > most:
+        raise UserError(f"distill.top_k={distill.top_k}: the vocabulary has {most} tokens; give fewer, such as 64")
