@@ -132,9 +132,17 @@ def test_the_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_path: 
 
 
 def test_what_records_lack_is_named(run, tmp_path: Path, root: Path) -> None:
-    for overrides, message in (
-        (("data.num_negatives=4",), "field 'negatives' has 3 texts, and data.num_negatives=4; give a lower number"),
-        (("data.query_field=question",), "no field 'question'; the record has 'query', 'positive', 'negatives'"),
+    for name, overrides, message in (
+        (
+            "few",
+            ("data.num_negatives=4",),
+            "field 'negatives' has 3 texts, and data.num_negatives=4; give a lower number",
+        ),
+        (
+            "none",
+            ("data.query_field=question",),
+            "no field 'question'; the record has 'query', 'positive', 'negatives'",
+        ),
     ):
         with pytest.raises(WorkerError, match=message):
-            run("refused", "pp1", *overrides)
+            run(name, "pp1", *overrides)
