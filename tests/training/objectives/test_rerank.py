@@ -136,7 +136,7 @@ def test_what_records_lack_is_named(run, tmp_path: Path, root: Path) -> None:
         (
             "few",
             ("data.num_negatives=4",),
-            "field 'negatives' has 3 texts, and data.num_negatives=4; give a lower number",
+            "field 'negatives' has 3 texts, and data.num_negatives=4; give a lower",
         ),
         (
             "none",
