@@ -104,6 +104,10 @@ class ConvertedWeights:
             current.update(index=index, tensors=self.source.read_layer(index, self._layers[index]))
         return current["tensors"]
 
+    def has_file(self, index: int) -> bool:
+        """Whether a pipeline checkpoint has a file of the layer; that of a layer without parameters holds none."""
+        return self._layers[index].owns_weights
+
     def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
         infos = {}
         for name, tensor in self.source.describe_layer(index, self._layers[index]).items():

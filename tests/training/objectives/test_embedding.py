@@ -145,7 +145,7 @@ def evaluate_export(folder: Path, model: torch.nn.Module, file: Path) -> dict[st
     ("saved", "resumed", "overrides"),
     [
         ("pp2", "pp1", PROMPTS),
-        ("pp2xdp2", "tp2", (MEAN, "max_seq_length=32")),
+        ("pp2xdp2", "tp2", (MEAN, "max_seq_length=32", "learning_rate=3e-4")),
         ("zero3", "pp2", (MEAN, *PROMPTS)),
     ],
 )
@@ -232,7 +232,9 @@ def test_five_sgd_steps_with_adapters_equal_peft(
     """From an exported adapter, so that both of its matrices have gradients in the first step."""
     run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
     adapter = tmp_path / "first" / "hf"
-    case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={adapter}", SMOOTH, CHECKPOINTED)
+    # with a loss that rises, rounding grows beyond the bound
+    given = ("adapter=lora", f"adapter.name_or_path={adapter}", "learning_rate=0.002", SMOOTH, CHECKPOINTED)
+    case = build_case(root, tmp_path, layout, *given)
     base = AutoModel.from_pretrained(root / "tiedFalse", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
     result = merge(workers(case.world_size).run(train_answers, case))
