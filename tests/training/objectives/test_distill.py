@@ -245,7 +245,7 @@ def score_until_interrupted(case: Case) -> None:
         self._lock.release()
         raise KeyboardInterrupt(f"after {rows} rows")
 
-    storage._SECONDS_BETWEEN_COMMITS, scoring._CHUNK, storage.TeacherWriter.advance = 0.0, 2, advance_once  # type: ignore[method-assign]
+    storage._SECONDS_BETWEEN_COMMITS, scoring._CHUNK, storage.TeacherWriter.advance = 0.0, 2, advance_once
     try:
         build_engine(case)
     finally:
