@@ -1,6 +1,7 @@
 """Half an hour with a GPU: is it right, is it fast, and why.
 
-    python benchmarks/gpu.py [--parts right,fast,why] [--rows TEXT ...] [--minutes N] [--output FOLDER]
+    python benchmarks/gpu.py [--parts right,fast,why] [--rows TEXT ...] [--minutes N] [--row-seconds N]
+        [--output FOLDER]
     python benchmarks/gpu.py --device cpu --tiny      everything that a CPU can run, small, to see that all works
 
 *right* trains a small model in every way and compares with the plain Hugging Face model in one process. *fast* measures
@@ -21,6 +22,7 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -72,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
         "--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose name holds one of these"
     )
     parser.add_argument("--minutes", type=float, help="that each part may take: 7.5, on a CPU 15")
+    parser.add_argument("--row-seconds", type=float, help="that each row may take, in place of its own limit")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the shapes at a size that takes seconds anywhere")
     parser.add_argument("--output", type=Path, help="folder of the report")
@@ -87,6 +90,8 @@ def run_part(part: str, arguments: argparse.Namespace, machine: Machine, report:
     measured = PARTS[part](machine, scratch, report.folder / "logs" / part, arguments.tiny)
     rows = [row for row in measured.list_rows() if any(text in row.name for text in arguments.rows)]
     fitting = min(_MOST_AT_ONCE, (os.cpu_count() or 1) // _CORES_PER_ROW[machine.device])
+    if arguments.row_seconds is not None:
+        rows = [replace(row, limit=arguments.row_seconds) for row in rows]
     jobs, minutes = max(1, fitting) if part == "right" else 1, arguments.minutes or _MINUTES[machine.device]
     report.begin(part, measured.TITLE, measured.COLUMNS)
     run_rows(rows, minutes * 60, lambda result: report.add(part, result), jobs)

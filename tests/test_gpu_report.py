@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks import gpu
 from benchmarks.gpu_parts.cases import CASES, Case
 from benchmarks.gpu_parts.fast import CASES as SPEED_CASES
 from benchmarks.gpu_parts.figures import compare_records, compare_weights, find_skipped_steps
@@ -259,6 +260,29 @@ def test_names_of_rows_are_unique() -> None:
         assert len({case.name for case in cases}) == len(cases)
     assert {case.precision for case in CASES} == set(BOUNDS)
     assert {case.baseline for case in SPEED_CASES} - {""} <= {case.name for case in SPEED_CASES}
+
+
+def test_row_seconds_replaces_the_limit_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    class Part:
+        TITLE, COLUMNS = "right", ()
+
+        def __init__(self, *arguments: object) -> None: ...
+
+        def list_rows(self) -> list[Row]:
+            return [Row("a row", self.work, expected=1, limit=240)]
+
+        def work(self, deadline: Deadline) -> tuple[Status, Cells]:
+            seen.append(deadline.seconds)
+            return Status.ok, {}
+
+    monkeypatch.setattr(gpu, "PARTS", {"right": Part})
+    for number, given in enumerate(([], ["--row-seconds", "600"])):
+        words = ["gpu.py", "--device", "cpu", "--parts", "right", "--minutes", "60", *given]
+        monkeypatch.setattr(sys, "argv", words)
+        gpu.run_part("right", gpu.parse_arguments(), CPU, Report(tmp_path, CPU, {}), tmp_path / str(number))
+    assert seen == [240, 600]
 
 
 @pytest.mark.full
