@@ -43,7 +43,8 @@ def describe_trained(saved: LoraConfig, init: str) -> LoraConfig:
     """
     lora = copy.deepcopy(saved)
     if starts_from_base(init):
-        lora.r, lora.init_lora_weights = saved.r // 2, init
+        lora.r = saved.r // 2
+        lora.init_lora_weights = init  # type: ignore[assignment]  # peft reads any number of iterations
         lora.lora_alpha = round(saved.lora_alpha / _alpha_ratio(saved), 6)  # type: ignore[assignment]
     return lora
 
