@@ -32,7 +32,7 @@ from models.weights.trained_adapter import check_same_adapter, read_trained_adap
 from models.weights.vocabulary import fingerprint_tokenizer, resize_config
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
-from training.checkpoint.state import Identity
+from training.checkpoint.state import Identity, read_state
 from training.config.schema import Device, FlashKernels, Init, RunConfig
 from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
@@ -92,7 +92,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     setup = build_setup(config, source, ranks)
     check_flash_kernels(setup)
     if not config.evaluate_only:
-        check_same_adapter(setup.adapter, resume_from)
+        check_same_adapter(setup.adapter, resume_from, _find_saved_init(resume_from))
     reference = open_reference(config, setup, resume_from)
     return dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
 
@@ -242,6 +242,15 @@ def predict_run(
         ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
     device = Device.cuda if has_accelerator() else Device.cpu
     return predict(setup, machine, device, lengths, times)
+
+
+def _find_saved_init(resume_from: Path | None) -> str:
+    """Return `adapter.init_lora_weights` of the run that saved a checkpoint, where that starts from the base weights,
+    else `true`; of one whose state is damaged too, in place of which another is chosen later."""
+    try:
+        return "true" if resume_from is None else read_state(resume_from).data.get("adapter.init_lora_weights", "true")
+    except UserError:
+        return "true"
 
 
 def _source_path(config: RunConfig, resume_from: Path | None) -> str:

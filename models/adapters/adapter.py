@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from errors import UserError
-from models.adapters.base_inits import restore_starts, start_from_base
+from models.adapters.base_inits import describe_starts, restore_starts, start_from_base
 from models.adapters.folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
 from models.adapters.options import starts_from_base
 from models.adapters.targets import is_saved, list_projections, list_targets
@@ -89,8 +89,10 @@ class Adapter:
                 tensors = {name: whole.get_parameter(name) for name in adapter_names(whole)}
             shards = read_shards(module, parallel, expert_parallel)
             tensors = tensors and {name: t if t is None else shards.take(name, t) for name, t in tensors.items()}
-        if starts_from_base(self.config.init_lora_weights) and not is_meta:
-            if tensors is None:
+        if starts_from_base(self.config.init_lora_weights):
+            if is_meta:
+                describe_starts(module)
+            elif tensors is None:
                 with self._seeded(index):
                     start_from_base(module, str(self.config.init_lora_weights))
             else:

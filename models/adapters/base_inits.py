@@ -32,9 +32,26 @@ def describe_saved(lora: LoraConfig) -> LoraConfig:
     saved = copy.deepcopy(lora)
     if starts_from_base(lora.init_lora_weights):
         saved.r, saved.init_lora_weights = 2 * lora.r, True
-        scale = math.sqrt(2) if lora.use_rslora else 2
-        saved.lora_alpha = scale * lora.lora_alpha  # type: ignore[assignment]  # peft takes any number
+        saved.lora_alpha = _alpha_ratio(lora) * lora.lora_alpha  # type: ignore[assignment]  # peft takes any number
     return saved
+
+
+def describe_trained(saved: LoraConfig, init: str) -> LoraConfig:
+    """Returns the config of the run whose files have the adapter `saved`: what `describe_saved` has made it from.
+
+    init: `adapter.init_lora_weights` of that run.
+    """
+    lora = copy.deepcopy(saved)
+    if starts_from_base(init):
+        lora.r = saved.r // 2
+        lora.init_lora_weights = init  # type: ignore[assignment]  # peft reads any number of iterations
+        lora.lora_alpha = round(saved.lora_alpha / _alpha_ratio(saved), 6)  # type: ignore[assignment]
+    return lora
+
+
+def _alpha_ratio(lora: LoraConfig) -> float:
+    """Returns by what `lora_alpha` grows with twice the rank, so that the scale stays."""
+    return math.sqrt(2) if lora.use_rslora else 2
 
 
 @torch.no_grad()
@@ -55,6 +72,14 @@ def start_from_base(module: nn.Module, init: str) -> None:
             )
         first.data, second.data = first.data.to(dtype).contiguous(), second.data.to(dtype).contiguous()
         _keep_start(adapted, first.clone(), second.clone())
+
+
+def describe_starts(module: nn.Module) -> None:
+    """Give the adapters of a layer's module on the meta device, where no base weight has numbers, starts of the same
+    shapes."""
+    for _, adapted in _list_adapted(module):
+        first, second = _get_pair(adapted)
+        _keep_start(adapted, first.detach().clone(), second.detach().clone())
 
 
 def restore_starts(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
@@ -86,6 +111,12 @@ def join_starts(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str
     return joined
 
 
+def count_starts(module: nn.Module) -> int:
+    """Returns the number of elements of what the adapters of a layer's module have started as: 0 for plain ones."""
+    starts = (get_start(child) for child in module.modules())
+    return sum(matrix.numel() for start in starts if start is not None for matrix in start)
+
+
 def get_start(adapted: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns A0 [r, inputs] and B0 [outputs, r] of a projection with an adapter; None for one that starts at zero."""
     first, second = getattr(adapted, "start_A", None), getattr(adapted, "start_B", None)
@@ -93,8 +124,9 @@ def get_start(adapted: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _keep_start(adapted: Any, first: torch.Tensor, second: torch.Tensor) -> None:
-    adapted.register_buffer("start_A", first, persistent=False)
-    adapted.register_buffer("start_B", second, persistent=False)
+    """Keep them as frozen parameters, as which plans count them and ZeRO-3 shards them."""
+    adapted.start_A = nn.Parameter(first, requires_grad=False)
+    adapted.start_B = nn.Parameter(second, requires_grad=False)
 
 
 def _get_pair(adapted: Any) -> tuple[nn.Parameter, nn.Parameter]:

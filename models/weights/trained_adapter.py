@@ -10,8 +10,9 @@ import torch
 
 from errors import UserError
 from models.adapters.adapter import Adapter
-from models.adapters.base_inits import describe_saved
+from models.adapters.base_inits import describe_trained
 from models.adapters.folder import ADAPTER_CONFIG, fold_weights, load_lora_config, to_peft_name
+from models.adapters.options import starts_from_base
 from models.layers.layer import Layer
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 
@@ -33,8 +34,12 @@ def read_trained_adapter(
     return tensors
 
 
-def check_same_adapter(adapter: Adapter | None, resume_from: Path | None) -> None:
-    """Raises UserError when a run would continue from a checkpoint with another adapter than its own, or with none."""
+def check_same_adapter(adapter: Adapter | None, resume_from: Path | None, saved_init: str = "true") -> None:
+    """Raises UserError when a run would continue from a checkpoint with another adapter than its own, or with none.
+
+    saved_init: `adapter.init_lora_weights` of the run that saved it, where that starts from the base weights: its files
+    have twice the rank.
+    """
     if resume_from is None:
         return
     saved_with = (resume_from.parent / ADAPTER_CONFIG).is_file()
@@ -45,8 +50,8 @@ def check_same_adapter(adapter: Adapter | None, resume_from: Path | None) -> Non
         )
     if adapter is None:
         return
-    saved_config = load_lora_config(resume_from.parent)
-    before, after = _describe_resumed(saved_config), _describe_resumed(describe_saved(adapter.config))
+    saved_config = describe_trained(load_lora_config(resume_from.parent), saved_init)
+    before, after = _describe_resumed(saved_config), _describe_resumed(adapter.config)
     for key, value in before.items():
         if value != after[key]:
             raise UserError(
@@ -57,10 +62,14 @@ def check_same_adapter(adapter: Adapter | None, resume_from: Path | None) -> Non
 def _describe_resumed(lora: LoraConfig) -> dict[str, object]:
     """Returns the fields that must stay the same when a run is resumed."""
     modules, parameters = fold_weights(lora)
-    same = {key: getattr(lora, key) for key in ("r", "lora_alpha", "use_rslora", "use_dora")}
+    init = lora.init_lora_weights  # others do not matter once there are weights
+    same: dict[str, object] = {"init_lora_weights": init if starts_from_base(init) else True}
+    same |= {key: getattr(lora, key) for key in ("r", "lora_alpha", "use_rslora", "use_dora")}
     same["modules_to_save"] = sorted(lora.modules_to_save or ())
     return {**same, "target_modules": modules, "target_parameters": parameters}
 
 
 def _show(value: object) -> object:
-    return f"[{','.join(sorted(value))}]" if isinstance(value, (set, list)) else value
+    if isinstance(value, (set, list)):
+        return f"[{','.join(sorted(value))}]"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
+from models.adapters.base_inits import count_starts
 from models.adapters.freeze import choose_trained
 from models.architecture.alike import list_alike
 from models.experts.sizes import active_share, count_experts, list_matrices
@@ -64,7 +65,8 @@ class LayerCost:
     several ranks share each sequence. attention_flops: those of forward_flops that attention takes. forward_traffic,
     backward_traffic: what the passes move besides products. num_blocks: see `Layer`. num_divided: of num_trainable,
     those of experts that ranks divide. sent_rows: of a token, those that are sent to the ranks of their experts, where
-    ranks divide them; divided_flops: of forward_flops, those of such experts.
+    ranks divide them; divided_flops: of forward_flops, those of such experts. num_starts: of the frozen
+    parameters, those that adapters have started as, which are saved with them.
     """
 
     name: str
@@ -99,6 +101,7 @@ class LayerCost:
     num_divided: int = 0
     sent_rows: int = 0
     divided_flops: float = 0
+    num_starts: int = 0
 
     @property
     def backward_flops(self) -> float:
@@ -269,6 +272,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         num_divided=sum(p.numel() for name, p in trained.items() if name in shares),
         sent_rows=count_experts(config)[0] * len(list(list_stacks(module))) if shares else 0,
         divided_flops=2 * sum(active[name] for name in multiplied if name in shares),
+        num_starts=count_starts(module),
         forward_sums=forward_sums,
         backward_sums=backward_sums,
         regathers=_count_regathers(built),

@@ -53,10 +53,12 @@ class CheckpointSize:
         return self.weights + self.passthrough
 
 
-def estimate_size(config: CheckpointKeys, num_parameters: int, num_trainable: int) -> CheckpointSize:
-    """Return the size of one checkpoint of a run; adapters are saved without the model. The counts are of all layers,
-    shared parameters once."""
-    saved = num_parameters if config.adapter.name is AdapterName.none else num_trainable
+def estimate_size(
+    config: CheckpointKeys, num_parameters: int, num_trainable: int, num_starts: int = 0
+) -> CheckpointSize:
+    """Return the size of one checkpoint of a run; adapters are saved without the model, with what they have started as
+    (`num_starts` elements). The counts are of all layers, shared parameters once."""
+    saved = num_parameters if config.adapter.name is AdapterName.none else num_trainable + num_starts
     weights = saved * bytes_of(config.precision)
     if config.save_weights_only:
         return CheckpointSize(weights, 0)

@@ -212,6 +212,7 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
             run.config,
             sum(cost.total_parameters for cost in list_owners(costs)),
             sum(cost.total_trainable for cost in list_owners(costs)),
+            sum(cost.num_starts for cost in costs),
         ),
         sequence_modes=max(map(compare_modes, held_by), key=lambda modes: sum(mode.sent_bytes for mode in modes)),
     )

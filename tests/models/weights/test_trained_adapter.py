@@ -41,6 +41,28 @@ def test_a_run_resumes_with_the_same_adapter_only(tmp_path: Path) -> None:
             check_same_adapter(build_lora(LLAMA, **options), step)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
+def test_a_run_that_starts_from_the_base_is_compared_by_the_values_it_was_given(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its files have twice the rank."""
+    given: dict[str, Any] = {"r": 4, "lora_alpha": 7, "init_lora_weights": "pissa", **options}
+    step = tmp_path / "global_step1"
+    save_adapter_config(build_lora(LLAMA, **given), tmp_path, build_family("llama").config)
+    check_same_adapter(build_lora(LLAMA, **given), step, "pissa")
+    for change, expected in (
+        ({"r": 6}, "adapter.r was 4, is 6"),
+        ({"lora_alpha": 9}, "adapter.lora_alpha was 7, is 9"),
+        ({"init_lora_weights": "olora"}, "adapter.init_lora_weights was pissa, is olora"),
+        ({"r": 8, "init_lora_weights": True}, "adapter.init_lora_weights was pissa, is true"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            check_same_adapter(build_lora(LLAMA, **given | change), step, "pissa")
+    save_adapter_config(build_lora(LLAMA, r=8), tmp_path, build_family("llama").config)
+    with pytest.raises(UserError, match="adapter.init_lora_weights was true, is pissa"):
+        check_same_adapter(build_lora(LLAMA, **given), step)
+
+
 def test_an_adapter_on_experts_compares_equal_after_renaming_for_peft(tmp_path: Path) -> None:
     adapter, step = build_lora(DEEPSEEK), tmp_path / "global_step1"
     save_adapter_config(adapter, tmp_path, build_family_config("deepseek_v3"))

@@ -174,3 +174,25 @@ def test_an_adapter_trains_and_the_rest_of_what_a_token_uses_is_frozen() -> None
     assert without.num_frozen == 0
     assert with_adapter.num_frozen == without.num_active
     assert with_adapter.num_active - with_adapter.num_frozen == with_adapter.num_trainable == 4 * (D + HEADS * HEAD)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_what_an_adapter_starts_as_is_held_and_multiplied_but_not_trained(init: str) -> None:
+    """W x + s (B A - B0 A0) x: as much once more as the adapter, frozen, and in its files."""
+    config = build_config()
+    layers = build_layers(config)
+    started, plain = (
+        count_layers(
+            layers,
+            config,
+            MicroBatchShape(B, T, torch.float32),
+            adapter=Adapter(build_lora_config(layers, ["q_proj"], [], r=4, init_lora_weights=each)),
+        )[1]
+        for each in (init, True)
+    )
+    size = 4 * (D + HEADS * HEAD)
+    assert (started.num_starts, plain.num_starts) == (size, 0)
+    assert started.num_trainable == plain.num_trainable == size
+    assert started.num_parameters - plain.num_parameters == started.num_frozen - plain.num_frozen == size
+    assert started.forward_flops - plain.forward_flops == 2 * size
+    assert started.backward_flops - plain.backward_flops == 2 * size  # a gradient of its input alone

@@ -134,6 +134,8 @@ def test_a_run_that_starts_from_the_base_resumes_and_exports_a_plain_adapter(run
     keys = (*SOME_ADAPTERS, "adapter.init_lora_weights=pissa")
     whole = run("whole", 2, 2, *keys)
     run("halves", 2, 2, *keys, "stop_after_steps=2")
+    with pytest.raises(AssertionError, match="resume: adapter.r was 4, is 6; give the same"):
+        run("halves", 1, 1, *keys, "adapter.r=6", "resume=latest")
     halves = run("halves", 1, 1, *keys, "resume=latest")
     reported = read_metrics(whole)[-1]["eval_loss"]
     assert read_metrics(halves)[-1]["eval_loss"] == pytest.approx(reported, rel=BOUND)

@@ -37,6 +37,7 @@ RECOMPUTED = ("activation_checkpoint_interval=1",)
 IN_RING = ("context_parallel_size=2", "context_parallel_mode=ring")
 HOST_ACTIVATIONS = "activation_offload=true"
 LORA = "adapter=lora"
+PISSA = (LORA, "adapter.r=32", "adapter.init_lora_weights=pissa")
 SHARDED_OTHERS = [  # (num_stages, overrides): what is trained otherwise than by AdamW and whole, at ZeRO's stages
     (num_stages, ("precision=bf16", f"zero_stage={stage}", f"activation_checkpoint_interval={interval}", other))
     for stage, num_stages in ((2, 1), (2, 2), (3, 1))
@@ -224,6 +225,13 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
         *(pytest.param(*case, marks=() if case == SHORT else pytest.mark.full) for case in SHARDED_OTHERS),
         pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=0", LORA), marks=pytest.mark.full),
         pytest.param(2, ("precision=bf16", *RECOMPUTED, LORA), marks=pytest.mark.full),
+        *(
+            pytest.param(stages, (precision, *recomputation, *PISSA), marks=pytest.mark.full)
+            for stages, precision, recomputation in (
+                (1, "precision=bf16", ("activation_checkpoint_interval=0",)),
+                (2, "precision=fp32", RECOMPUTED),
+            )
+        ),
         pytest.param(1, ("precision=fp32", *RECOMPUTED, LORA), marks=pytest.mark.full),
     ],
     ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
