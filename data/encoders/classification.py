@@ -20,9 +20,17 @@ from data.counts import ContentCounts
 from data.encoders.control_tokens import Guard
 from data.encoders.messages import TURN_FLAGS, check_messages, read_tools, refuse_media
 from data.encoders.rendering import RECORD_KWARGS, Calendar, Renderer, read_template_kwargs
-from data.encoders.segments import CountingEncoder, Piece, Pieces, check_filled, get_fields, tokenize_sample
+from data.encoders.segments import (
+    CountingEncoder,
+    Piece,
+    Pieces,
+    check_filled,
+    get_fields,
+    tokenize_parts,
+    tokenize_sample,
+)
 from data.options import ControlTokens, ProblemType
-from data.sample import IGNORE_INDEX, Sample
+from data.sample import Sample
 from errors import UserError
 
 
@@ -61,14 +69,15 @@ class ClassificationEncoder(CountingEncoder):
         found = counts or ContentCounts()
         if self.messages_field in record and self.text_field not in record:
             pieces = self._split_messages(record, location, tokenizer, found)
+            sample = tokenize_sample(pieces, location, tokenizer)
         else:
-            pieces = self._split_texts(record, location, tokenizer, found)
-        input_ids = tokenize_sample(pieces, location, tokenizer)["input_ids"]
-        return Sample(input_ids=input_ids, labels=[IGNORE_INDEX] * len(input_ids), label=label)
+            sample = self._tokenize_texts(record, location, tokenizer, found)
+        sample["label"] = label
+        return sample
 
-    def _split_texts(
+    def _tokenize_texts(
         self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
-    ) -> Pieces:
+    ) -> Sample:
         named = {"data.text_field": self.text_field}
         if self.text_pair_field is not None:
             named["data.text_pair_field"] = self.text_pair_field
@@ -77,7 +86,7 @@ class ClassificationEncoder(CountingEncoder):
         for name, value in zip(named.values(), get_fields(record, named, location)):
             where = f"{location}: field '{name}'"
             texts.append(guard.protect_text(check_filled(value, where), where))
-        return guard.release(join_texts(texts, tokenizer))
+        return tokenize_texts(texts, location, guard)
 
     def _split_messages(
         self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
@@ -105,8 +114,20 @@ class ClassificationEncoder(CountingEncoder):
         return guard.release([Piece(text, False)])
 
 
-def join_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Pieces:
-    """Return the pieces of one text, or of several together, with what the tokenizer itself puts around them."""
+def tokenize_texts(texts: Sequence[str], location: str, guard: Guard) -> Sample:
+    """Return the sample of one text, or of several that are read together, of which the last is its own text. Raises
+    `UserError` for a text that becomes no token."""
+    pieces = _join_texts(texts, guard.tokenizer)
+    before, own = tokenize_parts([guard.release(pieces[:-2]), guard.release(pieces[-2:])], location, guard.tokenizer)
+    return Sample(
+        input_ids=before["input_ids"] + own["input_ids"],
+        labels=before["labels"] + own["labels"],
+        num_first=len(before["input_ids"]),
+    )
+
+
+def _join_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    """Return the pieces of texts, with what the tokenizer itself puts before, between and after them."""
     first, *between = find_special(tokenizer, len(texts))
     pieces = [Piece(list(first), False)]
     for text, special in zip(texts, between, strict=True):

@@ -9,16 +9,17 @@ those that the tokenizer puts at the end, as where the tokenizer itself truncate
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.encoders.classification import find_special, join_texts
+from data.encoders.classification import find_special, tokenize_texts
 from data.encoders.control_tokens import Guard
 from data.encoders.messages import refuse_media
-from data.encoders.segments import CountingEncoder, check_filled, get_fields, tokenize_sample
+from data.encoders.segments import CountingEncoder, check_filled, get_fields
 from data.options import ControlTokens
-from data.sample import IGNORE_INDEX, Group, Sample
+from data.sample import Group, Sample
 from errors import UserError
 
 
@@ -47,13 +48,17 @@ class RetrievalEncoder(CountingEncoder):
         query, *documents = (
             guard.protect_text(check_filled(text, where), where) for text, where in self._read_texts(record, location)
         )
-        samples = [
-            self._build_sample(texts, location, tokenizer, guard) for texts in self._list_samples(query, documents)
-        ]
+        samples = []
+        for prompt, texts in self._list_samples(query, documents):
+            sample = tokenize_texts(texts, location, guard)
+            sample["num_first"] += _count_tokens(prompt, tokenizer)
+            sample["num_last"] = len(find_special(tokenizer, len(texts))[-1])
+            sample["label"] = []
+            samples.append(sample)
         return tuple(samples) if len(samples) > 1 else samples[0]
 
-    def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, ...]]:
-        """Return the texts of each sample."""
+    def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
+        """Return of each sample the prompt with which its last text begins, and its texts."""
         raise NotImplementedError
 
     def _read_texts(self, record: dict, location: str) -> list[tuple[object, str]]:
@@ -77,12 +82,10 @@ class RetrievalEncoder(CountingEncoder):
             read += [(text, f"{where} {number}") for number, text in enumerate(negatives[: self.num_negatives], 1)]
         return read
 
-    def _build_sample(
-        self, texts: Sequence[str], location: str, tokenizer: PreTrainedTokenizerBase, guard: Guard
-    ) -> Sample:
-        input_ids = tokenize_sample(guard.release(join_texts(texts, tokenizer)), location, tokenizer)["input_ids"]
-        num_last = len(find_special(tokenizer, len(texts))[-1])
-        return Sample(input_ids=input_ids, labels=[IGNORE_INDEX] * len(input_ids), label=[], num_last=num_last)
+
+@lru_cache(maxsize=4)
+def _count_tokens(prompt: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    return len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,14 @@ class EmbeddingEncoder(RetrievalEncoder):
     query_prompt: str = ""
     document_prompt: str = ""
 
-    def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, ...]]:
-        return [(self.query_prompt + query,), *((self.document_prompt + document,) for document in documents)]
+    def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
+        given = [(self.query_prompt, query), *((self.document_prompt, document) for document in documents)]
+        return [(prompt, [prompt + text]) for prompt, text in given]
 
 
 @dataclass(frozen=True)
 class RerankEncoder(RetrievalEncoder):
     """Each document together with the query."""
 
-    def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, ...]]:
-        return [(query, document) for document in documents]
+    def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
+        return [("", [query, document]) for document in documents]

@@ -137,11 +137,16 @@ def tokenize_pieces(
 
 def tokenize_sample(pieces: Pieces, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
     """Return the sample of one record's pieces. Raises `UserError` for a text that becomes no token."""
+    return tokenize_parts([pieces], location, tokenizer)[0]
+
+
+def tokenize_parts(parts: Sequence[Pieces], location: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Return the sample of each part of one record. Raises `UserError` for a text that becomes no token."""
     unknown: dict[int, str] = {}
-    (sample,) = tokenize_pieces([pieces], tokenizer, unknown)
+    samples = tokenize_pieces(parts, tokenizer, unknown)
     for text in unknown.values():
         raise no_token_error(text, location)
-    return sample
+    return samples
 
 
 def no_token_error(text: str, location: str) -> UserError:

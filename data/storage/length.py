@@ -10,11 +10,13 @@ from errors import UserError
 
 @dataclass
 class LengthCounts:
-    """Counts of what the policy has done; targets are counted after the shift."""
+    """Counts of what the policy has done; targets are counted after the shift. num_without_text: truncated samples of
+    which no token of their own text is left."""
 
     num_truncated: int = 0
     num_dropped: int = 0
     num_split: int = 0
+    num_without_text: int = 0
     num_lost_tokens: int = 0
     num_lost_targets: int = 0
 
@@ -35,6 +37,11 @@ class LengthCounts:
         ]
         if parts:
             parts.append(f"{self.num_lost_tokens:,} tokens lost by it ({self.num_lost_targets:,} of them targets)")
+        if self.num_without_text:
+            parts.append(
+                f"{self.num_without_text:,} samples without a token of their own text, since a query, a prompt or the "
+                "first of two texts fills the row: raise max_seq_length"
+            )
         return ", ".join(parts)
 
 
@@ -79,6 +86,7 @@ def fit_sample(
         num_truncated=int(policy is LengthPolicy.truncate),
         num_dropped=int(policy is LengthPolicy.drop),
         num_split=int(policy is LengthPolicy.split),
+        num_without_text=int(policy is LengthPolicy.truncate and _has_lost_text(sample, max_seq_length)),
         num_lost_tokens=length - num_kept_tokens,
         num_lost_targets=num_targets - sum(count_targets(piece) for piece in kept),
     )
@@ -145,6 +153,11 @@ def _cut(sample: Sample, start: int, stop: int) -> Sample:
     if "label" in sample:
         cut["label"] = sample["label"]
     return cut
+
+
+def _has_lost_text(sample: Sample, max_seq_length: int) -> bool:
+    """Return whether nothing of a sample's own text is left where what comes before it stays."""
+    return max_seq_length - sample.get("num_last", 0) <= sample.get("num_first", 0)
 
 
 def _describe_lost(sample: Sample, location: str, max_seq_length: int) -> str:

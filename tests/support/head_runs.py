@@ -7,17 +7,17 @@ import calendar
 import inspect
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from support.cases import Case
-from support.objective_runs import find_dataset
+from support.cases import BOUND, Case, worst_difference
+from support.objective_runs import check_steps, find_dataset, train_plainly
+from support.tiny import save_pairs
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
-from data.order import GlobalOrder
 from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
 from models.architecture.lookup import build_layers
@@ -57,7 +57,7 @@ def load_with_adapter(
     """Load an exported adapter as users of peft do: on the base model, whose new head it replaces."""
     torch.manual_seed(7)
     model = auto.from_pretrained(base, num_labels=num_labels, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, folder).eval()
+    return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
 
 
 def save_documents(file: Path, count: int, seed: int = 0) -> Path:
@@ -104,6 +104,19 @@ def save_words(file: Path, count: int, seed: int = 0) -> Path:
     return file
 
 
+def save_steps(file: Path, count: int) -> Path:
+    """Prompts, each with steps of real text, of which the last is from elsewhere, and wrong."""
+    with open(file, "w") as handle:
+        for line in save_pairs(file.with_suffix(".pairs"), count).read_text().splitlines():
+            pair = json.loads(line)
+            right, wrong = (pair[name].split()[:9] for name in ("chosen", "rejected"))
+            steps = [" ".join(words) for words in (right[:3], right[3:], wrong) if words]
+            labels = [True] * (len(steps) - 1) + [False]
+            record = {"prompt": pair["prompt"][:60], "completions": steps, "labels": labels}
+            handle.write(json.dumps(record) + "\n")
+    return file
+
+
 def pad_documents(rows: Sequence[Any], pad: int) -> dict[str, torch.Tensor]:
     """Return input_ids and attention_mask [B, T] of documents, padded on the right. rows: token ids of each."""
     tensors = [torch.as_tensor(row.astype("int64")) for row in rows]
@@ -124,24 +137,41 @@ def read_token_batch(dataset: TokenizedDataset, ids: list[int]) -> dict[str, tor
     return batch | {"labels": labels}
 
 
-def train_token_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:
-    """The same steps of SGD: all texts of a global batch at once."""
-    config, dataset = case.config(), find_dataset(case.workdir)
+def train_documents(
+    case: Case,
+    model: torch.nn.Module,
+    compute_step: Callable[[TokenizedDataset, list[int]], tuple[torch.Tensor, dict[str, float]]],
+) -> dict[str, Any]:
+    """`train_plainly` on the documents of all rows of a global batch at once, packed or not."""
+    dataset = find_dataset(case.workdir)
     path = next(path for path in (case.workdir / "cache").iterdir() if path.is_dir())
-    rows = Rows(path, build_row_plan(config, "train_file"), False, False)
-    order = GlobalOrder(len(rows), config.global_batch_size, config.seed)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
-    result: dict[str, Any] = {"losses": [], "norms": [], "accuracies": []}
-    for step in range(case.steps):
-        ids = [sample for row in order.sample_ids(step) for sample, _, _ in rows.pieces(int(row))]
+    rows = Rows(path, build_row_plan(case.config(), "train_file"), False, False)
+
+    def compute(ids: list[int]) -> tuple[torch.Tensor, dict[str, float]]:
+        return compute_step(dataset, [sample for row in ids for sample, _, _ in rows.pieces(row)])
+
+    return train_plainly(case, model, len(rows), compute)
+
+
+def train_token_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:
+    """Without the dropout before the scores."""
+
+    def compute_step(dataset: TokenizedDataset, ids: list[int]) -> tuple[torch.Tensor, dict[str, float]]:
         batch = read_token_batch(dataset, ids)
-        optimizer.zero_grad()
-        found = model.eval()(**batch)
-        found.loss.backward()
-        result["losses"].append(found.loss.item())
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
-        has_label = batch["labels"] != -100
-        result["accuracies"].append((found.logits.argmax(dim=2) == batch["labels"])[has_label].double().mean().item())
-        optimizer.step()
-    return result | {"weights": {name: tensor.detach().clone() for name, tensor in model.named_parameters()}}
+        found, has_label = model.eval()(**batch), batch["labels"] != -100
+        is_right = (found.logits.argmax(dim=2) == batch["labels"])[has_label]
+        return found.loss, {"accuracy": is_right.double().mean().item()}
+
+    return train_documents(case, model, compute_step)
+
+
+def check_adapter_steps(result: dict[str, Any], oracle: dict[str, Any]) -> None:
+    """`check_steps`, and the weights of an adapter and of the head that is trained with it. oracle: of peft's model."""
+    check_steps(result, oracle, weights=False)
+    expected = {
+        name.removeprefix("base_model.model.").replace("modules_to_save.default.", ""): tensor
+        for name, tensor in oracle["weights"].items()
+        if "lora_" in name or "modules_to_save" in name
+    }
+    worst, name = worst_difference({name: result["weights"][name] for name in expected}, expected)
+    assert worst < BOUND, name

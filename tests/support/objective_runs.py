@@ -4,13 +4,26 @@ steps of SGD on a plain model in one process."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.cases import BOUND, CONTEXT_PARALLEL, LAYOUTS, ZERO_LAYOUTS, Case, build_engine, hf_weights, train_run
+from support.cases import (
+    BOUND,
+    CONTEXT_PARALLEL,
+    LAYOUTS,
+    ROOT,
+    ZERO_LAYOUTS,
+    Case,
+    build_engine,
+    hf_weights,
+    train_run,
+    worst_difference,
+)
 from support.tiny import save_llama, save_pairs, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoModelForCausalLM
@@ -72,28 +85,59 @@ def train_answers(case: Case) -> dict[str, Any]:
     return result | {"weights": hf_weights(engine)}
 
 
-def train_oracle(
-    case: Case, policy: torch.nn.Module, compute_step: ComputeStep, num_samples: int, steps: Sequence[int] | None = None
+def train_plainly(
+    case: Case,
+    model: torch.nn.Module,
+    num_rows: int,
+    compute_step: Callable[[list[int]], tuple[torch.Tensor, dict[str, float]]],
+    steps: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """The same steps of SGD, sample by sample. steps: by default all of the case's."""
+    """The same steps of SGD on a plain model. compute_step: of the rows of a step, the loss and the metrics; a loss
+    without a graph has left its gradient already. steps: by default all of the case's."""
     config = case.config()
-    order = GlobalOrder(num_samples, config.global_batch_size, config.seed)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    order = GlobalOrder(num_rows, config.global_batch_size, config.seed)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
     result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
     for step in steps or range(case.steps):
         optimizer.zero_grad()
-        ids, loss, reported = order.sample_ids(step).tolist(), 0.0, []
+        loss, metrics = compute_step(order.sample_ids(step).tolist())
+        if loss.requires_grad:
+            loss.backward()
+        result["losses"].append(loss.item())
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
+        result["metrics"].append(metrics)
+        optimizer.step()
+    return result | {"weights": {name: tensor.detach().clone() for name, tensor in model.named_parameters()}}
+
+
+def train_oracle(
+    case: Case, policy: torch.nn.Module, compute_step: ComputeStep, num_samples: int, steps: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """`train_plainly`, sample by sample."""
+
+    def compute(ids: list[int]) -> tuple[torch.Tensor, dict[str, float]]:
+        loss, reported = torch.zeros((), dtype=torch.float64), []
         terms, summarize = compute_step(ids)
         for sample_loss, report in terms:
             (sample_loss / len(ids)).backward()
             loss += sample_loss.item() / len(ids)
             reported.append(report)
-        result["losses"].append(loss)
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
-        result["metrics"].append(summarize(reported))
-        optimizer.step()
-    return result | {"weights": {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}}
+        return loss, summarize(reported)
+
+    return train_plainly(case, policy, num_samples, compute, steps)
+
+
+def check_steps(result: Mapping[str, Any], oracle: Mapping[str, Any], weights: bool = True) -> None:
+    """Check losses, norms and the metrics that the oracle has; weights: those of both, by name, too."""
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+    for found, expected in zip(result["metrics"], oracle["metrics"], strict=True):
+        assert {name: found[name] for name in expected} == pytest.approx(expected)
+    if weights:
+        worst, name = worst_difference(result["weights"], oracle["weights"])
+        assert worst < BOUND, name
+        assert max(result["losses"]) > 1.01 * min(result["losses"])  # it has moved
 
 
 def check_equal(result: Mapping[str, Any], oracle: Mapping[str, Any], first_metrics: int = 0) -> None:
@@ -139,6 +183,35 @@ def check_continued(
     for expected, found in zip(*steps, strict=True):
         near = pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=absolute)
         assert {name: found[name] for name in names} == near
+
+
+def check_resumed(
+    run: Callable[..., list[dict[str, Any]]],
+    folder: Path,
+    layouts: tuple[str, str],
+    *overrides: str,
+    metrics: Iterable[str] = (),
+    **given: bool,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Check that a run continues at another layout after 3 of 6 steps as if it had not been stopped, and return the
+    metrics of the one that was not, and of what continued. run: of `start_runs`, in `folder`."""
+    saved, resumed = layouts
+    whole = run("whole", saved, *overrides, **given)
+    begun = run("begun", saved, "stop_after_steps=3", *overrides, **given)
+    assert [record["step"] for record in begun if "loss" in record] == [1, 2, 3]
+    ended = run("ended", resumed, f"resume={folder}/begun/checkpoints", *overrides, **given)
+    check_continued(whole, ended, ("loss", "grad_norm", *metrics), absolute=1e-5)
+    return whole, ended
+
+
+def check_record(record: Mapping[str, Any], expected: Mapping[str, float]) -> None:
+    """Check what an evaluation has reported."""
+    assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def convert(source: Path, target: Path, *flags: str) -> None:
+    command = [sys.executable, "convert2ckpt.py", "--model_name_or_path", str(source), "--output_dir", str(target)]
+    subprocess.run([*command, *flags], cwd=ROOT, check=True, capture_output=True)
 
 
 def find_dataset(folder: Path, num_samples: int | None = None) -> TokenizedDataset:

@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from support.cases import BOUND, ROOT, Case
-from support.objective_runs import find_dataset
+from support.cases import Case
+from support.objective_runs import find_dataset, train_plainly
 
-from data.order import GlobalOrder
 from data.storage.tokenized import TokenizedDataset
 from training.config.schema import RunConfig
 
@@ -111,30 +107,12 @@ def summarize(ranks: list[int]) -> dict[str, float]:
 def train_oracle(case: Case, model: torch.nn.Module, compare: Compare) -> dict[str, Any]:
     """The same steps of SGD: the queries of a global batch at once."""
     config, dataset = case.config(), find_dataset(case.workdir)
-    order = GlobalOrder(NUM_QUERIES, config.global_batch_size, config.seed)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
-    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        losses, ranks = compare(config, model, dataset, order.sample_ids(step).tolist())
-        losses.mean().backward()
-        result["losses"].append(losses.mean().item())
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
-        result["metrics"].append(summarize(ranks))
-        optimizer.step()
-    return result | {"weights": {name: tensor.detach().clone() for name, tensor in model.named_parameters()}}
 
+    def compute_step(ids: list[int]) -> tuple[torch.Tensor, dict[str, float]]:
+        losses, ranks = compare(config, model, dataset, ids)
+        return losses.mean(), summarize(ranks)
 
-def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
-    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
-    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
-    for found, expected in zip(result["metrics"], oracle["metrics"], strict=True):
-        assert {name: found[name] for name in expected} == pytest.approx(expected)
-
-
-def check_record(record: dict[str, Any], expected: dict[str, float]) -> None:
-    assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    return train_plainly(case, model, NUM_QUERIES, compute_step)
 
 
 def evaluate_oracle(case: Case, model: torch.nn.Module, compare: Compare, folder: Path) -> dict[str, float]:
@@ -142,8 +120,3 @@ def evaluate_oracle(case: Case, model: torch.nn.Module, compare: Compare, folder
     with torch.no_grad():
         losses, ranks = compare(case.config(), model.eval(), find_dataset(folder), list(range(NUM_QUERIES)))
     return {"eval_loss": losses.mean().item(), **{f"eval_{name}": value for name, value in summarize(ranks).items()}}
-
-
-def convert(source: Path, target: Path, *flags: str) -> None:
-    command = [sys.executable, "convert2ckpt.py", "--model_name_or_path", str(source), "--output_dir", str(target)]
-    subprocess.run([*command, *flags], cwd=ROOT, check=True, capture_output=True)

@@ -34,6 +34,7 @@ def test_texts_have_the_tokens_that_the_tokenizer_gives_them(build_tokenizer) ->
     pair = ClassificationEncoder(labels=["no", "yes"], text_field="a", text_pair_field="b")
     two = pair.encode({"a": "Legs?", "b": "Eight.", "label": "no"}, WHERE, tokenizer)
     assert two["input_ids"] == tokenizer("Legs?", "Eight.")["input_ids"] and two["label"] == [0]
+    assert two["num_first"] == len(tokenizer("Legs?")["input_ids"]) + 1  # and a second </s>
 
 
 def test_a_conversation_may_end_with_a_question(chat_tokenizer) -> None:

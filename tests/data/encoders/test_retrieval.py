@@ -7,7 +7,7 @@ from support.tiny import save_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from data.encoders.retrieval import EmbeddingEncoder, RerankEncoder
+from data.encoders.retrieval import EmbeddingEncoder, RerankEncoder, RetrievalEncoder
 from data.options import LengthPolicy
 from data.storage.length import fit_group
 from errors import UserError
@@ -54,6 +54,28 @@ def test_pairs_are_those_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast, ma
     ]
     assert [sample["input_ids"] for sample in fitted] == expected
     assert max(map(len, expected)) == (20 if max_seq_length == 20 else max(map(len, expected)))
+
+
+@pytest.mark.parametrize(
+    ("encoder", "unread"),
+    [
+        (RerankEncoder(num_negatives=2), 3),
+        (EmbeddingEncoder(num_negatives=2, document_prompt="a text that is about one of the modules: "), 3),
+        (EmbeddingEncoder(num_negatives=2, query_prompt="a question about one of the modules: "), 1),
+        (EmbeddingEncoder(num_negatives=2), 4),  # room for the tokenizer's own tokens alone
+    ],
+)
+def test_samples_without_a_token_of_their_text_are_counted(
+    tokenizer: PreTrainedTokenizerFast, encoder: RetrievalEncoder, unread: int
+) -> None:
+    """Up to the length at which the first of them has one."""
+    samples = encoder.encode(RECORD, "here", tokenizer)
+    assert isinstance(samples, tuple)
+    before = max(sample["num_first"] for sample in samples)
+    for max_seq_length, expected in ((before + 1, unread), (before + 2, 0), (64, 0)):
+        _, counts = fit_group(samples, "here", LengthPolicy.truncate, max_seq_length)
+        assert counts.num_without_text == expected
+        assert ("raise max_seq_length" in counts.describe()) == (expected > 0)
 
 
 @pytest.mark.parametrize(

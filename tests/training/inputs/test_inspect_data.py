@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,24 @@ def test_preferences_come_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture
         "</s>]]",
     ):
         assert part in printed, part
+
+
+def test_documents_for_which_a_query_leaves_no_room_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    save_llama(tmp_path / "model", num_hidden_layers=1)
+    save_tokenizer(tmp_path / "model")
+    queries = ("why wrap?", "why wrap? " * 50)
+    records = [{"query": query, "positive": "lines are long", "negatives": ["indent"]} for query in queries]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = build_config(
+        f"model_name_or_path={tmp_path}/model",
+        f"train_file={tmp_path}/train.jsonl",
+        f"output_dir={tmp_path}/out",
+        f"data.cache_dir={tmp_path}/cache",
+        "max_seq_length=64",
+        "data=rerank",
+        "inspect_data=true",
+    )
+    inspect_data(config, Ranks(0, 1, 0, 1))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "train.jsonl: 2 records" in line]
+    assert "2 samples truncated" in line and "2 samples without a token of their own text, since a query" in line
+    assert line.endswith("raise max_seq_length")

@@ -31,7 +31,7 @@ from support.objective_runs import (
     NUM_SAMPLES,
     TENSOR_PARALLEL,
     Summarize,
-    check_continued,
+    check_resumed,
     compute_log_probability,
     find_dataset,
     load_model,
@@ -218,10 +218,7 @@ def test_a_run_learns_and_continues_at_another_layout(
     run, root: Path, tmp_path: Path, saved: str, resumed: str
 ) -> None:
     """Evaluations too: their z0 is a mean over the whole file, 21 samples in micro-batches that do not divide them."""
-    whole = run("whole", saved)
-    run("begun", saved, "stop_after_steps=3")
-    ended = run("ended", resumed, f"resume={tmp_path}/begun/checkpoints")
-    check_continued(whole, ended, ("loss", "grad_norm", *METRICS), absolute=1e-5)
+    whole, ended = check_resumed(run, tmp_path, (saved, resumed), metrics=METRICS)
     assert whole[0]["eval_loss"] == pytest.approx(0.5, rel=1e-5) and whole[-1]["eval_loss"] < 0.45
     case = build_case(root, tmp_path, "pp1")
     expected = evaluate_oracle(case, tmp_path / "ended" / "hf", NUM_SAMPLES)

@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from support import objective_runs
-from support.cases import BOUND, CHECKPOINTED, Case, merge, worst_difference
-from support.head_runs import load_oracle, load_with_adapter, read_token_batch, train_token_oracle
-from support.objective_runs import check_continued, find_dataset, start_runs, train_answers
-from support.tiny import save_llama, save_pairs, save_tokenizer
+from support.cases import CHECKPOINTED, Case, merge
+from support.head_runs import (
+    check_adapter_steps,
+    load_oracle,
+    load_with_adapter,
+    read_token_batch,
+    save_steps,
+    train_token_oracle,
+)
+from support.objective_runs import check_resumed, check_steps, find_dataset, start_runs, train_answers
+from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerGroup
 from torch.nn import functional as F
 from transformers import AutoModelForTokenClassification
@@ -27,14 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("steps")
     save_llama(root / "tiedFalse")
     save_tokenizer(root / "tiedFalse")
-    pairs = [json.loads(line) for line in save_pairs(root / "pairs.jsonl", 30).read_text().splitlines()]
-    records = []
-    for pair in pairs:
-        right, wrong = (pair[name].split()[:9] for name in ("chosen", "rejected"))
-        steps = [" ".join(words) for words in (right[:3], right[3:], wrong) if words]
-        labels = [True] * (len(steps) - 1) + [False]
-        records.append({"prompt": pair["prompt"][:60], "completions": steps, "labels": labels})
-    (root / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    save_steps(root / "train.jsonl", 30)
     return root
 
 
@@ -63,12 +63,20 @@ def test_five_sgd_steps_equal_transformers(
 ) -> None:
     case = build_case(root, tmp_path, layout, *overrides)
     model = load_oracle(case)
-    result = merge(workers(case.world_size).run(train_answers, case))
-    oracle = train_token_oracle(case, model)
-    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
-    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
-    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
-    assert [metrics["accuracy"] for metrics in result["metrics"]] == pytest.approx(oracle["accuracies"])
+    check_steps(merge(workers(case.world_size).run(train_answers, case)), train_token_oracle(case, model))
+
+
+@pytest.mark.full
+def test_five_sgd_steps_with_adapters_equal_peft(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
+) -> None:
+    """From an exported adapter, so that its matrices and its head have gradients in the first step."""
+    run = start_runs(workers, root, tmp_path, build_case)
+    run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
+    adapter = tmp_path / "first" / "hf"
+    case = build_case(root, tmp_path, "pp2", "adapter=lora", f"adapter.name_or_path={adapter}", CHECKPOINTED)
+    model = load_with_adapter(root / "tiedFalse", adapter, 2, AutoModelForTokenClassification)
+    check_adapter_steps(merge(workers(case.world_size).run(train_answers, case)), train_token_oracle(case, model))
 
 
 @pytest.mark.full
@@ -77,10 +85,7 @@ def test_a_run_continues_at_another_layout_and_is_exported(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, adapter: tuple[str, ...]
 ) -> None:
     run = start_runs(workers, root, tmp_path, build_case, "learning_rate=3e-3", *adapter)
-    whole = run("whole", "pp2")
-    run("begun", "pp2", "stop_after_steps=3")
-    ended = run("ended", "cp2", f"resume={tmp_path}/begun/checkpoints")
-    check_continued(whole, ended, ("loss", "grad_norm"), absolute=1e-5)
+    _, ended = check_resumed(run, tmp_path, ("pp2", "cp2"))
     if adapter:
         auto = AutoModelForTokenClassification
         model = load_with_adapter(root / "tiedFalse", tmp_path / "ended" / "hf", 2, auto)

@@ -4,8 +4,6 @@ steps, evaluations, checkpoints at other layouts, and what is exported."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,19 +19,19 @@ from support.cases import (
     CONTEXT_PARALLEL,
     LAYOUTS,
     RING,
-    ROOT,
     ZERO_LAYOUTS,
     Case,
     merge,
     worst_difference,
 )
-from support.head_runs import load_oracle, load_with_adapter
+from support.head_runs import check_adapter_steps, load_oracle, load_with_adapter
 from support.objective_runs import (
     NUM_SAMPLES,
     TENSOR_PARALLEL,
     Summarize,
-    check_continued,
     check_equal,
+    check_resumed,
+    convert,
     find_dataset,
     save_material,
     start_runs,
@@ -168,11 +166,7 @@ def evaluate_model(model: torch.nn.Module, tmp_path: Path) -> dict[str, float]:
 def test_a_run_learns_continues_at_another_layout_and_is_exported(
     run, root: Path, tmp_path: Path, saved: str, resumed: str, tied: bool
 ) -> None:
-    whole = run("whole", saved, tied=tied)
-    begun = run("begun", saved, "stop_after_steps=3", tied=tied)
-    assert [record["step"] for record in begun if "loss" in record] == [1, 2, 3]
-    ended = run("ended", resumed, f"resume={tmp_path}/begun/checkpoints", tied=tied)
-    check_continued(whole, ended, ("loss", "grad_norm", *REWARDS), absolute=1e-5)
+    whole, ended = check_resumed(run, tmp_path, (saved, resumed), metrics=REWARDS, tied=tied)
     assert whole[-1]["eval_rewards_accuracy"] > 0.9 and whole[-1]["eval_rewards_margin"] > 0.5
     expected = evaluate_folder(tmp_path / "ended" / "hf", tmp_path)
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -183,10 +177,8 @@ def test_an_exported_model_is_converted_evaluated_and_trained_on(run, root: Path
     """Also by the converter, in both directions; the head is loaded, not initialized."""
     first = run("first", "pp1", "max_steps=2")
     hf, pipeline, back = tmp_path / "first" / "hf", tmp_path / "pipeline", tmp_path / "back"
-    for arguments in ((hf, pipeline), (pipeline, back, "--to_hf")):
-        source, target, *flags = map(str, arguments)
-        command = [sys.executable, "convert2ckpt.py", "--model_name_or_path", source, "--output_dir", target, *flags]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    convert(hf, pipeline)
+    convert(pipeline, back, "--to_hf")
     assert evaluate_folder(back, tmp_path) == evaluate_folder(hf, tmp_path)
     for name, folder in (("from_hf", hf), ("from_pipeline", pipeline)):
         run(name, "pp2", "evaluate_only=true", f"model_name_or_path={folder}")
@@ -207,13 +199,23 @@ def test_an_exported_model_is_converted_evaluated_and_trained_on(run, root: Path
 @pytest.mark.parametrize("layout", ["pp2", "tp2"])
 def test_the_score_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_path: Path, layout: str) -> None:
     lora = ("adapter=lora", "adapter.r=4", "learning_rate=3e-3")
-    whole = run("whole", layout, *lora)
-    run("begun", layout, *lora, "stop_after_steps=3")
-    ended = run("ended", "pp1", *lora, f"resume={tmp_path}/begun/checkpoints")
-    check_continued(whole, ended, ("loss", "grad_norm", *REWARDS), absolute=1e-5)
+    whole, ended = check_resumed(run, tmp_path, (layout, "pp1"), *lora, metrics=REWARDS)
     assert whole[-1]["eval_loss"] < whole[0]["eval_loss"]
     expected = evaluate_model(load_with_adapter(root / "tiedFalse", tmp_path / "ended" / "hf", 1), tmp_path)
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.full
+def test_three_sgd_steps_with_adapters_equal_peft(
+    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path
+) -> None:
+    """From an exported adapter, so that its matrices and its head have gradients in the first step."""
+    run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
+    adapter = tmp_path / "first" / "hf"
+    case = build_case(root, tmp_path, "pp2", "adapter=lora", f"adapter.name_or_path={adapter}", CHECKPOINTED)
+    oracle_model = load_with_adapter(root / "tiedFalse", adapter, 1)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    check_adapter_steps(result, train_oracle(case, oracle_model))
 
 
 def test_a_pad_token_that_ends_answers_is_refused(run, root: Path, tmp_path: Path) -> None:
