@@ -117,11 +117,12 @@ class Life:
         return "start"
 
     def find_newest(self) -> int:
-        """Return the step from which the run would continue; 0 for none."""
+        """Return the step from which the run would continue, read to the last byte; 0 for none."""
         checkpoints = self.out / "checkpoints"
         if not list(checkpoints.glob("global_step*")):
             return 0
-        return step_of(find_resume("latest", checkpoints, trust=False).candidates[0])
+        candidates = find_resume("latest", checkpoints, trust=False).candidates
+        return next((step_of(each) for each in candidates if find_damage(each, rank=0, world_size=1) is None), 0)
 
 
 def list_arguments(root: Path, out: Path) -> list[str]:

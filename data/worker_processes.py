@@ -1,16 +1,38 @@
-"""Worker processes of torch's DataLoader next to a rank that signals may end."""
+"""Worker processes of torch's DataLoader next to a rank that signals may end.
+
+A rank has threads: the save, heartbeats, the loggers. A process that is forked from it inherits the locks that they
+hold at that moment, and no thread that would release them: with Python 3.11 one worker in some thousands never started,
+since another thread began or ended meanwhile. So workers are forked from a server without threads (`forkserver`), which
+has imported what they need.
+"""
 
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which make a rank save and leave
+_SECONDS_BETWEEN_LOOKS = 1.0
+_ROOT = Path(__file__).resolve().parents[1]
+# What workers unpickle, and the program of a run, which `multiprocessing` imports in each of them.
+_IMPORTED = ["data.loading.loader", "data.streaming.stream", "trainer_base_ds_mp"]
+
+
+def start_server() -> None:
+    """Start the process that workers are forked from, unless it runs; it ends with this one. What it imports takes
+    seconds, which pass beside other work of this process."""
+    forkserver.set_forkserver_preload(_IMPORTED)
+    resource_tracker.ensure_running()  # which would unblock signals
+    with _blocked_signals(), _on_path(_ROOT):
+        forkserver.ensure_running()
 
 
 def iterate_dataset(
@@ -28,26 +50,52 @@ def iterate_dataset(
         # An iterator draws a seed; from the global generator that would shift the dropout of a resumed run.
         generator=torch.Generator(),
         worker_init_fn=_leave_signals_to_rank if num_workers else None,
+        multiprocessing_context="forkserver" if num_workers else None,
     )
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # workers inherit it, so that no signal is too early
+    if num_workers:
+        start_server()
+    return iter(loader)
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """What is started within this context inherits that they are blocked, so that no signal is too early."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        return iter(loader)
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    """What is started within this context imports from `folder`, whatever the current folder is."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _leave_signals_to_rank(worker: int) -> None:
     """A terminal and launchers signal workers too; the rank still needs them for the step that it ends and saves."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    threading.Thread(target=_end_when_terminated_by_rank, daemon=True).start()
+    threading.Thread(target=_end_with_rank, daemon=True).start()
 
 
-def _end_when_terminated_by_rank() -> None:
-    """An interpreter that exits with workers sends them SIGTERM and then waits for them, forever if they ignore it."""
+def _end_with_rank() -> None:
+    """An interpreter that exits with workers sends them SIGTERM and then waits for them, forever if they ignore it. One
+    that is killed sends nothing, and torch watches the parent, which is the server."""
     rank = multiprocessing.parent_process()
     assert rank is not None
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
-        pass
+    while rank.is_alive():
+        received = signal.sigtimedwait({signal.SIGTERM}, _SECONDS_BETWEEN_LOOKS)
+        if received is not None and received.si_pid == rank.pid:
+            break
     os._exit(0)
 
 

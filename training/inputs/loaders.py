@@ -15,6 +15,7 @@ from data.loading.stream_loader import StreamLoader
 from data.loading.teacher import TeacherTable
 from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
+from data.worker_processes import start_server
 from models.parallel.shard import find_length_multiple
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
@@ -91,6 +92,8 @@ def build_loaders(
     reference: key of the files -> the reference's log-probabilities.
     """
     layout, options = data.layout, build_options(config, module, data)
+    if options.num_workers and not options.reads_nothing:
+        start_server()
     if budget.stream is not None:
         train: Any = _build_stream_loader(config, options, data, budget, budget.stream)
         return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference))

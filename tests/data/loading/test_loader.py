@@ -257,11 +257,11 @@ def test_the_lengths_of_rows_are_those_of_the_batches(path: Path, data: Tokenize
 
 
 READING = """
-import multiprocessing, sys
+import multiprocessing, operator, sys
 sys.path.insert(0, {root!r})
 from types import SimpleNamespace
 from data.loading.loader import _iterate
-batches = _iterate(lambda index: index, range(1000), SimpleNamespace(num_workers=2, pin_memory=False))
+batches = _iterate(operator.index, range(1000), SimpleNamespace(num_workers=2, pin_memory=False))
 next(batches)
 print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
 input()
@@ -297,3 +297,30 @@ def test_workers_outlive_a_signal_but_not_their_rank(end: str) -> None:
             for worker in workers:
                 with suppress(psutil.NoSuchProcess):
                     worker.kill()
+
+
+AMONG_THREADS = """
+import ctypes, operator, sys, threading
+sys.path.insert(0, {root!r})
+from types import SimpleNamespace
+from data.loading.loader import _iterate
+
+library, do_nothing = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+
+def start_threads():
+    thread = ctypes.c_ulong()
+    while True:
+        library.pthread_create(ctypes.byref(thread), None, do_nothing, None)
+        library.pthread_join(thread, None)
+
+for _ in range(4):
+    threading.Thread(target=start_threads, daemon=True).start()
+for _ in range(20):
+    assert list(_iterate(operator.index, range(3), SimpleNamespace(num_workers=1, pin_memory=False))) == [0, 1, 2]
+"""
+
+
+def test_workers_start_while_threads_of_libraries_enter_python() -> None:
+    """As threads of torch do that release a tensor. A worker that is forked meanwhile inherits a lock that nobody
+    releases."""
+    subprocess.run([sys.executable, "-c", AMONG_THREADS.format(root=str(ROOT))], check=True, timeout=120)
