@@ -325,10 +325,11 @@ def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
 
 def _count_widest(built: _BuiltLayer) -> int:
     """Elements of a token in the widest result of a matrix; with experts, of those that it chooses."""
-    chosen, config = count_experts(built.config)[0], built.config
+    config, rows = built.config, count_experts(built.config)[0] * built.expert_parallel.imbalance
     multiplied = [(name, built.module.get_parameter(name)) for name in _multiplied(built.layer, built.module)]
     return max(
-        (matrix.shape[-2] * (chosen if active_share(name, config) < 1 else 1) for name, matrix in multiplied), default=0
+        (round(matrix.shape[-2] * (rows if active_share(name, config) < 1 else 1)) for name, matrix in multiplied),
+        default=0,
     )
 
 

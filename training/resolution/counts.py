@@ -61,7 +61,7 @@ class LayerCounts:
             ranks=LayerRanks(
                 TensorParallel(size=config.tensor_parallel_size, splits_sequence=config.sequence_parallel),
                 self._parts,
-                ExpertParallel(size=config.expert_parallel_size),
+                ExpertParallel(size=config.expert_parallel_size, imbalance=config.moe.imbalance),
             ),
             splits_backward=splits_backward,
         )
