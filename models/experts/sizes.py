@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 # Names in transformers' configs (5.23); most have several of these names for one number
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
 def count_experts(config: PretrainedConfig) -> tuple[int, int]:
