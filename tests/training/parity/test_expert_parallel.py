@@ -112,7 +112,12 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case, model: torch.nn.M
         ),
         *(
             pytest.param("llama4_text", layout, overrides, marks=full)
-            for layout, overrides in (("ep4", SELECTIVE), ("ep2xdp2", ()), ("ep2xtp2", ()))
+            for layout, overrides in (
+                ("ep4", SELECTIVE),
+                ("ep2xdp2", ()),
+                ("ep2xtp2", ()),
+                ("ep2xcp2", (CHECKPOINTED,)),
+            )
         ),
     ],
 )
