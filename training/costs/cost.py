@@ -19,7 +19,10 @@ from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
+from models.architecture.alike import list_alike
 from models.experts.sizes import active_share, count_experts, list_matrices
+from models.layers.context import MicroBatchContext
+from models.layers.documents import DocumentBounds
 from models.layers.layer import Layer
 from models.layers.recurrent import find_mixers
 from models.layers.sharding_styles import count_sums
@@ -30,6 +33,7 @@ from models.sharding.tensor_parallel import list_shard_specs, shard_module
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.saved_activations import SavedBytes, WithoutData, count_saved_bytes
 from training.costs.shared_attention import SharedAttention, count_shared_attention
+from training.costs.traffic import NO_TRAFFIC, Traffic, TrafficCounter
 from training.pipeline.weight_gradients import DeferredGradients, list_split, split_projections
 
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
@@ -57,9 +61,10 @@ class LayerCost:
     backward, where the layer was timed (`training/planner/profile_machine.py`). deferred_flops: of a token, those of
     the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
     (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
-    several ranks share each sequence. num_divided: of num_trainable, those of experts that ranks divide. sent_rows: of
-    a token, those that are sent to the ranks of their experts, where ranks divide them; divided_flops: of
-    forward_flops, those of such experts.
+    several ranks share each sequence. attention_flops: those of forward_flops that attention takes. forward_traffic,
+    backward_traffic: what the passes move besides products. num_blocks: see `Layer`. num_divided: of num_trainable,
+    those of experts that ranks divide. sent_rows: of a token, those that are sent to the ranks of their experts, where
+    ranks divide them; divided_flops: of forward_flops, those of such experts.
     """
 
     name: str
@@ -86,7 +91,11 @@ class LayerCost:
     deferred_flops: float = 0
     deferred_bytes: int = 0
     shared_attention: SharedAttention | None = None
+    num_blocks: int = 1
     regathers: int = 0
+    attention_flops: float = 0
+    forward_traffic: Traffic = NO_TRAFFIC
+    backward_traffic: Traffic = NO_TRAFFIC
     num_divided: int = 0
     sent_rows: int = 0
     divided_flops: float = 0
@@ -97,6 +106,18 @@ class LayerCost:
         return 2 * self.forward_flops - self.frozen_flops
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How layers run. splits_backward: the schedule puts off gradients of weights. fuses: what is no product runs in
+    fused kernels."""
+
+    splits_backward: bool = False
+    fuses: bool = False
+
+
+PLAIN_PASSES = Passes()
+
+
 def count_layers(
     layers: Sequence[Layer],
     config: PretrainedConfig,
@@ -105,41 +126,76 @@ def count_layers(
     adapter: Adapter | None = None,
     freeze: Sequence[str] = (),
     ranks: LayerRanks = WHOLE_LAYERS,
-    splits_backward: bool = False,
+    passes: Passes = PLAIN_PASSES,
 ) -> list[LayerCost]:
-    """Return the cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of
-    what is trained are counted once and share the result.
+    """Return the cost of each layer. Layers of one kind are counted once and share the result.
 
     layers: as `shard_layers` makes them for `ranks`. batch: of whole sequences, of which each of the ranks that share
-    them has a part. adapter, freeze: as in training. ranks: the first of each group. splits_backward: whether the
-    schedule puts off gradients of weights.
+    them has a part. adapter, freeze: as in training. ranks: the first of each group.
     """
-    known: dict[Any, LayerCost] = {}
-    costs = []
-    for index, layer in enumerate(layers):
-        module = layer.build_on_meta()
-        shard_module(module, layer.styles, ranks.parallel)
-        divide_experts(module, ranks.expert_parallel)
-        choose_trained(module, index, layer, adapter, freeze, ranks.parallel, ranks.expert_parallel)
-        module.to(batch.dtype)  # the adapter too, as the engine does
-        shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
-        kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), shapes)
-        if kind not in known:
-            known[kind] = _count_layer(
-                _BuiltLayer(
-                    layer,
-                    module,
-                    config,
-                    batch.split(ranks.parts.size),
-                    ranks.parallel,
-                    ranks.parts,
-                    ranks.expert_parallel,
-                    is_first=index == 0,
-                    splits_backward=splits_backward,
-                )
+
+    def build(index: int) -> nn.Module:
+        return _build_trained(layers[index], index, adapter, freeze, ranks)
+
+    kinds = _list_kinds(layers, config, adapter, freeze, ranks)
+    counted = {
+        index: _count_layer(
+            _BuiltLayer(
+                layers[index],
+                build(index).to(batch.dtype),  # the adapter too, as the engine does
+                config,
+                batch.split(ranks.parts.size),
+                ranks.parallel,
+                ranks.parts,
+                ranks.expert_parallel,
+                is_first=index == 0,
+                passes=passes,
             )
-        costs.append(known[kind])
-    return costs
+        )
+        for index in dict.fromkeys(kinds)
+    }
+    return [counted[kind] for kind in kinds]
+
+
+def _list_kinds(
+    layers: Sequence[Layer],
+    config: PretrainedConfig,
+    adapter: Adapter | None,
+    freeze: Sequence[str],
+    ranks: LayerRanks,
+) -> list[int]:
+    """Return for each layer the index of the first one of its kind: of one class, one set of shapes, one kind of
+    attention and one choice of what is trained. Arguments: as of `count_layers`."""
+    first: dict[Any, int] = {}
+    kinds: list[int] = []
+    # what is trained may depend on a layer's number and name
+    alike = list_alike(layers) if adapter is None and not freeze else range(len(layers))
+    for index, (layer, start) in enumerate(zip(layers, alike, strict=True)):
+        if start < index:
+            kinds.append(kinds[start])
+            continue
+        module = _build_trained(layer, index, adapter, freeze, ranks)
+        shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
+        kind = (
+            layer.module_class,
+            layer.tied_key,
+            layer.owns_weights,
+            layer.is_further,
+            _window(module, config),
+            shapes,
+        )
+        kinds.append(first.setdefault(kind, index))
+    return kinds
+
+
+def _build_trained(
+    layer: Layer, index: int, adapter: Adapter | None, freeze: Sequence[str], ranks: LayerRanks
+) -> nn.Module:
+    module = layer.build_on_meta()
+    shard_module(module, layer.styles, ranks.parallel)
+    divide_experts(module, ranks.expert_parallel)
+    choose_trained(module, index, layer, adapter, freeze, ranks.parallel, ranks.expert_parallel)
+    return module
 
 
 @dataclass(frozen=True)
@@ -155,7 +211,7 @@ class _BuiltLayer:
     parts: ContextParallel
     expert_parallel: ExpertParallel
     is_first: bool
-    splits_backward: bool
+    passes: Passes
 
     @property
     def hidden_parts(self) -> int:
@@ -171,10 +227,15 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     # The rows of so many ranks go through this rank's experts.
     active = {name: p.numel() * shares.get(name, 1) * active_share(name, config) for name, p in parameters.items()}
     multiplied = list(_multiplied(layer, module))
+    times = 1 if layer.is_further else layer.num_blocks  # the head has the tokens of all depths
     width, wholes = _attention_width(module, config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
-    keys = mean_keys(built.batch.seq_length * built.parts.size, _window(module, config))
+    length = built.batch.seq_length * built.parts.size
+    makes_scores = config._attn_implementation == "eager"  # of all keys, those that the mask hides too
+    keys = length if makes_scores else mean_keys(length, _window(module, config))
+    attention_flops = 2 * keys * width / built.parallel.size
     saved, is_estimated = _count_saved(built)
+    forward_traffic, backward_traffic = _count_traffic(built)
     if (shared := _count_shared(built, width, keys)) is not None:
         saved += shared.saved_extra
     return LayerCost(
@@ -184,13 +245,17 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         num_active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
         num_frozen=round(sum(count * wholes.get(name, 1) for name, count in active.items() if name not in trained)),
         largest_trainable=max((p.numel() for p in trained.values()), default=0),
-        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / built.parallel.size,
-        frozen_flops=2 * sum(active[name] for name in multiplied if name not in trained),
+        forward_flops=2 * times * sum(active[name] for name in multiplied) + attention_flops,
+        attention_flops=attention_flops,
+        forward_traffic=forward_traffic,
+        backward_traffic=backward_traffic,
+        frozen_flops=2 * times * sum(active[name] for name in multiplied if name not in trained),
         attention_width=width,
         saved_bytes=saved.saved,
         kept_bytes=saved.kept,
         widest_bytes=built.batch.tokens * built.batch.dtype.itemsize * _count_widest(built),
         shared_attention=shared,
+        num_blocks=layer.num_blocks,
         remade_bytes=saved.remade,
         output_bytes=built.batch.tokens // built.hidden_parts * config.hidden_size * built.batch.dtype.itemsize,
         tied_key=layer.tied_key,
@@ -207,8 +272,10 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         forward_sums=forward_sums,
         backward_sums=backward_sums,
         regathers=_count_regathers(built),
-        deferred_flops=2 * sum(part.weight.numel() for _, part in list_split(module)) if built.splits_backward else 0,
-        deferred_bytes=_count_deferred(built) if built.splits_backward else 0,
+        deferred_flops=2 * sum(part.weight.numel() for _, part in list_split(module))
+        if built.passes.splits_backward
+        else 0,
+        deferred_bytes=_count_deferred(built) if built.passes.splits_backward else 0,
     )
 
 
@@ -229,7 +296,7 @@ def _multiplied(layer: Layer, module: nn.Module) -> Iterator[str]:
     """Names of the matrices that a token is multiplied with: all but a looked-up embedding. A tied head uses its token
     embedding."""
     for part, name, _ in list_matrices(module):
-        looked_up = isinstance(part, nn.Embedding) and layer.owns_weights
+        looked_up = isinstance(part, nn.Embedding) and not layer.is_tied_head
         if not looked_up:
             yield name
 
@@ -268,7 +335,7 @@ def _count_shared(built: _BuiltLayer, width: int, keys: float) -> SharedAttentio
 
 def _count_regathers(built: _BuiltLayer) -> int:
     """Blocks whose first projections are trained, and keep a part of the sequence."""
-    if built.hidden_parts == 1 or built.splits_backward:
+    if built.hidden_parts == 1 or built.passes.splits_backward:
         return 0
     parts = (part for part in built.module.modules() if isinstance(part, (ColumnParallelLinear, ColumnParallelConv1D)))
     return len({id(part.entry) for part in parts if part.entry is not None and part.weight.requires_grad})
@@ -286,14 +353,36 @@ def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
 def _run(built: _BuiltLayer) -> Any:
     """The layer's outputs for a micro-batch, on the meta device."""
     layer, module = built.layer, built.module
+    _announce_documents(built)
     shape = (built.batch.rows, built.batch.seq_length)
     position_ids = torch.zeros(*shape, dtype=torch.long, device="meta")
     length = built.batch.seq_length // built.hidden_parts
     hidden_states = torch.empty(
-        shape[0], length, built.config.hidden_size, dtype=built.batch.dtype, device="meta", requires_grad=True
-    )  # [B, T, D]
-    inputs = (position_ids if built.is_first else hidden_states, position_ids, position_ids.to(torch.int32))
+        shape[0] * layer.num_blocks,
+        length,
+        built.config.hidden_size,
+        dtype=built.batch.dtype,
+        device="meta",
+        requires_grad=True,
+    )  # [B, T, D], as often as blocks go in
+    inputs: tuple[torch.Tensor, ...] = (
+        position_ids if built.is_first else hidden_states,
+        position_ids,
+        position_ids.to(torch.int32),
+    )
+    if layer.is_further and not layer.owns_weights:
+        inputs = (*inputs, position_ids)  # in place of tokens
     return layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)
+
+
+def _announce_documents(built: _BuiltLayer) -> None:
+    """Where attention keeps the documents of a row apart by a mask, let the layer make it: other kernels take their
+    offsets, which are next to nothing."""
+    makes_mask = built.batch.is_packed and built.config._attn_implementation == "sdpa" and built.parts.size == 1
+    context = getattr(built.module, "context", None)
+    if isinstance(context, MicroBatchContext):
+        length = built.batch.seq_length
+        context.bounds = DocumentBounds(2 * built.batch.rows, length) if makes_mask else None
 
 
 def _count_deferred(built: _BuiltLayer) -> int:
@@ -313,6 +402,24 @@ def _count_deferred(built: _BuiltLayer) -> int:
         return built.batch.tokens * built.batch.dtype.itemsize * sum(sum(part.weight.shape) for part in parts)
     kept = {tensor.untyped_storage()._cdata: tensor for product in products for tensor in (product.x, product.dy)}
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _count_traffic(built: _BuiltLayer) -> tuple[Traffic, Traffic]:
+    """Returns what the forward and the backward pass move. A layer that does not run on the meta device moves what it
+    is estimated to keep, once forward and twice back."""
+    counter = TrafficCounter(built.passes.fuses)
+    try:
+        with WithoutData(), counter:
+            hidden_states = _run(built)[0]
+            forward = counter.finish()
+            if hidden_states.requires_grad:
+                hidden_states.backward(torch.empty_like(hidden_states))
+        return forward, counter.finish()
+    except Exception:  # the layers of any family of transformers, whose backward pass has not been tried on this device
+        moved = _estimate_saved(built).saved
+        return Traffic(moved), Traffic(2 * moved)
+    finally:
+        built.module.zero_grad(set_to_none=True)
 
 
 def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:

@@ -135,6 +135,10 @@ class Plan:
     def tokens_per_second(self) -> float:
         return self.tokens_per_step / self.step_seconds
 
+    def compute_cost(self, num_tokens: float, price_per_hour: float) -> float:
+        """Return the price of training on so many tokens, in the unit of `price_per_hour`, which is that of a GPU."""
+        return num_tokens / self.tokens_per_second / 3600 * self.layout.world_size * price_per_hour
+
     @property
     def mfu(self) -> float:
         return self.model_flops * self.tokens_per_second / self.peak_flops
@@ -226,10 +230,14 @@ def _simulate(
 
 def _plan_stage(stage: Stage) -> StagePlan:
     cost, run = table.sum_step_cost(stage), stage.run
+    chunks = [_plan_chunk(chunk) for chunk in stage.chunks]
     sending = compute_sending_seconds(cost.reduce_sent, run.layout, stage.stage_id, run.hardware)
+    if run.config.shards_weights:  # the next layers' weights are gathered while a layer runs
+        each = sum(chunk.forward_seconds + chunk.backward_seconds for chunk in chunks)
+        sending = max(0.0, sending - run.layout.gradient_accumulation_steps * each)
     return StagePlan(
         stage_id=stage.stage_id,
-        chunks=[_plan_chunk(chunk) for chunk in stage.chunks],
+        chunks=chunks,
         num_parameters=stage.num_parameters,
         memory=table.sum_memory(stage),
         reduce_seconds=cost.reduce_seconds + sending,

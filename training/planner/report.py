@@ -12,7 +12,7 @@ from training.costs.hardware import GIB, Machine
 from training.distributed.topology import EXPERTS
 from training.objectives.registry import get_objective
 from training.planner.disk import render_disk
-from training.planner.formatting import render_count, render_rows, render_seconds
+from training.planner.formatting import render_cost, render_count, render_rows, render_seconds
 from training.planner.plan import Plan, StagePlan
 from training.planner.remedies import Remedy, describe_remedies
 
@@ -36,7 +36,7 @@ def render_plan(
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
-            f"{get_objective(config).rows_per_sample * config.max_seq_length} tokens a sample",
+            f"{get_objective(config).count_rows(config.data) * config.max_seq_length} tokens a sample",
             f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, "
             f"{config.precision.value}, zero_stage={config.zero_stage}, "
             f"offload_optimizer={config.offload_optimizer.value}, "
@@ -46,7 +46,7 @@ def render_plan(
             *render_table(plan, width),
             "",
             *render_step(plan, hardware),
-            *render_run(plan, total_steps),
+            *render_run(plan, total_steps, hardware.price_per_hour),
             f"on disk: {render_disk(plan.checkpoint, config)}",
             "",
             *render_verdict(plan, config, remedies),
@@ -171,15 +171,28 @@ def _share_of_sums(plan: Plan) -> float:
     return plan.layout.gradient_accumulation_steps * max(stage.sum_seconds for stage in plan.stages) / plan.step_seconds
 
 
-def render_run(plan: Plan, total_steps: int | None) -> list[str]:
-    """Return a line on the whole run: steps, tokens and time; says so where `total_steps` is not known."""
+def render_run(plan: Plan, total_steps: int | None, price_per_hour: float | None = None) -> list[str]:
+    """Return a line on the whole run: steps, tokens, time, and its price where that of a GPU is known; says so where
+    `total_steps` is not known."""
     if total_steps is None:
-        return ["whole run: not known; give max_steps, or a train_file of JSON lines"]
+        billion = [] if price_per_hour is None else [f"1B tokens cost {_render_price(plan, 1e9, price_per_hour)}"]
+        return ["; ".join(["whole run: not known; give max_steps, or a train_file of JSON lines", *billion])]
     tokens = total_steps * plan.tokens_per_step
+    cost = [] if price_per_hour is None else [_render_price(plan, tokens, price_per_hour)]
     return [
-        f"whole run: {total_steps:,} steps, at most {render_count(tokens)} tokens, "
-        f"{render_seconds(total_steps * plan.step_seconds)}"
+        ", ".join(
+            [
+                f"whole run: {total_steps:,} steps, at most {render_count(tokens)} tokens, "
+                f"{render_seconds(total_steps * plan.step_seconds)}",
+                *cost,
+            ]
+        )
     ]
+
+
+def _render_price(plan: Plan, num_tokens: float, price_per_hour: float) -> str:
+    cost = render_cost(plan.compute_cost(num_tokens, price_per_hour))
+    return f"{cost} at {price_per_hour:g} per GPU and hour"
 
 
 def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = ()) -> list[str]:

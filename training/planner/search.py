@@ -162,7 +162,7 @@ class _Search:
         # A list of layers per stage serves one number of stages only
         self._resplits = isinstance(config.partition_method, list)
         self._config = replace(config, partition_method="balanced") if self._resplits else config
-        self._model, self._machine, self._num_layers = model, machine, len(model.layers)
+        self._model, self._machine, self._num_layers = model, machine, model.num_units
         self._world_size = config.world_size
         self.global_batch_size = _global_batch_size(config, self._world_size, len(model.layers))
         self.sharings = list_sharings(config, model, self._world_size)

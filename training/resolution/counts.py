@@ -12,13 +12,14 @@ from models.adapters.adapter import Adapter
 from models.layers.layer import Layer
 from models.parallel.shard import ContextParallel, ExpertParallel, LayerRanks, TensorParallel
 from training.config.precision import DTYPES
-from training.config.schema import RunConfig
-from training.costs.cost import LayerCost, count_layers
+from training.config.schema import FusedKernels, RunConfig
+from training.costs.cost import LayerCost, Passes, count_layers
 from training.costs.micro_batch import MicroBatchShape
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
 from training.pipeline.partition import weigh_layers
 from training.pipeline.schedules import find_schedule
+from training.resolution.architecture import packs_rows
 
 
 class LayerCounts:
@@ -47,7 +48,7 @@ class LayerCounts:
 
     def count_costs(self, layout: Layout, seq_length: int) -> Sequence[LayerCost]:
         """Return the cost of each layer for one micro-batch of the layout, its rows `seq_length` tokens long."""
-        rows = layout.micro_batch_size * get_objective(self._config).rows_per_sample
+        rows = layout.micro_batch_size * get_objective(self._config).count_rows(self._config.data)
         return self._count(rows, seq_length, find_schedule(layout.schedule).splits_backward)
 
     def _count_costs(self, rows: int, seq_length: int, splits_backward: bool) -> Sequence[LayerCost]:
@@ -55,7 +56,7 @@ class LayerCounts:
         return count_layers(
             self._counted,
             self._architecture,
-            MicroBatchShape(rows, seq_length, DTYPES[config.precision]),
+            MicroBatchShape(rows, seq_length, DTYPES[config.precision], is_packed=packs_rows(config)),
             adapter=self._adapter,
             freeze=config.freeze,
             ranks=LayerRanks(
@@ -63,7 +64,7 @@ class LayerCounts:
                 self._parts,
                 ExpertParallel(size=config.expert_parallel_size, imbalance=config.moe.imbalance),
             ),
-            splits_backward=splits_backward,
+            passes=Passes(splits_backward, fuses=config.compile or config.fused_kernels is FusedKernels.auto),
         )
 
     def _weigh_layers(self, method: Any) -> tuple[int, ...]:

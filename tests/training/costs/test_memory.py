@@ -8,13 +8,17 @@ import pytest
 import torch
 from support.configs import build_config
 from support.logit_chunks import set_chunk_size
+from transformers import LlamaConfig
 
 from benchmarks.allocation import AllocationPeak
+from data.loading.teacher import count_bytes
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
-from training.config.schema import CheckpointMode, Device, Precision
+from models.losses.distill_loss import DistillLoss
+from models.losses.divergence import DistillOptions
+from training.config.schema import CheckpointMode, Device, DistillConfig, Precision
 from training.cost_terms.cost_term import PlannedRun, Stage
-from training.cost_terms.loss import compute_loss_bytes
+from training.cost_terms.loss import compute_distill_bytes, compute_loss_bytes
 from training.cost_terms.model_states import compute_model_states
 from training.cost_terms.table import sum_memory
 from training.costs.cost import LayerCost
@@ -232,22 +236,25 @@ def test_only_the_last_stage_makes_logits() -> None:
     assert [memory(stage, 3, 8, 1).loss for stage in range(3)] == [0, 0, beside]
 
 
-@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2**25), (True, 2**27)])
-def test_the_loss_makes_its_logits_in_pieces(on_gpu: bool, chunk: int) -> None:
+@pytest.mark.parametrize(("on_gpu", "rows"), [(False, 256), (True, 1024)])
+def test_the_loss_makes_its_logits_in_pieces(on_gpu: bool, rows: int) -> None:
     many, vocabulary = 4096, 128_000
+    chunk = rows * vocabulary
     sizes = many, vocabulary, 4096
     assert compute_loss_bytes(*sizes, Precision.bf16, on_gpu) == 2 * many * vocabulary + 10 * chunk
+    assert compute_loss_bytes(*sizes, Precision.bf16, on_gpu, weight_trains=False) == 10 * chunk
     assert compute_loss_bytes(*sizes, Precision.fp32, on_gpu) == 8 * chunk
     assert compute_loss_bytes(*sizes, Precision.fp16, on_gpu) == 12 * many * vocabulary
     assert compute_loss_bytes(10, 10, 4096, Precision.fp32, on_gpu) == 800
 
 
-@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2**25), (True, 2**27)])
-def test_of_many_targets_the_loss_sums_the_gradient_of_the_head(on_gpu: bool, chunk: int) -> None:
+@pytest.mark.parametrize(("on_gpu", "rows", "part"), [(False, 256, 2**25), (True, 1024, 2**27)])
+def test_of_many_targets_the_loss_sums_the_gradient_of_the_head(on_gpu: bool, rows: int, part: int) -> None:
     """As much for 128k tokens as for 16k: pieces of 1,024 targets in all wait, beside a sum in fp32."""
     vocabulary, hidden_size = 128_000, 4096
     needed = [compute_loss_bytes(many, vocabulary, hidden_size, Precision.bf16, on_gpu) for many in (2**14, 2**17)]
-    assert needed == [12 * chunk + 2 * 1024 * vocabulary + 4 * vocabulary * hidden_size] * 2
+    summed = 4 * vocabulary * hidden_size + 2 * part
+    assert needed == [10 * rows * vocabulary + 2 * 1024 * vocabulary + summed] * 2
     assert needed[0] < 2 * 2**14 * vocabulary + 12 * 2**27
 
 
@@ -259,7 +266,8 @@ def test_the_peak_is_the_larger_of_backward_pass_and_step() -> None:
     assert replace(found, step=1000).peak == 1 + 2 + 4 + 16 + 1000
 
 
-def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weight_trains", [True, False])
+def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch, weight_trains: bool) -> None:
     """Beside what goes in, the gradients that come out included."""
     tokens, hidden_size, vocabulary = 2048, 128, 3000
     set_chunk_size(monkeypatch, 32 * vocabulary)
@@ -269,9 +277,34 @@ def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch) ->
         for shape in ((1, tokens, hidden_size), (vocabulary, hidden_size))
     )
     targets = torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0)
+    weight.requires_grad_(weight_trains)
     with AllocationPeak(states, weight) as counter:
-        torch.autograd.grad(causal_lm_loss((states, weight), targets), (states, weight))
+        torch.autograd.grad(causal_lm_loss((states, weight), targets), (states, weight)[: 1 + weight_trains])
     grad_hidden = 2 * 2 * states.numel()  # those of targets, and their gradient
-    expected = compute_loss_bytes(tokens, vocabulary, hidden_size, Precision.bf16, on_gpu=False) + grad_hidden
+    sizes = tokens, vocabulary, hidden_size
+    expected = compute_loss_bytes(*sizes, Precision.bf16, on_gpu=False, weight_trains=weight_trains) + grad_hidden
     assert counter.peak == pytest.approx(expected, rel=0.05)
     assert expected < 2 * tokens * vocabulary
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_what_a_teacher_adds_to_the_loss(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    """The teacher's distributions go in, and are not counted by either side."""
+    tokens, hidden_size, vocabulary, top_k = 2048, 128, 3000, 8
+    set_chunk_size(monkeypatch, 512 * vocabulary)
+    states, weight = (
+        torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, hidden_size), (vocabulary, hidden_size))
+    )
+    target_ids = torch.randint(vocabulary, (1, tokens))
+    logs = torch.full((tokens, top_k + 1), 1 / (top_k + 1)).log()
+    token_ids = torch.arange(top_k, dtype=torch.int32).expand(tokens, -1).contiguous()
+    targets = (target_ids, token_ids, logs, torch.tensor(1.0), torch.arange(tokens))
+    loss = DistillLoss(LlamaConfig(vocab_size=vocabulary), DistillOptions(0.5, temperature))
+    with AllocationPeak(states, weight) as counter:
+        torch.autograd.grad(loss((states, weight), targets), (states, weight))
+    keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k)
+    sizes = (tokens, vocabulary, hidden_size, Precision.fp32, False)
+    added = compute_distill_bytes(tokens, vocabulary, keys, Precision.fp32, on_gpu=False) - tokens * count_bytes(top_k)
+    gradients = 4 * (2 * states.numel() + weight.numel())
+    assert counter.peak == pytest.approx(compute_loss_bytes(*sizes) + added + gradients, rel=0.1)
+    assert compute_distill_bytes(tokens, vocabulary, DistillConfig(teacher=None), Precision.fp32, False) == 0
