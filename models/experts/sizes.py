@@ -19,7 +19,8 @@ def count_experts(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def _read_first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if (value := getattr(config, name, None))), None)
+    found = next((value for name in names if (value := getattr(config, name, None))), None)
+    return max(found) if isinstance(found, list) else found  # Hunyuan has a number for each layer
 
 
 def active_share(name: str, config: PretrainedConfig) -> float:

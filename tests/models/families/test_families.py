@@ -196,6 +196,11 @@ def test_experts_are_counted_and_grouped_whatever_the_config_calls_them(
     assert choose_experts(config, 1, torch.bfloat16) == GROUPED
 
 
+def test_a_number_of_experts_for_each_layer() -> None:
+    config = AutoConfig.for_model("hunyuan_v1_moe", num_hidden_layers=2, moe_topk=[8, 8], num_experts=64)
+    assert count_experts(config) == (8, 64)
+
+
 def test_vocabulary_is_that_of_the_table() -> None:
     for model_type in FAMILIES:
         assert build_family(model_type).config.vocab_size == VOCAB_SIZE
