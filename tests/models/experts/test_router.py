@@ -156,7 +156,7 @@ def test_a_family_with_unknown_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("family", "has_logits"), [("aria_text", True), ("gemma4_text", False)])
 def test_routers_are_found_whatever_the_config_calls_them(family: str, has_logits: bool) -> None:
-    """Of configs without num_experts_per_tok; Gemma 4's routers return probabilities."""
+    """These configs have no num_experts_per_tok, and Gemma 4's routers return probabilities."""
     config = shrink(build_published_config(family))
     layers = build_layers(config)
     assert fit_options(RouterOptions(), config, layers) == RouterOptions()

@@ -172,8 +172,8 @@ def test_sums_over_replicas_in_bf16(workers, material) -> None:
         merge(workers(4).run(train_case, material("qwen3_moe", "ep2xdp2", *GRADIENTS, key, steps=1)))["weights"]
         for key in ("gradient_reduce_dtype=fp32", "gradient_reduce_dtype=bf16")
     )
-    for of_experts in (True, False):
-        names = [name for name in exact if (".experts." in name) is of_experts]
+    for are_experts in (True, False):
+        names = [name for name in exact if (".experts." in name) is are_experts]
         found, expected = ({name: weights[name] for name in names} for weights in (rounded, exact))
         assert 1e-4 < worst_difference(found, expected)[0] < 1e-2
 
