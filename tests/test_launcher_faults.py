@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 from support.damage import damage
+from support.families import save_family
 from support.launching import ROOT, Ended, Launch, run_deepspeed
 from support.small_disk import small_disk
-from support.tiny import save_records
+from support.tiny import save_records, save_tokenizer
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
 from models.storage.steps import list_checkpoints, step_of
@@ -145,16 +146,22 @@ def test_kills_while_data_are_streamed_lose_no_row(train, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stage", "num_stages", "num_ranks"), [(2, 1, 2), (3, 1, 2), (2, 2, 4)], ids=["stage2", "stage3", "stage2-pp2xdp2"]
+    ("key", "num_stages", "num_ranks"),
+    [("zero_stage=2", 1, 2), ("zero_stage=3", 1, 2), ("zero_stage=2", 2, 4), ("expert_parallel_size=2", 2, 4)],
+    ids=["stage2", "stage3", "stage2-pp2xdp2", "ep2xpp2"],
 )
-def test_kills_at_other_zero_stages_lose_nothing(
-    train, tmp_path: Path, stage: int, num_stages: int, num_ranks: int
+def test_kills_where_replicas_share_lose_nothing(
+    train, tmp_path: Path, key: str, num_stages: int, num_ranks: int
 ) -> None:
     """A rank in the middle of a step, then one while its checkpoint is being written."""
-    rng, out = random.Random(stage), tmp_path / "out"
+    rng, out = random.Random(key), tmp_path / "out"
+    model: tuple[str, ...] = ()
+    if key.startswith("expert"):
+        save_tokenizer(save_family(tmp_path / "mixture", "qwen3_moe"))
+        model = ("model=from_checkpoint", f"model_name_or_path={tmp_path}/mixture")
 
     def sharded(out: Path, *overrides: str, **how: Any) -> Ended:
-        return train(out, f"zero_stage={stage}", f"num_stages={num_stages}", *overrides, num_gpus=num_ranks, **how)
+        return train(out, key, f"num_stages={num_stages}", *model, *overrides, num_gpus=num_ranks, **how)
 
     assert sharded(tmp_path / "whole").code == 0
 

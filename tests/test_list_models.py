@@ -23,14 +23,15 @@ SAMPLE = ("bloom", "deepseek_v32", "falcon", "granite", "llama", "opt")
 
 def test_the_table_names_each_family_once() -> None:
     assert list(TABLE) == list_models.list_families()
-    assert sum(how in ("file", "generic") for how, _ in TABLE.values()) >= 60
-    assert all(reason for how, reason in TABLE.values() if how == "refused")
+    assert sum(how in ("file", "generic") for how, *_ in TABLE.values()) >= 60
+    assert all(reason for how, reason, _ in TABLE.values() if how == "refused")
+    assert sum(divides for *_, divides in TABLE.values()) >= 30
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_a_row_is_what_is_found(model_type: str) -> None:
     trial = try_family(model_type)
-    assert (trial.how, trial.reason) == TABLE[model_type]
+    assert (trial.how, trial.reason) == TABLE[model_type][:2]
     assert trial.how == "refused" or (trial.gradients is not None and trial.gradients < BOUND)
 
 
@@ -64,13 +65,15 @@ def test_a_row_that_has_changed_is_printed(capsys: pytest.CaptureFixture[str]) -
     table = list_models.read_table(page)
     assert list_models.check(trials, table) == 0
     assert list_models.check({**trials, "a": Trial("refused", reason="broken")}, table) == 1
-    assert capsys.readouterr().out == "a: found ('refused', 'broken'), the table says ('generic', '')\n"
+    assert capsys.readouterr().out == ("a: found ('refused', 'broken', False), the table says ('generic', '', False)\n")
+    assert list_models.check({**trials, "a": Trial("generic", 1e-9, 2e-7, 3e-7)}, table) == 1  # was not divided
+    capsys.readouterr()
 
 
 def test_the_page_names_the_families_with_weights_that_no_layer_reads() -> None:
     section = list_models.PAGE.read_text().split("ignores such names: ")[1].split(". Tested")[0]
     assert re.findall(r"`(\w+)`", section) == [
-        name for name, (how, _) in TABLE.items() if how in ("file", "generic") and ignores_weights(name)
+        name for name, (how, *_) in TABLE.items() if how in ("file", "generic") and ignores_weights(name)
     ]
 
 

@@ -43,6 +43,7 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.architecture.disk_names import name_pieces, name_wrapped_pieces
 from models.experts.grouped import GROUPED
+from models.experts.sizes import count_experts
 from models.further.table import add_further_layers
 from models.heads.table import put_head
 from models.layers.layer import Layer, Styles, refuse_sharding
@@ -75,7 +76,7 @@ def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> li
     reward model has another head (`models/heads/`). Raises UserError for a `model_type` that is neither in the table
     nor published, for a feature that its layers do not support, and for a wrapper that does something else with text.
     """
-    if getattr(config, "num_experts_per_tok", None) and config._experts_implementation is None:
+    if count_experts(config) != (1, 1) and config._experts_implementation is None:
         config._experts_implementation = GROUPED
     layers = _load_architecture(config).build_layers(config)
     if wrapper is None:
@@ -131,12 +132,16 @@ def _passes_documents(config: PretrainedConfig) -> bool:
     return passes_documents is None or passes_documents(config)
 
 
-def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: torch.dtype) -> str | None:
-    """Return the implementation of a rank's part of the experts: the config's, except one expert after the other where
-    that is transformers' `grouped_mm` and the bytes of a row are not a multiple of 16, which torch's grouped product
-    needs (2.13; ours does not). None for a family that leaves it to `transformers`."""
+def choose_experts(
+    config: PretrainedConfig, tensor_parallel_size: int, dtype: torch.dtype, expert_parallel_size: int = 1
+) -> str | None:
+    """Return the implementation of a rank's part of the experts: the config's, except ours where ranks divide the
+    experts, and one expert after the other where that is transformers' `grouped_mm` and the bytes of a row are not a
+    multiple of 16, which torch's grouped product needs (2.13; ours does not). None for a dense model."""
+    if expert_parallel_size > 1:
+        return GROUPED
     chosen: str | None = config._experts_implementation
-    if chosen is None and getattr(config, "num_experts_per_tok", None):
+    if chosen is None and count_experts(config) != (1, 1):
         chosen = GROUPED
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
     widths = (config.hidden_size, inner // tensor_parallel_size)

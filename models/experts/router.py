@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.experts.sizes import count_experts
 from models.layers.context import MicroBatchContext
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.documents import TokenDocuments
@@ -73,13 +74,17 @@ class RouterOptions:
 class RoutedBlock:
     """A mixture of experts in a layer.
 
-    router: its module; transformers' return (logits [N, E], weights [N, K], indices [N, K]) (5.23). keeper: the module
-    that has the bias; None where there is none.
+    router: its module; transformers' return (logits [N, E], weights [N, K], indices [N, K]) (5.23), Gemma 4's has
+    probabilities in the place of logits. keeper: the module that has the bias; None where there is none.
     """
 
     router: nn.Module
     num_experts: int
     keeper: nn.Module | None
+
+    @property
+    def has_logits(self) -> bool:
+        return type(self.router).__name__ != "Gemma4TextRouter"
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -122,6 +127,11 @@ def fit_options(options: RouterOptions, config: PretrainedConfig, layers: Sequen
             f"moe.update_router_bias={options.update_router_bias:g}: the routers of '{config.model_type}' have no "
             f"{_BIAS}; leave it at 0, and balance them with moe.aux_loss_coef"
         )
+    if options.z_loss_coef and not block.has_logits:
+        raise UserError(
+            f"moe.z_loss_coef={options.z_loss_coef:g}: the routers of '{config.model_type}' return no logits; leave it "
+            "at 0"
+        )
     scores = SCORES.get(config.model_type)
     if options.aux_loss_coef and scores is None:
         raise UserError(
@@ -132,7 +142,7 @@ def fit_options(options: RouterOptions, config: PretrainedConfig, layers: Sequen
 
 
 def _find_first_block(config: PretrainedConfig, layers: Sequence[Layer]) -> RoutedBlock | None:
-    if not getattr(config, "num_experts_per_tok", None):  # which every family of experts has
+    if count_experts(config) == (1, 1):
         return None
     decoder = (layer for layer in reversed(layers) if issubclass(layer.module_class, PipelineDecoderLayer))
     return next(filter(None, (find_block(layer.build_on_meta()) for layer in decoder)), None)  # the first may be dense

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 # Names in transformers' configs (5.23); most have several of these names for one number
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
 def count_experts(config: PretrainedConfig) -> tuple[int, int]:
@@ -19,7 +19,8 @@ def count_experts(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def _read_first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if (value := getattr(config, name, None))), None)
+    found = next((value for name in names if (value := getattr(config, name, None))), None)
+    return max(found) if isinstance(found, list) else found  # Hunyuan has a number for each layer
 
 
 def active_share(name: str, config: PretrainedConfig) -> float:

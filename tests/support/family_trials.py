@@ -14,10 +14,11 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.cases import Case, merge, train_case, train_oracle, worst_difference
@@ -29,6 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from models.layers.wrapped import TEXT_CONFIG
 
 BOUND = 1e-5
+STAGES, DIVIDED = (2, 1), (1, 2)  # layouts of two ranks: num_stages, expert_parallel_size
 SECONDS = 180.0  # of one family: jamba takes 34 of a core
 _ROUTER = re.compile(r"router|gate[.](weight|wg)|classifier")
 _SCORES = re.compile(r"[qk]_(layer)?norm[.]weight")  # by which scores are as large whatever the matrices
@@ -38,12 +40,14 @@ _CONTEXT = multiprocessing.get_context("spawn")
 @dataclass(frozen=True)
 class Trial:
     """The result of a trial. how: "file", "generic" or "refused". gradients: the largest relative difference of the
-    loss and of all gradients, in fp64. steps: of losses, norms and weights of five SGD steps on two stages, in fp32;
-    None where they were not run. reason: why it is refused."""
+    loss and of all gradients, in fp64. steps: of losses, norms and weights of five SGD steps on two stages, in fp32.
+    divided: the same on two ranks that divide the experts. Both are None where they were not run. reason: why it is
+    refused."""
 
     how: str
     gradients: float | None = None
     steps: float | None = None
+    divided: float | None = None
     reason: str = ""
 
 
@@ -93,29 +97,44 @@ def _try_wrapped(config: PretrainedConfig) -> Trial:
     return Trial(f"wraps `{text.model_type}`", worst)
 
 
-def try_training(model_type: str, ranks: WorkerGroup, folder: Path) -> float:
-    """Five SGD steps through the engine, on two stages: the largest relative difference of losses, norms, weights."""
+def try_training(
+    model_type: str, ranks: WorkerGroup, folder: Path, layouts: Sequence[tuple[int, int]] = (STAGES, DIVIDED)
+) -> list[float | None]:
+    """Five SGD steps through the engine on two ranks, by each layout (num_stages, expert_parallel_size): the largest
+    relative difference of losses, norms, weights; None where there are no experts to divide."""
+    from models.architecture.lookup import build_layers
+    from models.experts.sizes import NUM_EXPERTS
     from models.generic.shrink import build_small, shrink
+    from models.sharding.expert_parallel import find_stack_sizes
 
     config = shrink(build_published_config(model_type))
+    has_stacks = bool(find_stack_sizes(build_layers(config)))
     for name in config.to_dict():
         if "jitter" in name and getattr(config, name):  # each of two runs would draw for itself
             setattr(config, name, 0.0)
+    for name in NUM_EXPERTS:
+        if isinstance(count := getattr(config, name, None), int) and count % 2:  # two ranks divide them
+            setattr(config, name, count + 1)
     model, _ = build_small(config)
     soften(model)
     model.save_pretrained(folder / "model")
     save_tokenizer(folder / "tokenizer")
     records = save_records(folder / "train.jsonl", 40)
-    case = Case(
-        folder / "model",
-        records,
-        folder,
-        2,
-        2,
-        overrides=(f"tokenizer_name_or_path={folder}/tokenizer", "learning_rate=0.05", "max_grad_norm=1"),
-    )
-    result = merge(ranks.run(train_case, case))
-    oracle = train_oracle(replace(case, num_stages=1, world_size=1))
+    keys = (f"tokenizer_name_or_path={folder}/tokenizer", "learning_rate=0.05", "max_grad_norm=1")
+    oracle, found = None, list[float | None]()
+    for num_stages, size in layouts:
+        if size > 1 and not has_stacks:
+            found.append(None)
+            continue
+        given = (*keys, f"expert_parallel_size={size}")
+        case = Case(folder / "model", records, folder, num_stages, 2, overrides=given)
+        result = merge(ranks.run(train_case, case))
+        oracle = oracle or train_oracle(case)  # once the ranks have tokenized
+        found.append(_compare(result, oracle))
+    return found
+
+
+def _compare(result: dict[str, Any], oracle: dict[str, Any]) -> float:
     return max(
         worst_difference(result["weights"], oracle["weights"])[0],
         *(
@@ -244,12 +263,12 @@ def _try_all(model_type: str, train: bool) -> Trial:
         if not _ranks:
             _ranks.append(WorkerGroup(2, Path(tempfile.mkdtemp())))
         try:
-            steps = try_training(model_type, _ranks[0], Path(folder))
+            steps, divided = try_training(model_type, _ranks[0], Path(folder))
         except BaseException as error:
             return replace(found, how="refused", reason=f"five steps: {_word(error)}")
-    if steps < BOUND:
-        return replace(found, steps=steps)
-    return replace(found, how="refused", steps=steps, reason=f"five SGD steps differ by {steps:.0e}")
+    found = replace(found, steps=steps, divided=divided)
+    worst = max(figure for figure in (steps, divided) if figure is not None)
+    return found if worst < BOUND else replace(found, how="refused", reason=f"five SGD steps differ by {worst:.0e}")
 
 
 def _word(error: BaseException) -> str:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import library
+from torch._library.custom_ops import OPDEFS
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -27,6 +29,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "strict"
 # What has a size or a value that the host must know: it waits until the device has come that far.
 _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "equal")
+# Operators of this project whose results are in part the host's: they wait for them themselves.
+_TAKEN_APART = ("experts::exchange_counts", "experts::exchange_rows")
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,9 @@ class StrictTensor(torch.Tensor):
 
 
 def _execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if function.name() in _TAKEN_APART:
+        with enable_reentrant_dispatch(), torch.no_grad():
+            return OPDEFS[function.name()]._init_fn(*args, **kwargs)
     name = function.overloadpacket.__name__
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     goes = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None

@@ -8,8 +8,9 @@ has other blocks. A fragment is saved as its indices, elementwise, and the scale
                                                             before the fragment
 
 A rank that loads them dequantizes the values and quantizes them in its own blocks. Where all of a block was in one
-block when it was saved, that block's scale is used, which reproduces the saved indices; elsewhere the largest magnitude
-in it. So a run continues with the same bits at the same layout, and at another within one step of the table.
+block when it was saved, that block's scale is used, which reproduces the saved indices (but in a block of zeros, where
+every index is 0 times the scale); elsewhere the largest magnitude in it. So a run continues with the same values at the
+same layout, and at another within one step of the table.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from errors import UserError
-from models.sharding.expert_parallel import check_expert_parallel
+from models.sharding.expert_parallel import find_stack_sizes
 from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
 from training.config.validate import check_config
@@ -316,13 +316,12 @@ def _list_expert_sizes(config: RunConfig, model: ResolvedModel, world_size: int)
     """The numbers of ranks that may divide experts, by the model and the other keys: the config's own, then powers of
     two. A layout may have too few replicas for them."""
     own, most = config.expert_parallel_size, min(MOST_DIVIDING, world_size // config.tensor_parallel_size)
-    found = []
+    common, found = math.gcd(*find_stack_sizes(model.layers)) or 1, []
     for size in dict.fromkeys([own, *(2**exponent for exponent in range(most.bit_length()))]):
-        keys = replace(config, expert_parallel_size=size)
         with suppress(UserError):
-            check_together(Run(keys))
-            check_expert_parallel(model.architecture, model.layers, size)
-            found.append(size)
+            check_together(Run(replace(config, expert_parallel_size=size)))
+            if common % size == 0:
+                found.append(size)
     return found or [own]
 
 

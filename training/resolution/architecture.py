@@ -52,7 +52,9 @@ def complete_architecture(config: RunConfig, model: DescribedModel, target: Targ
     architecture._attn_implementation = choose_attention(
         architecture, config.attn_implementation.value, dtype if target.has_accelerator else None, target.is_planned
     )
-    architecture._experts_implementation = choose_experts(architecture, config.tensor_parallel_size, dtype)
+    architecture._experts_implementation = choose_experts(
+        architecture, config.tensor_parallel_size, dtype, config.expert_parallel_size
+    )
     check_length(architecture, config.max_seq_length)
     _check_packing(config, architecture)
     return architecture

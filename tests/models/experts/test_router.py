@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.families import build_family, build_family_config
+from support.published import build_published_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +24,7 @@ from models.experts.router import (
     find_block,
     fit_options,
 )
+from models.generic.shrink import shrink
 from models.layers.documents import DocumentBounds, locate_tokens
 from models.parallel.shard import NO_CP
 
@@ -149,6 +152,17 @@ def test_a_family_with_unknown_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit("mixtral", z_loss_coef=0.1).scores is None
     with pytest.raises(UserError, match="moe.aux_loss_coef=0.1: how the routers of 'mixtral' score their tokens"):
         fit("mixtral", aux_loss_coef=0.1)
+
+
+@pytest.mark.parametrize(("family", "has_logits"), [("aria_text", True), ("gemma4_text", False)])
+def test_routers_are_found_whatever_the_config_calls_them(family: str, has_logits: bool) -> None:
+    """These configs have no num_experts_per_tok, and Gemma 4's routers return probabilities."""
+    config = shrink(build_published_config(family))
+    layers = build_layers(config)
+    assert fit_options(RouterOptions(), config, layers) == RouterOptions()
+    refusal = pytest.raises(UserError, match="moe.z_loss_coef=0.1: the routers of 'gemma4_text' return no logits")
+    with nullcontext() if has_logits else refusal:
+        assert fit_options(RouterOptions(z_loss_coef=0.1), config, layers) == RouterOptions(z_loss_coef=0.1)
 
 
 def test_an_untrained_bias_is_a_buffer() -> None:

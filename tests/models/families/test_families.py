@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.chain import BOUND, B, Chain, difference, positions, tokens
 from support.families import FAMILIES, build_family, build_family_config, save_family
 from support.model_folders import assert_same_bits, convert, export, load_transformers
+from support.published import build_published_config
 from support.tiny import VOCAB_SIZE, save_tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
@@ -24,6 +25,7 @@ from models.architecture.lookup import (
     warn_of_length,
 )
 from models.experts.grouped import GROUPED
+from models.experts.sizes import count_experts
 from models.losses.cross_entropy import build_loss
 from models.weights.sources import open_weights
 from models.weights.vocabulary import SpecialTokens
@@ -180,7 +182,23 @@ def test_experts_are_computed_one_by_one_where_torchs_grouped_product_cannot_tak
     assert chosen == ["grouped_mm", "grouped_mm", "eager"]
     config._experts_implementation = "batched_mm"
     assert choose_experts(config, 2, torch.bfloat16) == "batched_mm"
+    assert choose_experts(config, 1, torch.bfloat16, expert_parallel_size=2) == GROUPED  # the only one that sends rows
     assert choose_experts(build_family_config("llama"), 2, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(("family", "chosen", "available"), [("aria_text", 2, 8), ("gemma4_text", 8, 128)])
+def test_experts_are_counted_and_grouped_whatever_the_config_calls_them(
+    family: str, chosen: int, available: int
+) -> None:
+    config = build_published_config(family)
+    assert not hasattr(config, "num_experts_per_tok")
+    assert count_experts(config) == (chosen, available)
+    assert choose_experts(config, 1, torch.bfloat16) == GROUPED
+
+
+def test_a_number_of_experts_for_each_layer() -> None:
+    config = AutoConfig.for_model("hunyuan_v1_moe", num_hidden_layers=2, moe_topk=[8, 8], num_experts=64)
+    assert count_experts(config) == (8, 64)
 
 
 def test_vocabulary_is_that_of_the_table() -> None:

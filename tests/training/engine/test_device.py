@@ -4,6 +4,7 @@ device, no collective of the device's groups carries one, and the host does not 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,28 @@ def test_a_step_waits_twice_and_computes_the_same(
         assert found["norms"] == pytest.approx(wanted["norms"], rel=100 * bound)
         assert [wait for wait in waits if wait.unit in PASSES] == []
         assert len(waits) <= 1, waits  # one more when the run reads whether the loss is finite
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "repeats"), [("grouped", 1), ("selective", 0)])
+def test_divided_experts_wait_once_for_each_layer_and_pass(
+    folder: Path, strict_workers: WorkerGroup, workers: Callable[[int], WorkerGroup], mode: str, repeats: int
+) -> None:
+    """For the numbers of rows; so do layers that are recomputed, but under `selective`, which keeps them."""
+    keys = (
+        "num_stages=1", "model_name_or_path={folder}/experts", "tokenizer_name_or_path={folder}/model",
+        "expert_parallel_size=2", "activation_checkpoint_interval=1", f"activation_checkpoint_mode={mode}",
+    )  # fmt: skip
+    case = make_case(folder, *keys)
+    expected = workers(2).run(train_case, case)
+    for (found, waits), wanted in zip(strict_workers.run(train_on_device, case), expected, strict=True):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        in_passes = [wait for wait in waits if wait.unit in PASSES]
+        assert all("exchange_counts" in wait.place for wait in in_passes), in_passes
+        counts = Counter(wait.unit for wait in in_passes)
+        once = 2 * 3  # micro-batches of a replica, layers with experts
+        assert [counts[unit] for unit in PASSES] == [once, repeats * once]
+        assert len(waits) - len(in_passes) <= 1, waits
 
 
 def test_a_run_on_a_device(folder: Path, tmp_path: Path, strict_workers: WorkerGroup) -> None:

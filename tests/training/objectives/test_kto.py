@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +28,7 @@ from support.cases import (
     merge,
     worst_difference,
 )
+from support.families import save_family
 from support.objective_runs import (
     NUM_SAMPLES,
     TENSOR_PARALLEL,
@@ -39,7 +41,7 @@ from support.objective_runs import (
     start_runs,
     train_answers,
 )
-from support.tiny import save_records
+from support.tiny import save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 
 WEIGHTS = ("kto.desirable_weight=1.5", "kto.undesirable_weight=0.7")
@@ -179,6 +181,20 @@ def test_three_sgd_steps_equal_the_paper(
     check_equal(result, oracle)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert max(result["losses"]) > 1.001 * min(result["losses"])  # it has moved
+
+
+@pytest.mark.full
+def test_ranks_that_divide_experts(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> None:
+    """The pass before a step exchanges rows too."""
+    folder = save_family(tmp_path / "model", "qwen3_moe")
+    save_tokenizer(folder)
+    case = build_case(root, tmp_path, "pp2xdp2", *WEIGHTS, "expert_parallel_size=2")
+    case = replace(case, model=folder)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    policy = load_model(folder)
+    oracle = train_oracle(case, policy, copy.deepcopy(policy))
+    check_equal(result, oracle)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
 
 
 @pytest.mark.full

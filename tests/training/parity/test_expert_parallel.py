@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from support.cases import (
     train_run,
     worst_difference,
 )
-from support.families import FAMILIES, MIXTURES, save_family
+from support.families import FAMILIES, MIXTURES, build_family, save_family
 from support.parity_table import LARGE
 from support.runs import export_of, read_metrics
 from support.tiny import save_records, save_tokenizer
@@ -66,12 +68,14 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     return case
 
 
-def compare(workers: Callable[[int], WorkerGroup], case: Case, model: torch.nn.Module | None = None) -> None:
+def compare(workers: Callable[[int], WorkerGroup], case: Case, model: torch.nn.Module | None = None) -> dict[str, Any]:
+    """Return the result of the run."""
     result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case, model)
     worst, name = worst_difference(result["weights"], oracle["weights"])
     assert worst < BOUND, name
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,12 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case, model: torch.nn.M
         ),
         *(
             pytest.param("llama4_text", layout, overrides, marks=full)
-            for layout, overrides in (("ep4", SELECTIVE), ("ep2xdp2", ()), ("ep2xtp2", ()))
+            for layout, overrides in (
+                ("ep4", SELECTIVE),
+                ("ep2xdp2", ()),
+                ("ep2xtp2", ()),
+                ("ep2xcp2", (CHECKPOINTED,)),
+            )
         ),
     ],
 )
@@ -126,6 +135,47 @@ def test_five_sgd_steps_equal_hugging_face(
 @pytest.mark.parametrize("family", sorted({*MIXTURES, *WITH_FILES} & {*MIXTURES, *FAMILIES}))
 def test_gradients_of_every_mixture_equal_hugging_face(workers, material, family: str) -> None:
     compare(workers, material(family, "ep2", *GRADIENTS, steps=1))
+
+
+@full
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ("ep2", ("zero_stage=2", *SELECTIVE)),
+        ("ep2xdp2", (CHECKPOINTED,)),
+        ("ep2xpp2", ("schedule=zero_bubble",)),
+        ("ep2xtp2", ()),
+    ],
+)
+def test_one_expert_gets_every_token(workers, material, layout: str, overrides: tuple[str, ...]) -> None:
+    """The others of its rank get no token, and the other rank no row, in any layer and step."""
+    case = material("gpt_oss", layout, *STEPS, *overrides)
+    routed = compare(workers, replace(case, model=save_one_sided(case.workdir / "one-sided")))["routed"]
+    assert (routed["expert_load_max"], routed["expert_load_min"], routed["expert_rank_load_max"]) == (8, 0, 2)
+
+
+@torch.no_grad()
+def save_one_sided(folder: Path) -> Path:
+    """Save a gpt-oss of which every token chooses the first of 8 experts."""
+    model = build_family("gpt_oss", num_experts_per_tok=1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.bias"):
+            parameter[0] = 100
+    model.save_pretrained(folder)
+    return folder
+
+
+@full
+def test_sums_over_replicas_in_bf16(workers, material) -> None:
+    """With `gradient_reduce_dtype=bf16` gradients of experts and of all else are rounded on their way."""
+    exact, rounded = (
+        merge(workers(4).run(train_case, material("qwen3_moe", "ep2xdp2", *GRADIENTS, key, steps=1)))["weights"]
+        for key in ("gradient_reduce_dtype=fp32", "gradient_reduce_dtype=bf16")
+    )
+    for are_experts in (True, False):
+        names = [name for name in exact if (".experts." in name) is are_experts]
+        found, expected = ({name: weights[name] for name in names} for weights in (rounded, exact))
+        assert 1e-4 < worst_difference(found, expected)[0] < 1e-2
 
 
 @full

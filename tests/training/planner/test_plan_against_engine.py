@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.cases import Case, build_engine
-from support.families import save_family
+from support.families import build_family, save_family
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
@@ -266,6 +266,36 @@ def test_divided_experts(
     compare_peaks(workers, root, tmp_path, 1, keys, monkeypatch, BUCKET, model="experts")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "recomputation", [(), (*RECOMPUTED, "activation_checkpoint_mode=selective")], ids=["kept", "selective"]
+)
+def test_the_rank_that_gets_all_rows(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, recomputation: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Every token chooses experts of the first rank, twice an even share: `moe.imbalance=2` is that rank's memory."""
+    folder = root / "one-sided"
+    if not folder.exists():
+        save_one_sided(folder)
+    keys = ("precision=fp32", *recomputation, "expert_parallel_size=2", "moe.imbalance=2", "learning_rate=1e-6")
+    compare_peaks(workers, root, tmp_path, 1, keys, monkeypatch, BUCKET, model="one-sided", ranks=(0,))
+
+
+@torch.no_grad()
+def save_one_sided(folder: Path) -> None:
+    """Routers with pairs of opposite rows for the first half of the experts, of which one is above 0, and the others
+    at 0: so the two experts of a token are among the first half."""
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 384, "num_experts": 16, "mlp_only_layers": []}
+    model = build_family("qwen3_moe", **sizes)
+    for name, weight in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            weight[4:8] = -weight[:4]
+            weight[8:] = 0
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+
+
 @pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_matrices_larger_than_a_bucket(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
@@ -275,8 +305,9 @@ def test_matrices_larger_than_a_bucket(
 
 def compare_peaks(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch, bucket: int, model: str = "hf",
+    monkeypatch: pytest.MonkeyPatch, bucket: int, model: str = "hf", ranks: tuple[int, ...] | None = None,
 ) -> None:  # fmt: skip
+    """ranks: those that are compared; all by default."""
     monkeypatch.setattr("training.cost_terms.model_states.REDUCE_BUCKET", bucket)
     monkeypatch.setattr(chunks, "CHUNK_SIZE", SMALL_BUCKET)
     # the CPU pins nothing, so nothing is rounded up
@@ -291,8 +322,8 @@ def compare_peaks(
     run = resolve(case.config(), open_weights(str(root / model)), Target(world_size, has_accelerator=False))
     plan = plan_resolved(run, GPU)
     peaks = workers(world_size).run(train_counted, case, bucket)
-    for rank, real in enumerate(peaks):
-        memory = plan.stages[run.layout.stage_id(rank)].memory
+    for rank in range(world_size) if ranks is None else ranks:
+        memory, real = plan.stages[run.layout.stage_id(rank)].memory, peaks[rank]
         assert memory.peak + memory.host - HOST_BYTES_A_RANK == pytest.approx(real, rel=0.05), (rank, memory)
 
 
