@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,9 +22,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from benchmarks import small_models  # noqa: E402
+from benchmarks.small_models import save_tokenizer, split_records  # noqa: E402
 from models.losses.divergence import DistillOptions, Teaching, choose_top  # noqa: E402
 from models.losses.options import Divergence  # noqa: E402
-from scripts.make_demo import train_tokenizer  # noqa: E402
 
 HELD_OUT = 200  # records
 LAYERS, VOCAB_SIZE = 6, 2048  # of conf/model/llama_tiny.yaml
@@ -101,26 +100,18 @@ def prepare(arguments: argparse.Namespace, work: Path) -> None:
     records = [json.loads(line) for line in arguments.train_file.read_text().splitlines()]
     fields = (arguments.prompt_field, arguments.completion_field)
     texts = [{field: record[field] for field in fields} for record in records]
-    train_tokenizer(texts[:-HELD_OUT], VOCAB_SIZE).save_pretrained(work / "tokenizer")
-    for name, part in (("train", texts[:-HELD_OUT]), ("eval", texts[-HELD_OUT:])):
-        (work / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
+    save_tokenizer(texts[:-HELD_OUT], VOCAB_SIZE, work)
+    split_records(texts, HELD_OUT, work)
 
 
 def train(arguments: argparse.Namespace, work: Path, name: str, *keys: str) -> float:
     """Return the evaluation loss at the end, of the next token."""
-    out = work / name
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1",
-        str(ROOT / "trainer_base_ds_mp.py"), "-cn", "base", "model=llama_tiny", "init=random",
-        "model_name_or_path=none",
-        f"tokenizer_name_or_path={work}/tokenizer", f"train_file={work}/train.jsonl", f"eval_file={work}/eval.jsonl",
+    given = (
         f"data.prompt_field={arguments.prompt_field}", f"data.completion_field={arguments.completion_field}",
-        f"data.cache_dir={work}/cache", f"output_dir={out}", "data.packing=true", "max_seq_length=512",
-        "micro_batch_size=2", "global_batch_size=2", "learning_rate=1e-3", "weight_decay=0.1", "precision=fp32",
-        "activation_checkpoint_interval=0", "logging_steps=10", *keys,
-    ]  # fmt: skip
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        "data.packing=true", "max_seq_length=512", "micro_batch_size=2", "global_batch_size=2", "learning_rate=1e-3",
+        "weight_decay=0.1",
+    )  # fmt: skip
+    lines = small_models.train(work, name, *given, *keys)
     return next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line)
 
 

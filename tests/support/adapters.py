@@ -8,15 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import PeftModel, get_peft_model
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from models.adapters.adapter import Adapter
 from models.adapters.build import build_adapter
@@ -42,12 +36,13 @@ def make_adapter(
     model_folder: Path,
     target_modules: str | list[str] = ALL_LINEAR,
     head: Head | None = None,
+    num_labels: int = 1,
     **options: object,
 ) -> PeftModel:
     """A peft folder with random matrices, both of them, so that every one of them has a gradient. target_modules:
-    all projections and experts by default. head: in place of the LM head, with one output, which is saved too."""
+    all projections and experts by default. head: in place of the LM head, with `num_labels` outputs, saved too."""
     torch.manual_seed(3)
-    model, config = load_with_head(model_folder, head)
+    model, config = load_with_head(model_folder, head, num_labels)
     saved = {} if head is None else {"task_type": head.peft_task}
     if head is not None and head.has_weights:
         saved["modules_to_save"] = ["score"]
@@ -65,16 +60,16 @@ def make_adapter(
     return adapted
 
 
-def load_with_head(folder: Path, head: Head | None) -> tuple[PreTrainedModel, PretrainedConfig]:
-    """The model of a folder with this head, whose one output is drawn, in place of the LM head; and the config by which
+def load_with_head(folder: Path, head: Head | None, num_labels: int = 1) -> tuple[PreTrainedModel, PretrainedConfig]:
+    """The model of a folder with this head, whose outputs are drawn, in place of the LM head; and the config by which
     the project knows it."""
     if head is None:
         model = AutoModelForCausalLM.from_pretrained(folder)
         return model, deepcopy(model.config)
-    auto = AutoModelForSequenceClassification if head.has_weights else AutoModel
-    model = auto.from_pretrained(folder, **({"num_labels": 1} if head.has_weights else {}))
+    auto = getattr(transformers, head.loaded_with)
+    model = auto.from_pretrained(folder, **({"num_labels": num_labels} if head.has_weights else {}))
     causal = AutoConfig.from_pretrained(folder)
-    return model, describe_head(causal, head, Labels(num_labels=1 if head.has_weights else None))
+    return model, describe_head(causal, head, Labels(num_labels=num_labels if head.has_weights else None))
 
 
 def to_peft_weights(

@@ -21,9 +21,9 @@ from support.adapters import load_with_head, make_adapter, to_peft_weights
 from support.cases import BOUND, Case, merge, train_case, worst_difference
 from support.combinations import RANKS, Row, list_keys
 from support.families import save_family
-from support.head_runs import load_oracle
+from support.head_runs import load_oracle, save_documents, save_steps, save_words
 from support.pair_runs import compute_pair
-from support.retrieval_runs import compare_scores, compare_vectors, save_queries
+from support.retrieval_runs import compare_scores, compare_vectors, read_text, save_queries
 from support.routers import add_router_losses, watch
 from support.tiny import save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
@@ -37,16 +37,28 @@ from data.storage.tokenized import TokenizedDataset
 from models.adapters.targets import ALL_LINEAR
 from models.heads.embedding import EMBEDDING
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
+from models.heads.token_classification import TOKEN_CLASSIFICATION
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig, StateDtype
 from training.inputs.datasets import build_row_plan
 from training.objectives.registry import get_objective
 
 STEPS = 2
+SAVE = {
+    "sft": save_records, "dpo": save_pairs, "orpo": save_pairs, "classification": save_documents, "tokens": save_words,
+    "steps": save_steps, "embedding": save_queries, "rerank": save_queries,
+}  # fmt: skip
 BATCH = ("global_batch_size=8", "max_seq_length=160")
 # A pair's gradient is in DPO that of sums over tokens
-LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.05, "embedding": 0.005, "rerank": 0.02}
-HEADS = {"embedding": EMBEDDING, "rerank": SEQUENCE_CLASSIFICATION}
+LEARNING_RATES = {
+    "sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.05, "classification": 0.02, "tokens": 0.02, "steps": 0.02,
+    "embedding": 0.005, "rerank": 0.02,
+}  # fmt: skip
+HEADS = {
+    "classification": SEQUENCE_CLASSIFICATION, "tokens": TOKEN_CLASSIFICATION, "steps": TOKEN_CLASSIFICATION,
+    "embedding": EMBEDDING, "rerank": SEQUENCE_CLASSIFICATION,
+}  # fmt: skip
+NUM_LABELS = {"classification": 3, "tokens": 3, "steps": 2}  # of the records that are saved here
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = {  # with adapters
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
@@ -96,7 +108,8 @@ class Material:
         folder = self.name_adapter(model, row)
         options = {"dora": {"use_dora": True}, "dropout": {"lora_dropout": 0.1}}.get(row["adapter"], {})
         targets = EXPERTS.get(family, ALL_LINEAR) if options else ALL_LINEAR  # which take neither
-        return folder, make_adapter(folder, model, targets, head, **options)
+        num_labels = NUM_LABELS.get(row["objective"], 1)
+        return folder, make_adapter(folder, model, targets, head, num_labels, **options)
 
     def name_adapter(self, model: Path, row: Row) -> Path:
         return model.with_name("-".join((model.name, row["adapter"], *({row["objective"]} & HEADS.keys()))))
@@ -110,9 +123,7 @@ class Material:
             texts += inspect.getsource(textwrap.TextWrapper).split("\n\n")
             file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
             return file
-        if objective in HEADS:
-            return save_queries(file, 30)
-        return save_pairs(file, 40) if objective in ("dpo", "orpo") else save_records(file, 60)
+        return SAVE[objective](file, 30 if objective in HEADS else 60)
 
     def tokenizer(self) -> Path:
         folder = self.root / "tokenizer"  # not in a model's folder: transformers adds tokens of its own to a qwen2's
@@ -296,6 +307,24 @@ def compute_pairs(
         yield loss.item()
 
 
+def compute_labelled(
+    config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
+) -> Iterable[float]:
+    """The part of each document in the loss over a step's labels, of documents or of their tokens, its gradient left in
+    the parameters. Without the dropout that `transformers` puts before the scores of tokens."""
+    rows, dataset = Rows(folder, build_row_plan(config, "train_file"), True, True), TokenizedDataset(folder, True, True)
+    order = GlobalOrder(len(rows), config.global_batch_size, config.seed)
+    ids = [sample for row in order.sample_ids(step) for sample, _, _ in rows.pieces(int(row))]
+    given = [dataset.labels(i)[1:] if dataset.sample_labels is None else dataset.sample_labels[i] for i in ids]
+    labels = [torch.from_numpy(each.astype("int64")) for each in given]
+    num_labels = sum(int((each != -100).sum()) for each in labels)
+    for sample, own in zip(ids, labels, strict=True):
+        scores = policy.eval()(read_text(dataset, sample), use_cache=False).logits.flatten(0, -2).float()
+        loss = F.cross_entropy(scores[: len(own)], own, reduction="sum") / num_labels
+        loss.backward()
+        yield loss.item()
+
+
 def compute_queries(
     config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
 ) -> Iterable[float]:
@@ -309,4 +338,7 @@ def compute_queries(
     yield loss.item()
 
 
-COMPUTE = {"preference": compute_pairs, "embedding": compute_queries, "rerank": compute_queries}
+COMPUTE = {
+    "preference": compute_pairs, "classification": compute_labelled, "token_classification": compute_labelled,
+    "process_reward": compute_labelled, "embedding": compute_queries, "rerank": compute_queries,
+}  # fmt: skip

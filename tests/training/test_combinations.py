@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.combination_runs import Material, check_row
+from support.combination_runs import HEADS, Material, check_row
 from support.combinations import AXES, RANKS, SLOW, Refusals, Row, cover, list_combinations
 from support.configs import build_config
 from support.families import FAMILIES
@@ -22,7 +22,6 @@ from transformers import AutoConfig
 from errors import UserError
 from models.architecture.lookup import choose_attention, find_sequence_obstacle
 from models.experts.sizes import count_experts
-from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from training.config.incompatible import INCOMPATIBLE, list_conflicts
 
 BATCH = ("micro_batch_size=2", "global_batch_size=8")
@@ -45,7 +44,7 @@ def test_all_pairs_are_covered_or_refused_by_the_table() -> None:
     for pair in list_combinations(AXES, 2):
         assert (pair in covered) != (refusals().refuses(*pair) or has_no_place(pair)), pair
     assert rows == cover(Refusals(build_config(*BATCH)), 2)
-    assert len(rows) < 70
+    assert len(rows) < 85
 
 
 def has_no_place(pair: tuple[tuple[str, str], ...]) -> bool:
@@ -114,10 +113,11 @@ def test_a_row_trains_as_the_plain_model(
 
 def within(family: str, row: Row) -> Row:
     """Return the row with a kernel that the family has (`ATTENTION_IMPLEMENTATIONS`), with replicas if its sequences
-    cannot be split, or it has no experts to divide, and with embeddings if `transformers` has no classifier of it."""
+    cannot be split, or it has no experts to divide, and with the LM head if `transformers` has no class of it with the
+    other one."""
     config = AutoConfig.for_model(family)
-    if row["objective"] == "rerank" and type(config) not in SEQUENCE_CLASSIFICATION.classes:
-        row = row | {"objective": "embedding"}
+    if row["objective"] in HEADS and type(config) not in HEADS[row["objective"]].classes:
+        row = row | {"objective": "sft"}
     if row["layout"] == "cp2" and find_sequence_obstacle(config):
         row = row | {"layout": "dp2"}
     if row["layout"] in UNDIVIDED and count_experts(config) == (1, 1):

@@ -612,7 +612,12 @@ INCOMPATIBLE = (
     Pair(_positive("label_smoothing"), _USER_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(_UNPAIRED, _USER_LOSS, "each of them defines the loss", "give one of them"),
-    Pair(_LABELLED, _USER_LOSS, "each of them defines the loss", "give one of them"),
+    Pair(
+        _is("data.name", "classification", "token_classification", "process_reward"),
+        _USER_LOSS,
+        "each of them defines the loss",
+        "give one of them",
+    ),
     Pair(_RETRIEVAL, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(
         _positive("dpo.label_smoothing"),

@@ -16,6 +16,8 @@ import pytest
 import torch
 from support.cases import Case, build_engine
 from support.families import build_family, save_family
+from support.head_runs import save_documents, save_steps, save_words
+from support.retrieval_runs import save_queries
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
@@ -85,12 +87,16 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
 def train_counted(case: Case, bucket: int) -> int:
     """The peak of this rank's bytes in its second step, when the optimizer has its state."""
     from training.engine.steps import train_step
+    from training.scoring.first_pass import build_first_pass
 
     with small_buckets(bucket), AllocationPeak() as counter:
-        engine, loader, config, _, _ = build_engine(case)
-        micro_batches = loader.iterate(0, 2)
+        engine, loader, config, layout, _ = build_engine(case)
+        micro_batches, first_pass = loader.iterate(0, 2), build_first_pass(engine, config)
+        first = None if first_pass is None else loader.first.iterate(0, 2)
         for step in range(2):
             counter.peak = counter.alive
+            if first_pass is not None:
+                first_pass.prepare(first, layout.gradient_accumulation_steps, config.global_batch_size)
             train_step(engine, micro_batches, config, step, 2)
     return counter.peak
 
@@ -296,6 +302,26 @@ def save_one_sided(folder: Path) -> None:
     save_tokenizer(folder)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("data", "save"),
+    [
+        ("classification", save_documents),
+        ("token_classification", save_words),
+        ("process_reward", save_steps),
+        ("embedding", save_queries),
+        ("rerank", save_queries),
+    ],
+)
+def test_heads(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, data: str, save: Callable[[Path, int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    save(root / f"{data}.jsonl", 40)
+    keys = (f"data={data}", "precision=bf16", *RECOMPUTED)
+    compare_peaks(workers, root, tmp_path, 2, keys, monkeypatch, BUCKET, file=data)
+
+
 @pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_matrices_larger_than_a_bucket(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
@@ -305,7 +331,8 @@ def test_matrices_larger_than_a_bucket(
 
 def compare_peaks(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch, bucket: int, model: str = "hf", ranks: tuple[int, ...] | None = None,
+    monkeypatch: pytest.MonkeyPatch, bucket: int, model: str = "hf", file: str = "train",
+    ranks: tuple[int, ...] | None = None,
 ) -> None:  # fmt: skip
     """ranks: those that are compared; all by default."""
     monkeypatch.setattr("training.cost_terms.model_states.REDUCE_BUCKET", bucket)
@@ -316,7 +343,7 @@ def compare_peaks(
     replicas = 2 if "zero_stage=2" in overrides else 2 // num_stages  # which have a part each of the gradients
     world_size = width * num_stages * replicas
     case = Case(
-        root / model, root / "train.jsonl", tmp_path, num_stages, world_size,
+        root / model, root / f"{file}.jsonl", tmp_path, num_stages, world_size,
         overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
     )  # fmt: skip
     run = resolve(case.config(), open_weights(str(root / model)), Target(world_size, has_accelerator=False))
