@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +27,7 @@ from training.inputs.step_budget import EvalSize, StepBudget
 from training.inputs.stream import StreamStart
 from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
+from training.scoring.first_pass import RunFirstPass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +46,16 @@ class RankData:
 
 @dataclasses.dataclass(frozen=True)
 class Loaders:
-    """The loaders of this rank's stage. evaluation: by the names of the evaluation files."""
+    """The loaders of this rank's stage. evaluation: by the names of the evaluation files. first_pass: what reads their
+    `first`; None where there is none."""
 
     train: Any
     evaluation: Mapping[str, Any]
+    first_pass: RunFirstPass | None = None
+
+
+Options = Callable[[str], loaders.LoaderOptions]
+"""Returns how this rank reads the files of a key."""
 
 
 def build_options(
@@ -85,23 +92,27 @@ def build_loaders(
     data: RankData,
     budget: StepBudget,
     reference: Mapping[str, Path] = MappingProxyType({}),
+    of_teacher: Options | None = None,
 ) -> Loaders:
     """Build the training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
 
-    reference: key of the files -> the reference's log-probabilities.
+    reference: key of the files -> the reference's log-probabilities. of_teacher: how a teacher reads them before each
+    step, that is in memory.
     """
     layout, options = data.layout, build_options(config, module, data)
     if budget.stream is not None:
         train: Any = _build_stream_loader(config, options, data, budget, budget.stream)
-        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference))
+        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference, of_teacher))
     path = data.datasets["train_file"]
     options = dataclasses.replace(options, reference_file=reference.get("train_file"))
     order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
-    if get_objective(config).needs_first_pass:
+    if of_teacher is not None:
+        options = of_teacher("train_file")
+    if get_objective(config).needs_first_pass or of_teacher is not None:
         path, options = _choose_first(config, "train_file", path, options, reference)
         train_loader.first = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
-    return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference))
+    return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference, of_teacher))
 
 
 def _build_stream_loader(
@@ -126,6 +137,7 @@ def build_eval_loaders(
     data: RankData,
     sizes: Mapping[str, EvalSize],
     reference: Mapping[str, Path] = MappingProxyType({}),
+    of_teacher: Options | None = None,
 ) -> dict[str, Any]:
     """Build the evaluation loaders only, by the names of their files; see `build_loaders`. sizes: by the same names."""
     built = {}
@@ -134,7 +146,9 @@ def build_eval_loaders(
             options = build_options(config, module, data, key)
             options = dataclasses.replace(options, reference_file=reference.get(key))
             built[name] = loaders.build_eval_loader(data.datasets[key], options, sizes[name].rows)
-            if get_objective(config).needs_first_pass:
+            if of_teacher is not None:
+                options = of_teacher(key)
+            if get_objective(config).needs_first_pass or of_teacher is not None:
                 path, options = _choose_first(config, key, data.datasets[key], options, reference)
                 built[name].first = loaders.build_eval_loader(path, options, sizes[name].rows)
     return built
