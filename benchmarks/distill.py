@@ -121,8 +121,8 @@ def train(arguments: argparse.Namespace, work: Path, name: str, *keys: str) -> f
         "model_name_or_path=none", *SIZES,
         f"tokenizer_name_or_path={work}/tokenizer", f"train_file={work}/train.jsonl", f"eval_file={work}/eval.jsonl",
         f"data.prompt_field={arguments.prompt_field}", f"data.completion_field={arguments.completion_field}",
-        f"data.cache_dir={work}/cache", f"output_dir={out}", "data.packing=true", "max_seq_length=256",
-        "micro_batch_size=4", "global_batch_size=4", "learning_rate=1e-3", "weight_decay=0.1", "precision=fp32",
+        f"data.cache_dir={work}/cache", f"output_dir={out}", "data.packing=true", "max_seq_length=512",
+        "micro_batch_size=2", "global_batch_size=2", "learning_rate=1e-3", "weight_decay=0.1", "precision=fp32",
         "activation_checkpoint_interval=0", "logging_steps=10", *keys,
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr)

@@ -24,9 +24,6 @@ def derive_teacher(config: RunConfig, micro_batch_size: int, micro_batches: int)
     the student's are on one rank. micro_batch_size, micro_batches: the run's, of a step of one pipeline."""
     distill = config.distill
     assert distill.teacher is not None
-    scheduled = {"schedule": "1f1b", "schedule_memory_limit": None, "gradient_accumulation_steps": 1}
-    if distill.online:
-        scheduled = {"gradient_accumulation_steps": micro_batches}
     return replace(
         config,
         model=dict(distill.model),
@@ -49,7 +46,10 @@ def derive_teacher(config: RunConfig, micro_batch_size: int, micro_batches: int)
         zero_stage=1,
         sharding_parallel_size=None,
         partition_method="balanced",
+        schedule=config.schedule if distill.online else "1f1b",
+        schedule_memory_limit=config.schedule_memory_limit if distill.online else None,
         micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=micro_batches if distill.online else 1,
         global_batch_size=None,
         label_smoothing=0.0,
         neftune_noise_alpha=0.0,
@@ -59,5 +59,4 @@ def derive_teacher(config: RunConfig, micro_batch_size: int, micro_batches: int)
         activation_checkpoint_mode=CheckpointMode.grouped,
         activation_offload=False,
         compile=False,
-        **scheduled,
     )

@@ -92,27 +92,26 @@ def build_loaders(
     data: RankData,
     budget: StepBudget,
     reference: Mapping[str, Path] = MappingProxyType({}),
-    of_teacher: Options | None = None,
+    teacher_options: Options | None = None,
 ) -> Loaders:
     """Build the training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
 
-    reference: key of the files -> the reference's log-probabilities. of_teacher: how a teacher reads them before each
-    step, that is in memory.
+    reference: key of the files -> the reference's log-probabilities. teacher_options: how a teacher that is in memory
+    reads them before each step.
     """
     layout, options = data.layout, build_options(config, module, data)
     if budget.stream is not None:
         train: Any = _build_stream_loader(config, options, data, budget, budget.stream)
-        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference, of_teacher))
+        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference, teacher_options))
     path = data.datasets["train_file"]
     options = dataclasses.replace(options, reference_file=reference.get("train_file"))
     order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
-    if of_teacher is not None:
-        options = of_teacher("train_file")
-    if get_objective(config).needs_first_pass or of_teacher is not None:
-        path, options = _choose_first(config, "train_file", path, options, reference)
-        train_loader.first = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
-    return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference, of_teacher))
+    if (first := _choose_first(config, "train_file", path, options, reference, teacher_options)) is not None:
+        train_loader.first = loaders.build_train_loader(*first, order, layout.gradient_accumulation_steps)
+    return Loaders(
+        train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference, teacher_options)
+    )
 
 
 def _build_stream_loader(
@@ -137,7 +136,7 @@ def build_eval_loaders(
     data: RankData,
     sizes: Mapping[str, EvalSize],
     reference: Mapping[str, Path] = MappingProxyType({}),
-    of_teacher: Options | None = None,
+    teacher_options: Options | None = None,
 ) -> dict[str, Any]:
     """Build the evaluation loaders only, by the names of their files; see `build_loaders`. sizes: by the same names."""
     built = {}
@@ -146,18 +145,26 @@ def build_eval_loaders(
             options = build_options(config, module, data, key)
             options = dataclasses.replace(options, reference_file=reference.get(key))
             built[name] = loaders.build_eval_loader(data.datasets[key], options, sizes[name].rows)
-            if of_teacher is not None:
-                options = of_teacher(key)
-            if get_objective(config).needs_first_pass or of_teacher is not None:
-                path, options = _choose_first(config, key, data.datasets[key], options, reference)
-                built[name].first = loaders.build_eval_loader(path, options, sizes[name].rows)
+            first = _choose_first(config, key, data.datasets[key], options, reference, teacher_options)
+            if first is not None:
+                built[name].first = loaders.build_eval_loader(*first, sizes[name].rows)
     return built
 
 
 def _choose_first(
-    config: RunConfig, key: str, path: Path, options: loaders.LoaderOptions, reference: Mapping[str, Path]
-) -> tuple[Path, loaders.LoaderOptions]:
-    """Return what the pass before a step or an evaluation reads: the same samples, or mismatched answers."""
+    config: RunConfig,
+    key: str,
+    path: Path,
+    options: loaders.LoaderOptions,
+    reference: Mapping[str, Path],
+    teacher_options: Options | None,
+) -> tuple[Path, loaders.LoaderOptions] | None:
+    """Return what the pass before a step or an evaluation reads: the same samples, of the student or as its teacher
+    reads them, or mismatched answers; None where there is no such pass."""
+    if teacher_options is not None:
+        return path, teacher_options(key)
+    if not get_objective(config).needs_first_pass:
+        return None
     if not get_objective(config).needs_mismatched:
         return path, options
     return mismatched_path(path), dataclasses.replace(options, reference_file=reference.get(name_mismatched(key)))

@@ -129,8 +129,8 @@ def predict(
         if times:
             tokens = layout.micro_batch_size * length
             counted, seen = apply_times(times, counted, assumed, list_stated(config.hardware), tokens=tokens)
-        beside = list_resolved_stages(teacher, seen)
-        planned = PlannedRun(rows, layout, run.architecture.vocab_size, seen, beside)
+        in_memory = list_resolved_stages(teacher, seen)
+        planned = PlannedRun(rows, layout, run.architecture.vocab_size, seen, in_memory)
         return compute_plan(counted, run.bounds, planned), counted, seen
 
     plan, costs_of_plan, hardware = plan_rows(lengths.padded)

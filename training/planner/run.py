@@ -158,11 +158,11 @@ def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine, teache
     config: that of the model, or one that differs as `resolve_layout` allows. teacher: its own; None without one.
     """
     run = resolve_layout(model, config, Target(check_world_size(config), True, machine, is_planned=True))
-    beside = place_teacher(config, teacher, run.layout) if teacher is not None and config.distill.online else None
+    in_memory = place_teacher(config, teacher, run.layout) if teacher is not None and config.distill.online else None
     if config.hardware.peak_flops is not None:
-        return plan_resolved(run, machine, teacher=beside)
+        return plan_resolved(run, machine, teacher=in_memory)
     costs, measured = profile_layers(run, machine)  # this machine
-    return plan_resolved(run, measured, costs, beside)
+    return plan_resolved(run, measured, costs, in_memory)
 
 
 def resolve_teacher(config: RunConfig, model: ResolvedModel) -> ResolvedModel | None:
@@ -186,7 +186,7 @@ def place_teacher(config: RunConfig, teacher: ResolvedModel, layout: Layout) -> 
 
 @contextmanager
 def naming_teacher(config: RunConfig) -> Iterator[None]:
-    """Put the teacher's key in front of a UserError."""
+    """Begin a UserError with the teacher's key."""
     try:
         yield
     except UserError as error:

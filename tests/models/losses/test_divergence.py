@@ -105,20 +105,20 @@ def test_a_teacher_in_memory_is_compared_over_the_whole_vocabulary(
     divergence: Divergence, temperature: float, softcap: float | None
 ) -> None:
     hidden, weight = draw(B, T, D, seed=0).requires_grad_(), draw(V, D, seed=1).requires_grad_()
-    of_teacher = (draw(B, T, D - 2, seed=8), draw(V, D - 2, seed=9, scale=2.0))
+    teacher_outputs = (draw(B, T, D - 2, seed=8), draw(V, D - 2, seed=9, scale=2.0))
     target_ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(2))
     target_ids[0, 2] = target_ids[1, 4:] = -100
     indices = (target_ids.flatten() != -100).nonzero().squeeze(1)
     targets = (target_ids, torch.tensor(4.0, dtype=torch.float64), indices)
     loss_fn = OnlineDistillLoss(build_config(softcap), DistillOptions(COEF, temperature, divergence))
     head = TeacherHead(build_config(None), temperature, None, V)
-    loss_fn.take_states(head, [head.take(of_teacher, targets)])
+    loss_fn.take_states(head, [head.take(teacher_outputs, targets)])
     found = torch.autograd.grad(loss_fn((hidden, weight), targets), (hidden, weight))
 
     logits = (hidden @ weight.T).flatten(0, 1)[indices]
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     entropy = F.cross_entropy(logits, target_ids.flatten()[indices], reduction="sum")
-    q = ((of_teacher[0] @ of_teacher[1].T).flatten(0, 1)[indices] / temperature).softmax(-1)
+    q = ((teacher_outputs[0] @ teacher_outputs[1].T).flatten(0, 1)[indices] / temperature).softmax(-1)
     distilled = temperature**2 * compute_divergence((logits / temperature).softmax(-1), q, divergence.value).sum()
     expected = torch.autograd.grad(((1 - COEF) * entropy + COEF * distilled) / 4, (hidden, weight))
     totals = loss_fn.take_totals()

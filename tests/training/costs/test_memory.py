@@ -321,11 +321,11 @@ def test_what_a_teacher_in_memory_adds_to_the_loss(
     set_chunk_size(monkeypatch, 512 * vocabulary)
     config = LlamaConfig(vocab_size=vocabulary)
     states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, 128), (vocabulary, 128)))
-    of_teacher = (torch.randn(1, tokens, 64), torch.randn(vocabulary, 64))
+    teacher_outputs = (torch.randn(1, tokens, 64), torch.randn(vocabulary, 64))
     targets = (torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0), torch.arange(tokens))
     loss = OnlineDistillLoss(config, DistillOptions(0.5, temperature, divergence))
     head = TeacherHead(config, temperature, top_k, vocabulary)
-    loss.take_states(head, [head.take(of_teacher, targets)])
+    loss.take_states(head, [head.take(teacher_outputs, targets)])
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(loss((states, weight), targets), (states, weight))
     keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=True, divergence=divergence)

@@ -332,8 +332,8 @@ def compare_peaks(
     config, target, teacher = case.config(), Target(world_size, has_accelerator=False), None
     run = resolve(config, open_weights(str(root / model)), target)
     if config.distill.online:
-        of_pass = derive_teacher(config, run.layout.micro_batch_size, run.layout.gradient_accumulation_steps)
-        teacher = resolve(of_pass, open_weights(of_pass.model_name_or_path), target)
+        teacher_config = derive_teacher(config, run.layout.micro_batch_size, run.layout.gradient_accumulation_steps)
+        teacher = resolve(teacher_config, open_weights(teacher_config.model_name_or_path), target)
     plan = plan_resolved(run, GPU, teacher=teacher)
     peaks = workers(world_size).run(train_counted, case, bucket)
     for rank, real in enumerate(peaks):
