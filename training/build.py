@@ -7,17 +7,18 @@ constructs a `StageModule` or starts an engine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from data.loading.loader import LoaderOptions
 from data.loading.teacher import teacher_path
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle
 from models.losses.cross_entropy import build_loss
-from models.losses.distill_loss import TeacherLoss
+from models.losses.distill_loss import TeacherHead, TeacherLoss
 from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, RunConfig
 from training.distributed.p2p import MOST_CTAS
@@ -41,6 +42,7 @@ from training.pipeline.module import (
 from training.pipeline.schedules import build_schedule
 from training.pipeline.weight_sharding import WeightSharding
 from training.resolution.user_loss import build_run_loss
+from training.scoring.first_pass import OnlineTeacher, build_first_pass
 from training.scoring.reference_logprobs import compute_model_id, prepare_reference
 from training.scoring.teacher import TeacherTask, check_visible, find_missing, score
 from training.setup import RunSetup
@@ -81,7 +83,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
     loss = loss or build_loss(setup.architecture, parallel)
     with ranks.phase("building the stages and loading their weights"):
         module = StageModule(setup.layers, setup.bounds, setup.source, loss, ranks_of_stage, options)
-    if module.deferred_share is not None:
+    if trains and module.deferred_share is not None:
         ranks.say(
             f"schedule={config.schedule}: {module.deferred_share:.0%} of the trained matrices' gradients can wait"
         )
@@ -104,29 +106,66 @@ def build_engine(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool 
 
 
 def build_loaders(
-    config: RunConfig, setup: RunSetup, engine: Engine, data: RankData, budget: StepBudget
+    config: RunConfig,
+    setup: RunSetup,
+    engine: Engine,
+    data: RankData,
+    budget: StepBudget,
+    teacher: OnlineTeacher | None = None,
 ) -> loaders.Loaders:
-    """Build the training and evaluation loaders of this rank's stage. All ranks call it: the engine computes what a
-    loader needs of the reference model, unless it is cached.
+    """Build the training and evaluation loaders of this rank's stage, and the pass that comes before each step. All
+    ranks call it: the engine computes what a loader needs of the reference model, unless it is cached.
     """
     reference = _prepare_reference(config, setup, engine, data)
     with data.ranks.phase("opening the data"):
-        return loaders.build_loaders(config, engine.module, data, budget, reference)
+        built = loaders.build_loaders(
+            config, engine.module, data, budget, reference, _read_as_teacher(setup, data, teacher)
+        )
+    return dataclasses.replace(built, first_pass=build_first_pass(engine, config, teacher))
 
 
 def build_eval_loaders(
-    config: RunConfig, setup: RunSetup, engine: Engine, data: RankData, sizes: Mapping[str, EvalSize]
+    config: RunConfig,
+    setup: RunSetup,
+    engine: Engine,
+    data: RankData,
+    sizes: Mapping[str, EvalSize],
+    teacher: OnlineTeacher | None = None,
 ) -> dict[str, Any]:
     """Build the loaders of an evaluation only; see `build_loaders`. sizes: by the names of the evaluation files."""
     reference = _prepare_reference(config, setup, engine, data)
-    return loaders.build_eval_loaders(config, engine.module, data, sizes, reference)
+    as_teacher = _read_as_teacher(setup, data, teacher)
+    return loaders.build_eval_loaders(config, engine.module, data, sizes, reference, as_teacher)
+
+
+def _read_as_teacher(
+    setup: RunSetup, data: RankData, teacher: OnlineTeacher | None
+) -> Callable[[str], LoaderOptions] | None:
+    """Return how the teacher's stage on this rank reads the files of a key; None without one in memory."""
+    if teacher is None or setup.teacher is None:
+        return None
+    config, layout, module = setup.teacher.config, setup.teacher.layout, teacher.engine.module
+    return lambda key: loaders.build_options(config, module, dataclasses.replace(data, layout=layout), key)
+
+
+def build_online_teacher(config: RunConfig, setup: RunSetup, ranks: Ranks) -> OnlineTeacher | None:
+    """Return the teacher of a distillation that stays in memory (`distill.online`); None without one. All ranks call
+    it, before the student is built. Raises UserError."""
+    teacher = setup.teacher
+    if teacher is None or not config.distill.online:
+        return None
+    ranks.say(f"teacher: {teacher.architecture.model_type} from {teacher.source.path}, next to the student")
+    engine = build_engine(teacher.config, teacher, ranks, trains=False)
+    num_tokens = min(setup.architecture.vocab_size, teacher.architecture.vocab_size)
+    keys, parallel = config.distill, engine.module.parallel
+    return OnlineTeacher(engine, TeacherHead(teacher.architecture, keys.temperature, keys.top_k, num_tokens, parallel))
 
 
 def prepare_teacher(config: RunConfig, setup: RunSetup, data: RankData) -> RankData:
     """Return `data` with what the teacher of a distillation has written; where that is missing, the teacher is built,
     scores the data, and is gone before the student is built. All ranks call it. Raises UserError."""
     teacher = setup.teacher
-    if teacher is None:
+    if teacher is None or config.distill.online:
         return data
     top_k, temperature = config.distill.top_k, config.distill.temperature
     assert top_k is not None

@@ -72,11 +72,21 @@ class Evaluations:
         if self._first_pass is not None and self._first_pass.concludes:
             self._first_pass.evaluate(loader.iterate(), len(loader), check)
         else:
-            if self._first_pass is not None:
-                self._first_pass.prepare(loader.first.iterate(), len(loader.first), size.terms, check)
-            batches = loader.iterate()
-            loss = evaluate(self._engine, batches, len(loader), size.terms, bounds=size.documents, check=check)
-            found["eval_loss"] = loss
+            found["eval_loss"] = evaluate(
+                self._engine, loader.iterate(), len(loader), size.terms, bounds=size.documents, check=check,
+                prepare=self._prepare(loader, size, check),
+            )  # fmt: skip
         if self._metrics is not None:
             found |= self._metrics.finish_evaluation()
         return {**found, "eval_tokens": size.targets}
+
+    def _prepare(self, loader: Any, size: EvalSize, check: Callable[[], None]) -> Callable[[int], None]:
+        """Run the first pass over a file that is due before all of it. Return the function that runs one that is due
+        before each group of its micro-batches, given their number."""
+        first = self._first_pass
+        if first is not None and first.by_group:
+            micro_batches = loader.first.iterate()
+            return lambda in_group: first.prepare(micro_batches, in_group, size.terms)
+        if first is not None:
+            first.prepare(loader.first.iterate(), len(loader.first), size.terms, check)
+        return lambda in_group: None

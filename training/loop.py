@@ -39,7 +39,6 @@ from training.observability.nonfinite_probe import NonfiniteProbe, describe_nonf
 from training.observability.step_trace import StepTrace
 from training.observability.telemetry import Telemetry
 from training.optim.optimizer import count_state_bytes
-from training.scoring.first_pass import build_first_pass
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class TrainingLoop:
         objective = get_objective(config)
         self._mean_over = objective.mean_over
         self._metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
-        self._first_pass = build_first_pass(engine, config)
+        self._first_pass = loaders.first_pass
         self._evaluations = Evaluations(engine, loaders.evaluation, budget.evaluations, self._metrics, self._first_pass)
 
     def run(self) -> TrainerState:

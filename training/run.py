@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from models.architecture.lookup import warn_of_length
-from training.build import build_engine, build_eval_loaders, build_loaders, prepare_teacher
+from training.build import build_engine, build_eval_loaders, build_loaders, build_online_teacher, prepare_teacher
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.config.schema import Init, RunConfig, to_typed
@@ -135,8 +135,9 @@ def train(
             show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
         data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
         memory = MemoryPeak(process.current_device())
+        teacher = build_online_teacher(config, setup, ranks)
         engine = build_engine(config, setup, ranks)
-        loaders = build_loaders(config, setup, engine, data, budget)
+        loaders = build_loaders(config, setup, engine, data, budget, teacher)
         watchdog.limit_collectives()
         if setup.resume_from is not None:
             with ranks.phase("loading the checkpoint's optimizer state"):
@@ -185,10 +186,11 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
             show_evaluation(config, setup, sizes=sizes, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
         data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
+        teacher = build_online_teacher(config, setup, ranks)
         engine = build_engine(config, setup, ranks, trains=False)
-        loaders = build_eval_loaders(config, setup, engine, data, sizes)
+        loaders = build_eval_loaders(config, setup, engine, data, sizes, teacher)
         metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
-        evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config))
+        evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config, teacher))
         watchdog.limit_collectives()
         with watchdog.following(engine.module):
             evaluate_checkpoint(

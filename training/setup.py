@@ -124,7 +124,8 @@ def open_teacher(setup: RunSetup, ranks: Ranks) -> RunSetup | None:
     """
     if setup.config.distill.teacher is None:
         return None
-    config = derive_teacher(setup.config, setup.layout.micro_batch_size)
+    layout = setup.layout
+    config = derive_teacher(setup.config, layout.micro_batch_size, layout.gradient_accumulation_steps)
     try:
         source = open_weights(config.model_name_or_path, config.trust_remote_code, config.trust_checkpoint)
         teacher = _build_own_setup(config, source, Target(ranks.world_size, has_accelerator()))
@@ -241,7 +242,7 @@ def predict_run(
     if machine is None:
         ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
     device = Device.cuda if has_accelerator() else Device.cpu
-    return predict(setup, machine, device, lengths, times)
+    return predict(setup, machine, device, lengths, times, setup.teacher if config.distill.online else None)
 
 
 def _find_saved_init(resume_from: Path | None) -> str:

@@ -1,20 +1,24 @@
-"""The losses of a distillation: of the student, next-token cross entropy and the divergence from its teacher; and in
-place of the teacher's own loss, the distributions that the student is compared with."""
+"""The losses of a distillation: of the student, next-token cross entropy and the divergence from its teacher; and of
+the teacher, in place of a loss, the distributions that the student is compared with, or the hidden states that they
+follow from."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import causal_lm_loss, get_softcap
-from models.losses.divergence import DistillOptions, Teaching, choose_top, soften
-from models.losses.logit_chunks import compute_log_probabilities, list_chunks, shard_vocabulary
+from models.losses.divergence import DistillOptions, Known, Teaching, choose_top, soften
+from models.losses.logit_chunks import VocabularyShard, compute_log_probabilities, list_chunks, shard_vocabulary
 from models.parallel.shard import NO_TP, TensorParallel
 
 
-class DistillLoss:
+class DistillLoss(ABC):
     """The loss of the student's last stage. It returns the cross entropy; the gradient is that of the whole loss
     (`causal_lm_loss`). It also adds up the metrics of all targets until `take_totals` takes them.
 
@@ -37,25 +41,29 @@ class DistillLoss:
         self._distill, self._label_smoothing, self._counts_correct = distill, label_smoothing, counts_correct
         self._totals: torch.Tensor | None = None
 
+    @abstractmethod
+    def read(self, targets: tuple[torch.Tensor, ...]) -> tuple[Callable[[slice], Known], tuple[torch.Tensor, ...]]:
+        """Return the function by which `Teaching` finds the teacher's distributions, and the targets of the cross
+        entropy."""
+
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: target tokens [B, T]; of the teacher at each of the N targets, in
-        their order, tokens [N, k] and log-probabilities [N, k + 1], as `Teaching` takes them; `loss_denominator`,
-        scalar; and `target_indices` [N], see `find_targets`."""
-        target_ids, token_ids, log_probabilities, *rest = targets
+        """outputs: as in `causal_lm_loss`. targets: as `read` takes them, the last of them `target_indices` [N], see
+        `find_targets`."""
         trains = torch.is_grad_enabled()
         counts = self._counts_correct and not trains
         correct = outputs[0].new_zeros((), dtype=torch.int64) if counts else None
-        teaching = Teaching(self._distill, token_ids, log_probabilities)
+        find, targets = self.read(targets)
+        teaching = Teaching(self._distill, find, outputs[0].device)
         loss = causal_lm_loss(
             outputs,
-            (target_ids, *rest),
+            targets,
             self._softcap,
             self._sharing,
             label_smoothing=self._label_smoothing if trains else 0.0,
             num_correct=correct,
             teaching=teaching,
         )
-        self._add(teaching.total, correct, len(token_ids))
+        self._add(teaching.total, correct, len(targets[-1]))
         return loss
 
     def _add(self, divergence: torch.Tensor, correct: torch.Tensor | None, num_targets: int) -> None:
@@ -70,6 +78,80 @@ class DistillLoss:
         float64 [2, K]; None without a micro-batch."""
         totals, self._totals = self._totals, None
         return totals
+
+
+class KeptDistillLoss(DistillLoss):
+    """The loss of a student whose teacher has left its most probable tokens next to the data."""
+
+    def read(self, targets: tuple[torch.Tensor, ...]) -> tuple[Callable[[slice], Known], tuple[torch.Tensor, ...]]:
+        """targets: target tokens [B, T]; of the teacher at each of the N targets, in their order, tokens [N, k] and
+        log-probabilities [N, k + 1]; `loss_denominator`, scalar; and `target_indices` [N]."""
+        target_ids, token_ids, log_probabilities, *rest = targets
+        return lambda chunk: (token_ids[chunk], log_probabilities[chunk]), (target_ids, *rest)
+
+
+class TeacherHead:
+    """The head of a teacher that is in memory next to its student. Of its forward pass the hidden states at the targets
+    are kept, and turned into distributions next to the student's logits, a chunk of targets at a time: N x V of them
+    are never there."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        temperature: float,
+        top_k: int | None,
+        num_tokens: int,
+        parallel: TensorParallel = NO_TP,
+    ) -> None:
+        """config: the teacher's. top_k: None for the distribution over all tokens, which must be the student's then.
+        num_tokens: of the student's vocabulary; see `choose_top`. parallel: the ranks that share the teacher's head."""
+        self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
+        self._temperature, self._top_k, self._num_tokens = temperature, top_k, num_tokens
+        self._weight: torch.Tensor | None = None
+
+    def take(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the hidden states at the targets, [N, D]: in place of a loss. outputs, targets: as in
+        `causal_lm_loss`."""
+        hidden_states, self._weight = outputs
+        return hidden_states.flatten(0, 1).index_select(0, targets[-1])
+
+    def find(self, hidden: torch.Tensor) -> Known:
+        """Return the distributions at n targets. hidden: what `take` has returned of them, [n, D]."""
+        assert self._weight is not None, "the teacher's pass comes first"
+        with torch.no_grad():
+            log_q = compute_softened(hidden, self._weight, self._softcap, self._sharing, self._temperature)
+            if self._top_k is None:
+                return None, log_q
+            return choose_top(log_q, self._top_k, self._sharing, self._num_tokens)
+
+
+class OnlineDistillLoss(DistillLoss):
+    """The loss of a student whose teacher is in memory, and has run before it over the micro-batches that come."""
+
+    _head: TeacherHead | None = None
+
+    def take_states(self, head: TeacherHead, states: Sequence[torch.Tensor]) -> None:
+        """Take the teacher's hidden states at the targets of the micro-batches that come next, [N, D] of each, in their
+        order."""
+        self._head, self._waiting = head, deque(states)
+
+    def read(self, targets: tuple[torch.Tensor, ...]) -> tuple[Callable[[slice], Known], tuple[torch.Tensor, ...]]:
+        """targets: as in `causal_lm_loss`."""
+        head = self._head
+        assert head is not None, "the teacher's pass comes first, and micro-batches in the same order"
+        states = self._waiting.popleft()
+        return lambda chunk: head.find(states[chunk]), targets
+
+
+def compute_softened(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    softcap: float | None,
+    sharing: VocabularyShard | None,
+    temperature: float,
+) -> torch.Tensor:
+    """Return a teacher's log-probabilities at a temperature, [n, V], fp32 at least."""
+    return soften(compute_log_probabilities(hidden, weight, softcap, sharing)[0], temperature, sharing)
 
 
 @dataclass(frozen=True)
@@ -107,8 +189,7 @@ class TeacherLoss:
         token_ids = numbers.new_empty(len(hidden), self._top_k, dtype=torch.int32)
         log_probabilities = hidden.new_empty(len(hidden), self._top_k + 1, dtype=torch.float32)
         for chunk in list_chunks(hidden, weight, self._sharing):
-            log_q = compute_log_probabilities(hidden[chunk], weight, self._softcap, self._sharing)[0]
-            log_q = soften(log_q, self._temperature, self._sharing)
+            log_q = compute_softened(hidden[chunk], weight, self._softcap, self._sharing, self._temperature)
             token_ids[chunk], log_probabilities[chunk] = choose_top(log_q, self._top_k, self._sharing, self._num_tokens)
         self._kept.append(TeacherTop(numbers, token_ids, log_probabilities))
         return hidden.new_zeros(())

@@ -1,9 +1,10 @@
 """Distillation (1503.02531): the divergence of a student's next-token distribution from its teacher's.
 
 At one target, with logits z and temperature T, let p = softmax(z / T) be the student's distribution and q the
-teacher's at the same T. Of q only its k most probable tokens are known; all other tokens are one event, with the rest
-of the mass: q_1, ..., q_k, q_rest = 1 - sum of q_i. The student's p_1, ..., p_k, p_rest are those of the teacher's
-tokens. Both are distributions over k + 1 events, so each of these is a divergence: at least 0, and 0 for equal ones.
+teacher's at the same T, over V tokens. Where of q only its k most probable tokens are known, all other tokens are one
+event, with the rest of the mass: q_1, ..., q_k, q_rest = 1 - sum of q_i. The student's p_1, ..., p_k, p_rest are those
+of the teacher's tokens. Both are distributions over k + 1 events, or over all V tokens, so each of these is a
+divergence: at least 0, and 0 for equal ones.
 
     forward          KL(q || p) = sum_j q_j (log q_j - log p_j)
                      Covers everything that the teacher might say.
@@ -24,6 +25,7 @@ n targets of a chunk, V tokens of this rank's shard of the vocabulary, k of the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,18 +48,22 @@ class DistillOptions:
     divergence: Divergence = Divergence.forward
 
 
+Known = tuple[torch.Tensor | None, torch.Tensor]
+"""A teacher's distributions at some targets: its most probable tokens, int [n, k], and the log-probabilities of these
+and, last, of all other tokens, [n, k + 1]; or None and the log-probabilities of all tokens (of this rank's shard)."""
+
+
 class Teaching:
     """The teacher's distributions at the N targets of a micro-batch.
 
     total: sum of temperature^2 x divergence over the targets compared so far, a float64 scalar.
     """
 
-    def __init__(self, options: DistillOptions, token_ids: torch.Tensor, log_probabilities: torch.Tensor) -> None:
-        """token_ids: the teacher's, int [N, k]. log_probabilities: of these and, last, of all other tokens, fp32
-        [N, k + 1]."""
-        self._options, self._token_ids, self._log_probabilities = options, token_ids, log_probabilities
+    def __init__(self, options: DistillOptions, find: Callable[[slice], Known], device: torch.device) -> None:
+        """find: returns the distributions at a chunk of the targets, for each chunk once, in their order."""
+        self._options, self._find = options, find
         self.coef = options.coef
-        self.total = log_probabilities.new_zeros((), dtype=torch.float64)
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
 
     def compare(
         self,
@@ -72,11 +78,11 @@ class Teaching:
         Returns the gradient of coef x temperature^2 x their sum by the student's logits, [n, V]; None without gradient.
         """
         temperature = self._options.temperature
-        token_ids, log_q = self._token_ids[chunk].long(), self._log_probabilities[chunk].to(log_probabilities.dtype)
-        log_p = soften(log_probabilities, temperature, sharing)
-        student = _Joined(log_p, token_ids, sharing)
+        token_ids, log_q = self._find(chunk)
+        log_p, log_q = soften(log_probabilities, temperature, sharing), log_q.to(log_probabilities.dtype)
+        student = _Whole(log_p, sharing) if token_ids is None else _Joined(log_p, token_ids.long(), sharing)
         terms, weights = compare_events(student.log_probabilities, log_q, self._options.divergence)
-        self.total += temperature**2 * terms.sum(dtype=torch.float64)
+        self.total += temperature**2 * student.sum(terms).sum(dtype=torch.float64)
         if not needs_gradient:
             return None
         # d(T^2 D) / dz = T^2 / T x dD / d(z / T)
@@ -93,6 +99,23 @@ def soften(log_probabilities: torch.Tensor, temperature: float, sharing: Vocabul
     if sharing is not None:
         sums = sum_over_ranks(sums, sharing.parallel)
     return scaled.sub_(sums.log_())
+
+
+class _Whole:
+    """A student's distribution over all tokens. log_probabilities: of those of this rank's shard, [n, V]."""
+
+    def __init__(self, log_p: torch.Tensor, sharing: VocabularyShard | None) -> None:
+        self.log_probabilities, self._sharing = log_p, sharing
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums of values of events, [n, V], over all of them: [n, 1]."""
+        sums = values.sum(dim=-1, keepdim=True)
+        return sums if self._sharing is None else sum_over_ranks(sums, self._sharing.parallel)
+
+    def differentiate(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return dD / d(z / T), [n, V]; overwrites the log-probabilities and `weights`, p_j g_j, [n, V]."""
+        mean = self.sum(weights)
+        return weights.sub_(self.log_probabilities.exp_().mul_(mean))
 
 
 class _Joined:
@@ -114,6 +137,10 @@ class _Joined:
         self._rest_mass = sums[:, -1:].clamp(min=torch.finfo(sums.dtype).tiny)
         self.log_probabilities = torch.cat([sums[:, :-1], self._rest_mass.log()], dim=1)
 
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums of values of events, [n, k + 1], which all ranks know: [n, 1]."""
+        return values.sum(dim=-1, keepdim=True)
+
     def differentiate(self, weights: torch.Tensor) -> torch.Tensor:
         """Return dD / d(z / T), [n, V], which takes the place of the probabilities. weights: p_j g_j, [n, k + 1]."""
         mean = weights.sum(dim=-1, keepdim=True)
@@ -129,18 +156,19 @@ def compare_events(
     log_p: torch.Tensor, log_q: torch.Tensor, divergence: Divergence
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the terms of the divergence, whose sum over the last dimension it is, and p_j dD/dp_j, up to a constant
-    times p_j, which changes no gradient. log_p, log_q: finite, both of one shape."""
-    p, q = log_p.exp(), log_q.exp()
+    times p_j, which changes no gradient. log_p, log_q: finite, both of one shape. In few copies: they may be as large
+    as logits."""
     match divergence:
         case Divergence.forward:
-            return q * (log_q - log_p), -q
+            q = log_q.exp()
+            return (log_q - log_p).mul_(q), q.neg_()
         case Divergence.reverse:
-            terms = p * (log_p - log_q)
+            terms = (log_p - log_q).mul_(log_p.exp())
             return terms, terms
         case Divergence.jensen_shannon:
-            log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-            weights = p * (log_p - log_m) / 2
-            return weights + q * (log_q - log_m) / 2, weights
+            log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
+            weights = (log_p - log_m).mul_(log_p.exp()).div_(2)
+            return (log_q - log_m).mul_(log_q.exp()).div_(2).add_(weights), weights
     raise AssertionError(divergence)
 
 

@@ -28,6 +28,7 @@ from training.inputs.step_budget import StepBudget
 
 if TYPE_CHECKING:
     from training.engine.engine import Engine  # DeepSpeed is slow to import
+    from training.inputs.loaders import Loaders
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,8 +72,14 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
 
 def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]:
     """The engine and training loader of this rank, built as a run builds them."""
+    engine, loaders, config, layout, bounds = build_all(case)
+    return engine, loaders.train, config, layout, bounds
+
+
+def build_all(case: Case) -> tuple[Engine, Loaders, RunConfig, Layout, list[int]]:
+    """As `build_engine`, with all loaders, and the pass before each step."""
     from training.build import build_engine as build
-    from training.build import build_loaders, prepare_teacher
+    from training.build import build_loaders, build_online_teacher, prepare_teacher
     from training.inputs.datasets import load_tokenizer, tokenize
     from training.inputs.loaders import RankData
     from training.setup import build_setup, open_source
@@ -83,11 +90,12 @@ def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]
     tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
     data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
+    teacher = build_online_teacher(config, setup, ranks)
     engine = build(config, setup, ranks)
     num_rows = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
     budget = StepBudget(num_rows, case.steps, case.steps)
-    train_loader = build_loaders(config, setup, engine, data, budget).train
-    return engine, train_loader, config, setup.layout, setup.bounds
+    loaders = build_loaders(config, setup, engine, data, budget, teacher)
+    return engine, loaders, config, setup.layout, setup.bounds
 
 
 def this_rank() -> Ranks:
@@ -120,11 +128,10 @@ def train_case(case: Case) -> dict[str, Any]:
     """Losses, gradient norms and final weights of a run on this rank, and what the routers report of all steps."""
     from training.engine.steps import train_step
     from training.inputs.step_totals import SharedTotals
-    from training.scoring.first_pass import build_first_pass
 
-    engine, loader, config, layout, bounds = build_engine(case)
+    engine, loaders, config, layout, bounds = build_all(case)
+    loader, first_pass = loaders.train, loaders.first_pass
     micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
-    first_pass = build_first_pass(engine, config)
     first = None if first_pass is None else loader.first.iterate(0, case.steps)
     losses, norms = [], []
     for step in range(case.steps):

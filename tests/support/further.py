@@ -40,12 +40,13 @@ def name_parts(family: str, depth: int) -> tuple[str, str, dict[str, str]]:
     return prefix, prefix, _NUMBERED_PARTS
 
 
-def save_with_further(folder: Path, family: str, depths: int = 1, tied: bool = False) -> Path:
+def save_with_further(folder: Path, family: str, depths: int = 1, tied: bool = False, **fields: Any) -> Path:
     """Saves the model as it is published, in fp32: a plain model of more layers, the last of which are renamed, with
     what they have in addition. That model is next to it, in `whole/`."""
     torch.manual_seed(3)
     types = {"layer_types": _LAYER_TYPES + ["full_attention"] * depths} if family in PREFIXED else {}
-    whole = build_family(family, num_hidden_layers=NUM_LAYERS + depths, tie_word_embeddings=tied, **types)
+    hidden = fields.get("hidden_size", HIDDEN)
+    whole = build_family(family, num_hidden_layers=NUM_LAYERS + depths, tie_word_embeddings=tied, **types, **fields)
     whole.save_pretrained(folder / "whole")
     tensors = load_file(folder / "whole/model.safetensors")
     for depth in range(1, 1 + depths):
@@ -54,18 +55,18 @@ def save_with_further(folder: Path, family: str, depths: int = 1, tied: bool = F
         for name in [name for name in tensors if name.startswith(ordinary)]:
             tensors[decoder + name.removeprefix(ordinary)] = tensors.pop(name)
         for part in ("embedding", "hidden", "norm"):
-            tensors[f"{prefix}{parts[part]}.weight"] = 1 + 0.2 * torch.randn(HIDDEN)
-        tensors[f"{prefix}{parts['project']}.weight"] = 0.15 * torch.randn(HIDDEN, 2 * HIDDEN)
+            tensors[f"{prefix}{parts[part]}.weight"] = 1 + 0.2 * torch.randn(hidden)
+        tensors[f"{prefix}{parts['project']}.weight"] = 0.15 * torch.randn(hidden, 2 * hidden)
         if family in NUMBERED:
             embedding = tensors["model.embed_tokens.weight"]
             tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
             tensors[f"{prefix}shared_head.head.weight"] = tensors.get("lm_head.weight", embedding).clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    fields = json.loads((folder / "whole/config.json").read_text())
-    fields |= {"num_hidden_layers": NUM_LAYERS, _COUNTS[family]: depths}
+    written = json.loads((folder / "whole/config.json").read_text())
+    written |= {"num_hidden_layers": NUM_LAYERS, _COUNTS[family]: depths}
     if family in PREFIXED:
-        fields["layer_types"] = _LAYER_TYPES
-    (folder / "config.json").write_text(json.dumps(fields))
+        written["layer_types"] = _LAYER_TYPES
+    (folder / "config.json").write_text(json.dumps(written))
     return folder
 
 

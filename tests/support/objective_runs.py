@@ -19,7 +19,7 @@ from support.cases import (
     ROOT,
     ZERO_LAYOUTS,
     Case,
-    build_engine,
+    build_all,
     hf_weights,
     train_run,
     worst_difference,
@@ -67,10 +67,10 @@ def train_answers(case: Case) -> dict[str, Any]:
     """Losses, gradient norms, metrics and final weights of a run on this rank."""
     from training.engine.steps import train_step
     from training.objectives.registry import get_objective
-    from training.scoring.first_pass import build_first_pass
 
-    engine, loader, config, layout, _ = build_engine(case)
-    micro_batches, first_pass = loader.iterate(0, case.steps), build_first_pass(engine, config)
+    engine, loaders, config, layout, _ = build_all(case)
+    loader, first_pass = loaders.train, loaders.first_pass
+    micro_batches = loader.iterate(0, case.steps)
     first = None if first_pass is None else loader.first.iterate(0, case.steps)
     metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
     assert metrics is not None

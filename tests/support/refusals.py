@@ -244,6 +244,18 @@ EXAMPLES = {
         "distill.teacher=a",
         "data.collator={_target_: my.Collator}",
     ),
+    **{
+        f"distill.online=true does not go together with {other}: ": ("distill.teacher=a", "distill.online=true", key)
+        for other, key in {
+            "distill.num_stages=2": "distill.num_stages=2",
+            "distill.tensor_parallel_size=2": "distill.tensor_parallel_size=2",
+            "context_parallel_size=2": SHARED_SEQUENCES,
+            "expert_parallel_size=2": "expert_parallel_size=2",
+            "zero_stage=3": "zero_stage=3",
+            "activation_checkpoint_interval=auto": "activation_checkpoint_interval=auto",
+            "plan=search": "plan=search",
+        }.items()
+    },
     "label_smoothing=0.1 does not go together with loss={_target_: ...}: ": (
         "label_smoothing=0.1",
         "loss={_target_: my.Loss}",

@@ -190,3 +190,33 @@ def test_after_200_steps_more_drafts_are_accepted(run, root: Path) -> None:
         rates.append(generator.decoder.accepted / generator.decoder.drafted)
     print(f"accepted before: {rates[0]:.1%}, after: {rates[1]:.1%}")
     assert rates[1] > rates[0] + 0.2, rates
+
+
+@full
+@pytest.mark.parametrize("family", NUMBERED)
+def test_transformers_drafts_the_same_tokens(root: Path, family: str) -> None:
+    """Its `generate(use_mtp=True)` loads layers with these names; it drafts only."""
+    from transformers.modeling_layers import MtpModel
+
+    _, generator = decode(root / family, [], 1)
+    assert generator.decoder is not None
+    model = AutoModelForCausalLM.from_pretrained(root / family, dtype=torch.float32).eval()
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\."]  # its list has the published sizes alone
+    drafter = MtpModel.from_pretrained(model).eval()
+    text = AutoTokenizer.from_pretrained(root / family)("def encode(self, o): return self.iterencode(o)").input_ids
+    found, expected = [], []
+    for length in range(3, len(text)):
+        tokens = text[:length]
+        ids = torch.tensor([tokens])
+        with torch.no_grad():
+            hidden_states = model.model(ids[:, :-1], use_cache=False).last_hidden_state
+            drafts, _, _ = drafter(
+                input_ids=ids[:, 1:],
+                last_hidden_states=hidden_states,
+                attention_mask=None,
+                position_ids=torch.arange(1, length)[None],
+                mtp_cache=None,
+            )
+            found.append(generator.decoder._draft(hidden_states, tokens))
+        expected.append(drafts[0].tolist())
+    assert found == expected and len({tuple(each) for each in found}) > 1

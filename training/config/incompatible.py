@@ -195,6 +195,8 @@ _SHARDED = _is("zero_stage", "2", "3")
 _WEIGHTS_SHARDED = _is("zero_stage", "3")
 _GROUPED = _given("sharding_parallel_size", "sharding_parallel_size")
 _TEACHER = _given("distill.teacher", "distill.teacher")
+_ONLINE = _is("distill.online", "true")
+_SHARED_STAGES = "teacher and student share the stages"
 _NEEDS_A_MODEL = "it needs pretrained weights"
 _FURTHER_TOKENS = _positive("mtp.loss_coef")
 
@@ -602,12 +604,29 @@ INCOMPATIBLE = (
         "use precision=bf16, or distill.teacher=null",
     ),
     Pair(_TEACHER, _USER_LOSS, "each of them defines the loss", "give one of them"),
-    Pair(_TEACHER, _STREAMED, "the teacher scores all data before the first step", "give data.streaming=false"),
+    Pair(_TEACHER, _STREAMED, "the teacher reads rows that are known beforehand", "give data.streaming=false"),
     Pair(
         _TEACHER,
         _given("data.collator", "data.collator"),
         "the teacher's rows are numbered by their targets, which it may move",
         "give data.collator=null",
+    ),
+    Pair(_ONLINE, _set("distill.num_stages"), _SHARED_STAGES, "omit distill.num_stages"),
+    Pair(_ONLINE, _set("distill.tensor_parallel_size"), _SHARED_STAGES, "omit distill.tensor_parallel_size"),
+    Pair(_ONLINE, _CONTEXT_PARALLEL, "it is not tested with split sequences", _ONE_SEQUENCE),
+    Pair(_ONLINE, _EXPERT_PARALLEL, "it is not tested with divided experts", _WHOLE_EXPERTS),
+    Pair(_ONLINE, _WEIGHTS_SHARDED, "the teacher's weights are whole on each rank", "give zero_stage=1 or 2"),
+    Pair(
+        _ONLINE,
+        _is("activation_checkpoint_interval", "auto"),
+        "the choice does not count the teacher's memory",
+        "give a number",
+    ),
+    Pair(
+        _ONLINE,
+        Feature("plan=search", lambda run: run.config.plan == "search", scope=Scope.plan),
+        "the search does not count the teacher's memory",
+        "give plan=true",
     ),
     Pair(_positive("label_smoothing"), _USER_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),

@@ -274,6 +274,7 @@ class DistillConfig:
     temperature: float = positive()
     divergence: Divergence = MISSING
     top_k: int | None = at_least(1)
+    online: bool = MISSING
     num_stages: int | None = at_least(1)
     tensor_parallel_size: int | None = at_least(1)
     model: dict[str, Any] = field(default_factory=dict)

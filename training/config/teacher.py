@@ -18,9 +18,10 @@ from training.config.schema import (
 )
 
 
-def derive_teacher(config: RunConfig, micro_batch_size: int) -> RunConfig:
+def derive_teacher(config: RunConfig, micro_batch_size: int, micro_batches: int) -> RunConfig:
     """Return the config of the teacher's pass: the run's ranks and data, its own model and split into stages, nothing
-    that only training needs. micro_batch_size: the run's."""
+    that only training needs. With `distill.online` the stages are those of the run's schedule, so that its loss and
+    the student's are on one rank. micro_batch_size, micro_batches: the run's, of a step of one pipeline."""
     distill = config.distill
     assert distill.teacher is not None
     return replace(
@@ -45,10 +46,10 @@ def derive_teacher(config: RunConfig, micro_batch_size: int) -> RunConfig:
         zero_stage=1,
         sharding_parallel_size=None,
         partition_method="balanced",
-        schedule="1f1b",
-        schedule_memory_limit=None,
+        schedule=config.schedule if distill.online else "1f1b",
+        schedule_memory_limit=config.schedule_memory_limit if distill.online else None,
         micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=micro_batches if distill.online else 1,
         global_batch_size=None,
         label_smoothing=0.0,
         neftune_noise_alpha=0.0,

@@ -29,12 +29,14 @@ from training.pipeline.schedules import build_schedule
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The inputs of a plan apart from the costs of its layers. hardware: complete."""
+    """The inputs of a plan apart from the costs of its layers. hardware: complete. teacher: the stages of one that is
+    in memory next to these; empty without."""
 
     config: RunConfig
     layout: Layout
     vocab_size: int
     hardware: Machine
+    teacher: Sequence[Stage] = ()
 
     @cached_property
     def tokens_per_sample(self) -> int:
@@ -207,6 +209,15 @@ class Stage:
     def largest_trainable(self) -> int:
         """Elements of the largest trainable tensor."""
         return max(layer.largest_trainable for layer in self.layers)
+
+
+def list_stages(run: PlannedRun, costs: Sequence[LayerCost], bounds: Sequence[int]) -> list[Stage]:
+    """Return the stages of a run. costs: of the whole model. bounds: of its P x V chunks."""
+    schedule = build_schedule(run.layout)
+    return [
+        Stage(run, stage_id, costs, [range(*bounds[chunk : chunk + 2]) for chunk in schedule.list_chunks(stage_id)])
+        for stage_id in range(run.layout.num_stages)
+    ]
 
 
 def count_distinct(count: str, layers: Sequence[LayerCost]) -> int:

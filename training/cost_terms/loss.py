@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from models.losses.logit_chunks import count_chunk_logits, count_rows, count_waiting
+from models.losses.options import Divergence
 from training.config.schema import Device, DistillConfig, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
@@ -97,14 +98,23 @@ def compute_kept_bytes(
 def compute_distill_bytes(
     num_targets: int, vocabulary: int, distill: DistillConfig, precision: Precision, on_gpu: bool
 ) -> int:
-    """Return the bytes that a teacher adds to those of `compute_loss_bytes`: its distributions, and of a chunk, next to
-    the log-probabilities, the probabilities of the other temperature and their sum's terms, by which the chunk exceeds
-    what its log-softmax takes."""
-    if distill.teacher is None or distill.top_k is None:
+    """Return the bytes that a teacher adds to those of `compute_loss_bytes`: its distributions, where they are read,
+    and the bytes of a chunk by which it exceeds what its log-softmax takes.
+
+    In a chunk, in fp32 next to the log-probabilities: of the teacher's most probable tokens, the student's
+    probabilities, at another temperature their sum's terms too; with a teacher in memory before that its own
+    log-probabilities and probabilities, and those terms. Over the whole vocabulary both at the temperature, the
+    divergence's terms and their gradient, and for jensen_shannon the mean and its terms.
+    """
+    if distill.teacher is None:
         return 0
     chunk_logits = min(num_targets * vocabulary, count_chunk_logits(on_gpu))
-    in_chunk = 8 if distill.temperature == 1 else 12
+    in_chunk = (8 if distill.temperature == 1 else 12) + 4 * distill.online
+    if distill.top_k is None:
+        in_chunk = 28 if distill.divergence is Divergence.jensen_shannon else 20
     more = max(0, in_chunk - {Precision.bf16: 10}.get(precision, 8)) * chunk_logits
+    if distill.online or distill.top_k is None:
+        return more
     return more + num_targets * (4 * distill.top_k + 4 * (distill.top_k + 1))
 
 

@@ -16,6 +16,7 @@ from training.cost_terms.loss import FIRST_PASS, LOSS
 from training.cost_terms.model_states import MODEL_STATES
 from training.cost_terms.optimizer_step import OPTIMIZER_STEP
 from training.cost_terms.replicas import REPLICAS
+from training.cost_terms.teacher import TEACHER
 from training.cost_terms.tensor_parallel import TENSOR_PARALLEL
 from training.costs.memory import HOST_BYTES_A_RANK, Kept, Memory
 from training.costs.time import PassCost, StepCost
@@ -30,6 +31,7 @@ COST_TERMS: tuple[CostTerm, ...] = (
     LOSS,  # task
     CONTEXT_PARALLEL,  # context_parallel_size
     FIRST_PASS,  # task
+    TEACHER,  # distill.online
     TENSOR_PARALLEL,  # tensor_parallel_size
     EXPERT_PARALLEL,  # expert_parallel_size
     REPLICAS,  # world_size

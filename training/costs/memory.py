@@ -28,7 +28,7 @@ class Memory(Summed):
 
     activations: of all micro-batches in flight. recomputation: by how much the one group of layers that is recomputed
     exceeds what later layers have freed by then. buffers: of communication. step: what the optimizer step allocates for
-    itself.
+    itself. first_pass: what a pass before the step does that is not the stage's own.
     """
 
     weights: int = 0
@@ -39,6 +39,7 @@ class Memory(Summed):
     loss: int = 0
     buffers: int = 0
     step: int = 0
+    first_pass: int = 0
     host: int = 0
 
     @property
@@ -52,7 +53,7 @@ class Memory(Summed):
 
     @property
     def peak(self) -> int:
-        return max(self.backward_peak, self.resident + self.step)
+        return max(self.backward_peak, self.resident + self.step, self.resident + self.first_pass)
 
 
 @dataclass(frozen=True, kw_only=True)

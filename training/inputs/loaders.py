@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,7 @@ from training.inputs.step_budget import EvalSize, StepBudget
 from training.inputs.stream import StreamStart
 from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
+from training.scoring.first_pass import RunFirstPass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +47,16 @@ class RankData:
 
 @dataclasses.dataclass(frozen=True)
 class Loaders:
-    """The loaders of this rank's stage. evaluation: by the names of the evaluation files."""
+    """The loaders of this rank's stage. evaluation: by the names of the evaluation files. first_pass: what reads their
+    `first`; None where there is none."""
 
     train: Any
     evaluation: Mapping[str, Any]
+    first_pass: RunFirstPass | None = None
+
+
+Options = Callable[[str], loaders.LoaderOptions]
+"""Returns how this rank reads the files of a key."""
 
 
 def build_options(
@@ -86,25 +93,28 @@ def build_loaders(
     data: RankData,
     budget: StepBudget,
     reference: Mapping[str, Path] = MappingProxyType({}),
+    teacher_options: Options | None = None,
 ) -> Loaders:
     """Build the training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
 
-    reference: key of the files -> the reference's log-probabilities.
+    reference: key of the files -> the reference's log-probabilities. teacher_options: how a teacher that is in memory
+    reads them before each step.
     """
     layout, options = data.layout, build_options(config, module, data)
     if options.num_workers and not options.reads_nothing:
         start_server()
     if budget.stream is not None:
         train: Any = _build_stream_loader(config, options, data, budget, budget.stream)
-        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference))
+        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference, teacher_options))
     path = data.datasets["train_file"]
     options = dataclasses.replace(options, reference_file=reference.get("train_file"))
     order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
-    if get_objective(config).needs_first_pass:
-        path, options = _choose_first(config, "train_file", path, options, reference)
-        train_loader.first = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
-    return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference))
+    if (first := _choose_first(config, "train_file", path, options, reference, teacher_options)) is not None:
+        train_loader.first = loaders.build_train_loader(*first, order, layout.gradient_accumulation_steps)
+    return Loaders(
+        train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference, teacher_options)
+    )
 
 
 def _build_stream_loader(
@@ -129,6 +139,7 @@ def build_eval_loaders(
     data: RankData,
     sizes: Mapping[str, EvalSize],
     reference: Mapping[str, Path] = MappingProxyType({}),
+    teacher_options: Options | None = None,
 ) -> dict[str, Any]:
     """Build the evaluation loaders only, by the names of their files; see `build_loaders`. sizes: by the same names."""
     built = {}
@@ -137,16 +148,26 @@ def build_eval_loaders(
             options = build_options(config, module, data, key)
             options = dataclasses.replace(options, reference_file=reference.get(key))
             built[name] = loaders.build_eval_loader(data.datasets[key], options, sizes[name].rows)
-            if get_objective(config).needs_first_pass:
-                path, options = _choose_first(config, key, data.datasets[key], options, reference)
-                built[name].first = loaders.build_eval_loader(path, options, sizes[name].rows)
+            first = _choose_first(config, key, data.datasets[key], options, reference, teacher_options)
+            if first is not None:
+                built[name].first = loaders.build_eval_loader(*first, sizes[name].rows)
     return built
 
 
 def _choose_first(
-    config: RunConfig, key: str, path: Path, options: loaders.LoaderOptions, reference: Mapping[str, Path]
-) -> tuple[Path, loaders.LoaderOptions]:
-    """Return what the pass before a step or an evaluation reads: the same samples, or mismatched answers."""
+    config: RunConfig,
+    key: str,
+    path: Path,
+    options: loaders.LoaderOptions,
+    reference: Mapping[str, Path],
+    teacher_options: Options | None,
+) -> tuple[Path, loaders.LoaderOptions] | None:
+    """Return what the pass before a step or an evaluation reads: the same samples, of the student or as its teacher
+    reads them, or mismatched answers; None where there is no such pass."""
+    if teacher_options is not None:
+        return path, teacher_options(key)
+    if not get_objective(config).needs_first_pass:
+        return None
     if not get_objective(config).needs_mismatched:
         return path, options
     return mismatched_path(path), dataclasses.replace(options, reference_file=reference.get(name_mismatched(key)))

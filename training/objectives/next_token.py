@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from models.further.table import count_trained
 from models.losses.cross_entropy import Loss
-from models.losses.distill_loss import DistillLoss
+from models.losses.distill_loss import DistillLoss, KeptDistillLoss, OnlineDistillLoss
 from models.losses.divergence import DistillOptions
 from models.losses.further_tokens import FurtherTokenLoss
 from models.losses.token_loss import TokenLoss
@@ -46,7 +46,8 @@ class NextToken(Objective):
         smoothing, counts_correct = options.label_smoothing, options.eval_token_accuracy
         if (keys := options.distill) is not None:
             distill = DistillOptions(keys.coef, keys.temperature, keys.divergence)
-            return DistillLoss(model_config, distill, smoothing, counts_correct=counts_correct, parallel=parallel)
+            loss_class = OnlineDistillLoss if keys.online else KeptDistillLoss
+            return loss_class(model_config, distill, smoothing, counts_correct=counts_correct, parallel=parallel)
         loss = TokenLoss(model_config, smoothing, counts_correct=counts_correct, parallel=parallel)
         num_depths = count_trained(model_config)
         if num_depths == 0:

@@ -114,12 +114,14 @@ class FirstPass:
     that hold the loss, with the tensors of this rank's micro-batches, the number of samples of the whole step, and the
     group of ranks that hold the same stage for other samples. conclude: is called in its place for an evaluation;
     None where that then runs as a step does, after `receive`. Otherwise there is no other pass, and the objective's
-    metrics include `eval_loss`.
+    metrics include `eval_loss`. by_group: an evaluation runs the pass before each group of its micro-batches, since
+    what they leave is needed by them alone.
     """
 
     measure: Loss
     receive: Callable[[Sequence[torch.Tensor], int, ProcessGroup], None]
     conclude: Callable[[Sequence[torch.Tensor], ProcessGroup], None] | None = None
+    by_group: bool = False
 
 
 class Objective:

@@ -146,9 +146,10 @@ def _check_distill(config: RunConfig, objective: Objective) -> None:
             f"distill.teacher={distill.teacher}: task={objective.name} does not read it; give task={fitting}, or "
             "distill.teacher=null"
         )
-    if distill.teacher is not None and distill.top_k is None:
+    if distill.teacher is not None and distill.top_k is None and not distill.online:
         raise UserError(
-            "distill.top_k=null: the whole vocabulary at each target is not kept; give a number, such as 64"
+            "distill.top_k=null: the whole vocabulary at each target is not kept; give a number, such as 64, or "
+            "distill.online=true"
         )
     for each in fields(DistillConfig) if distill.teacher is None else ():
         value = getattr(distill, each.name)

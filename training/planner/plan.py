@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from training.cost_terms import table
 from training.cost_terms.context_parallel import ModeCost, compare_modes
-from training.cost_terms.cost_term import Chunk, PlannedRun, Stage
+from training.cost_terms.cost_term import Chunk, PlannedRun, Stage, list_stages
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.memory import Memory
@@ -168,21 +168,31 @@ class Plan:
         return self.missing_memory <= 0 and self.missing_host_memory <= 0
 
 
-def plan_resolved(run: ResolvedRun, machine: Machine, costs: Sequence[LayerCost] | None = None) -> Plan:
-    """Return the plan of a resolved run on `machine`. costs: of its layers, where they were timed; else as counted."""
-    planned = PlannedRun(run.config, run.layout, run.architecture.vocab_size, machine)
+def plan_resolved(
+    run: ResolvedRun,
+    machine: Machine,
+    costs: Sequence[LayerCost] | None = None,
+    teacher: ResolvedRun | None = None,
+) -> Plan:
+    """Return the plan of a resolved run on `machine`. costs: of its layers, where they were timed; else as counted.
+    teacher: one that is in memory next to it."""
+    planned = PlannedRun(
+        run.config, run.layout, run.architecture.vocab_size, machine, list_resolved_stages(teacher, machine)
+    )
     return compute_plan(costs or run.costs, run.bounds, planned)
+
+
+def list_resolved_stages(run: ResolvedRun | None, machine: Machine) -> list[Stage]:
+    """Return the stages of a resolved run; none for None."""
+    if run is None:
+        return []
+    return list_stages(PlannedRun(run.config, run.layout, run.architecture.vocab_size, machine), run.costs, run.bounds)
 
 
 def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: PlannedRun) -> Plan:
     """Return the plan of layers at a layout. costs: of one micro-batch, `run.tokens`. bounds: of P x V chunks."""
     layout, hardware = run.layout, run.hardware
-    schedule = build_schedule(layout)
-    held = [
-        [range(bounds[chunk], bounds[chunk + 1]) for chunk in schedule.list_chunks(stage_id)]
-        for stage_id in range(layout.num_stages)
-    ]
-    held_by = [Stage(run, stage_id, costs, indices) for stage_id, indices in enumerate(held)]
+    schedule, held_by = build_schedule(layout), list_stages(run, costs, bounds)
     stages = [_plan_stage(stage) for stage in held_by]
     chunks = sorted((chunk for stage in stages for chunk in stage.chunks), key=lambda chunk: chunk.first_layer)
     transfers = [chunk.transfer_seconds for chunk in chunks[:-1]]

@@ -20,7 +20,7 @@ from training.distributed.process import broadcast_from_main
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
 from training.planner.layer_times import LayerTimes, apply_times, build_task, list_kinds, measure
-from training.planner.plan import Plan, compute_model_flops, compute_plan, list_owners
+from training.planner.plan import Plan, compute_model_flops, compute_plan, list_owners, list_resolved_stages
 from training.resolution.resolve import ResolvedRun
 
 # Elements of the layers of a kind that are timed, and of the optimizer step; seconds for all kinds together
@@ -113,10 +113,12 @@ def predict(
     device: Device,
     lengths: RowLengths,
     times: Sequence[LayerTimes] = (),
+    teacher: ResolvedRun | None = None,
 ) -> Prediction:
     """Return the plan of a run that is about to start.
 
-    machine: complete, or None when it is unknown. lengths: of its rows. times: those of `time_layers`.
+    machine: complete, or None when it is unknown. lengths: of its rows. times: those of `time_layers`. teacher: one
+    that is in memory next to the model; of full rows.
     """
     config, layout = run.config, run.layout
     assumed = machine or replace(complete_hardware(config.hardware, config.precision, layout.world_size), device=device)
@@ -127,7 +129,8 @@ def predict(
         if times:
             tokens = layout.micro_batch_size * length
             counted, seen = apply_times(times, counted, assumed, list_stated(config.hardware), tokens=tokens)
-        planned = PlannedRun(rows, layout, run.architecture.vocab_size, seen)
+        in_memory = list_resolved_stages(teacher, seen)
+        planned = PlannedRun(rows, layout, run.architecture.vocab_size, seen, in_memory)
         return compute_plan(counted, run.bounds, planned), counted, seen
 
     plan, costs_of_plan, hardware = plan_rows(lengths.padded)

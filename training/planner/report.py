@@ -9,6 +9,7 @@ from typing import Any
 
 from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.costs.hardware import GIB, Machine
+from training.costs.memory import Memory
 from training.distributed.topology import EXPERTS
 from training.objectives.registry import get_objective
 from training.planner.disk import render_disk
@@ -200,7 +201,7 @@ def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = (
     fit."""
     fullest = plan.fullest
     memory, stage = fullest.memory, fullest.stage_id
-    moment = "in the backward pass" if memory.backward_peak >= memory.peak else "at the optimizer step"
+    moment = _name_moment(memory)
     used = f"stage {stage} needs {memory.peak / GIB:.1f} of {plan.memory_limit / GIB:.1f} GiB, {moment}"
     lines = []
     if plan.missing_memory > 0:
@@ -222,6 +223,12 @@ def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = (
     return lines
 
 
+def _name_moment(memory: Memory) -> str:
+    if memory.backward_peak >= memory.peak:
+        return "in the backward pass"
+    return "in the teacher's pass" if memory.first_pass > memory.step else "at the optimizer step"
+
+
 def largest_kind(stage: StagePlan) -> str:
     """Return the name of the largest kind of memory at the stage's peak."""
     memory = stage.memory
@@ -237,6 +244,8 @@ def largest_kind(stage: StagePlan) -> str:
             "recomputed activations": memory.recomputation,
             "logits and loss": memory.loss,
         }
+    elif memory.first_pass > memory.step:
+        kinds |= {"the teacher's pass": memory.first_pass}
     else:
         kinds |= {"the optimizer step's copies of gradients": memory.step}
     return max(kinds, key=lambda kind: kinds[kind])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
 from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
-from training.distributed.topology import PIPE, name_sizes, read_sizes
+from training.distributed.topology import PIPE, Layout, name_sizes, read_sizes
 from training.inputs.datasets import count_added_rows, has_tokenizer
 from training.planner.disk import measure_passthrough
 from training.planner.plan import Plan, plan_resolved
@@ -33,10 +34,10 @@ from training.planner.remedies import find_remedies
 from training.planner.report import render_plan
 from training.planner.search import search_plans
 from training.planner.search_report import render_search
-from training.planner.teacher import TeacherPlan, plan_teacher, render_teacher
+from training.planner.teacher import plan_teacher, render_online, render_teacher
 from training.planner.timeline import predicted_timeline
 from training.resolution.architecture import check_teacher_size
-from training.resolution.resolve import ResolvedModel, check_keys, resolve_layout, resolve_model
+from training.resolution.resolve import ResolvedModel, ResolvedRun, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
 
 
@@ -55,9 +56,8 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     machine = complete_hardware(config.hardware, config.precision, check_world_size(config))
     if (wrapper := model.wrapper) is not None:
         yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; the rest is on no GPU"
-    again = partial(build_plan, model=model, machine=machine)
     if config.plan == "search":
-        found = search_plans(config, model, machine)
+        found, again = search_plans(config, model, machine), partial(build_plan, model=model, machine=machine)
         remedies = [] if found[0].plan.fits else find_remedies(found[0].plan, replace(found[0].keys, plan=True), again)
         yield render_search(found, config, machine, width, remedies)
         return
@@ -65,11 +65,13 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         run = resolve_layout(model, config, Target(check_world_size(config), True, machine, is_planned=True))
         config = run.config
         yield str(run.recomputation)
-    plan = build_plan(config, model, machine)
+    teacher = resolve_teacher(config, model)
+    again = partial(build_plan, model=model, machine=machine, teacher=teacher)
+    plan = again(config)
     plan = replace(plan, checkpoint=replace(plan.checkpoint, passthrough=find_passthrough_bytes(config)))
     steps = count_steps(config, plan.layout.global_batch_size)
-    if config.distill.teacher is not None:
-        yield "\n".join(render_teacher(build_teacher_plan(config, model, plan, machine)))
+    if teacher is not None:
+        yield "\n".join(describe_teacher(config, teacher, plan, machine))
     remedies = [] if plan.fits else find_remedies(plan, config, again)
     yield render_plan(plan, config, machine, steps, width=width, remedies=remedies)
     yield f"picture of the schedule: {save_picture(plan, config)}"
@@ -121,9 +123,9 @@ class ModelFolder:
     wrapper: Wrapper | None = None
 
 
-def describe_model(config: RunConfig) -> ModelFolder:
+def describe_model(config: RunConfig, group: str = "model") -> ModelFolder:
     """Return the model to plan: that of `model_name_or_path` where it exists, else what `conf/model/` states; with a
-    row for each token that the run adds, where the tokenizer is there.
+    row for each token that the run adds, where the tokenizer is there. group: the one that the run has chosen it in.
 
     Raises UserError when there is neither.
     """
@@ -135,6 +137,11 @@ def describe_model(config: RunConfig) -> ModelFolder:
         folder = Path("conf/model")
         architecture, wrapper = parse_config(config.model, folder), None
     else:
+        if group != "model":
+            raise UserError(
+                f"it is not there, and {group} states no architecture to plan; choose one of conf/model, such as "
+                f"+model@{group}=llama_70b"
+            )
         where = "" if config.model_name_or_path == NOT_GIVEN else f"model_name_or_path={path} is not there, and "
         raise UserError(
             f"{where}model=from_checkpoint states no architecture to plan; "
@@ -145,33 +152,57 @@ def describe_model(config: RunConfig) -> ModelFolder:
     return ModelFolder(folder, architecture, wrapper)
 
 
-def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine) -> Plan:
+def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine, teacher: ResolvedModel | None = None) -> Plan:
     """Return the plan of exactly this config on complete `machine`.
 
-    config: that of the model, or one that differs as `resolve_layout` allows.
+    config: that of the model, or one that differs as `resolve_layout` allows. teacher: its own; None without one.
     """
     run = resolve_layout(model, config, Target(check_world_size(config), True, machine, is_planned=True))
+    in_memory = place_teacher(config, teacher, run.layout) if teacher is not None and config.distill.online else None
     if config.hardware.peak_flops is not None:
-        return plan_resolved(run, machine)
+        return plan_resolved(run, machine, teacher=in_memory)
     costs, measured = profile_layers(run, machine)  # this machine
-    return plan_resolved(run, measured, costs)
+    return plan_resolved(run, measured, costs, in_memory)
 
 
-def build_teacher_plan(config: RunConfig, model: ResolvedModel, plan: Plan, machine: Machine) -> TeacherPlan:
-    """Return the plan of the pass of `distill.teacher`. model, plan: of the student. Raises UserError."""
-    config_of_pass = derive_teacher(config, plan.layout.micro_batch_size)
+def resolve_teacher(config: RunConfig, model: ResolvedModel) -> ResolvedModel | None:
+    """Return the resolved model of `distill.teacher`; None without one. model: the student's. Raises UserError."""
+    if config.distill.teacher is None:
+        return None
     target = Target(check_world_size(config), True, is_planned=True)
+    config_of_pass = derive_teacher(config, 1, 1)
+    with naming_teacher(config):
+        teacher = resolve_model(config_of_pass, describe_model(config_of_pass, "distill.model"), target)
+    check_teacher_size(config.distill, model.architecture.vocab_size, teacher.architecture.vocab_size)
+    return teacher
+
+
+def place_teacher(config: RunConfig, teacher: ResolvedModel, layout: Layout) -> ResolvedRun:
+    """Return the teacher at its layout. layout: the student's. Raises UserError."""
+    config_of_pass = derive_teacher(config, layout.micro_batch_size, layout.gradient_accumulation_steps)
+    with naming_teacher(config):
+        return resolve_layout(teacher, config_of_pass, Target(check_world_size(config), True, is_planned=True))
+
+
+@contextmanager
+def naming_teacher(config: RunConfig) -> Iterator[None]:
+    """Begin a UserError with the teacher's key."""
     try:
-        resolved = resolve_model(config_of_pass, describe_model(config_of_pass), target)
-        teacher = resolve_layout(resolved, config_of_pass, target)
+        yield
     except UserError as error:
         raise UserError(f"distill.teacher={config.distill.teacher}: {error}") from None
-    check_teacher_size(config.distill, model.architecture.vocab_size, teacher.architecture.vocab_size)
+
+
+def describe_teacher(config: RunConfig, teacher: ResolvedModel, plan: Plan, machine: Machine) -> list[str]:
+    """Return the lines of the report on the teacher's passes. plan: the student's. Raises UserError."""
+    placed = place_teacher(config, teacher, plan.layout)
+    if config.distill.online:
+        return [render_online(placed, machine)]
     assert config.distill.top_k is not None
     samples = count_lines(config)
     if samples is None and config.max_steps is not None:
         samples = config.max_steps * plan.layout.global_batch_size
-    return plan_teacher(teacher, config.distill.top_k, machine, samples)
+    return render_teacher(plan_teacher(placed, config.distill.top_k, machine, samples))
 
 
 def find_passthrough_bytes(config: RunConfig) -> int:

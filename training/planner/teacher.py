@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data.loading.teacher import count_bytes
-from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.cost_term import Stage
 from training.cost_terms.loss import compute_loss_bytes
 from training.cost_terms.table import sum_memory
+from training.cost_terms.teacher import count_working
 from training.costs.hardware import GIB, Machine
-from training.pipeline.schedules import build_schedule
 from training.planner.formatting import render_bytes, render_count, render_seconds
+from training.planner.plan import list_resolved_stages
 from training.resolution.resolve import ResolvedRun
 
 
@@ -38,13 +39,7 @@ class TeacherPlan:
 
 def plan_teacher(teacher: ResolvedRun, top_k: int, machine: Machine, num_samples: int | None) -> TeacherPlan:
     """Return the plan of a teacher's pass. teacher: resolved from `derive_teacher`. num_samples: rows of the data."""
-    layout, schedule = teacher.layout, build_schedule(teacher.layout)
-    run = PlannedRun(teacher.config, layout, teacher.architecture.vocab_size, machine)
-    stages = [
-        Stage(run, stage_id, teacher.costs, [range(*teacher.bounds[chunk : chunk + 2]) for chunk in chunks])
-        for stage_id in range(layout.num_stages)
-        for chunks in [schedule.list_chunks(stage_id)]
-    ]
+    layout, stages = teacher.layout, list_resolved_stages(teacher, machine)
     slowest = max(
         sum(chunk.time_forward(layer) for chunk in stage.chunks for layer in chunk.layers) for stage in stages
     )
@@ -55,21 +50,31 @@ def plan_teacher(teacher: ResolvedRun, top_k: int, machine: Machine, num_samples
         peaks=[_count_peak(stage, top_k) for stage in stages],
         memory_limit=machine.usable_bytes,
         bytes_of_target=count_bytes(top_k),
-        num_tokens=None if num_samples is None else num_samples * run.tokens_per_sample,
+        num_tokens=None if num_samples is None else num_samples * stages[0].run.tokens_per_sample,
         seconds=None if micro_batches is None else (micro_batches + layout.num_stages - 1) * slowest,
     )
 
 
 def _count_peak(stage: Stage, top_k: int) -> int:
-    """Weights; what a layer makes, at most all that training would keep of it; messages; on the last stage the logits
-    of a chunk, at two temperatures and as probabilities, and what is found."""
-    run = stage.run
-    working = max(layer.saved_bytes for layer in stage.layers) + 4 * stage.chunks[-1].block_bytes
+    """Weights; what a pass takes; on the last stage the logits of a chunk, at two temperatures and as probabilities,
+    and what is found."""
+    run, working = stage.run, count_working(stage)
     if not stage.has_loss:
         return sum_memory(stage).weights + working
     shard, on_gpu = -(-run.vocab_size // run.layout.tensor_parallel_size), run.hardware.device.value == "cuda"
     logits = compute_loss_bytes(run.tokens, shard, 1, run.config.precision, on_gpu)
     return sum_memory(stage).weights + working + 2 * logits + 2 * run.tokens * count_bytes(top_k)
+
+
+def render_online(teacher: ResolvedRun, machine: Machine) -> str:
+    """Return the line of the report on a teacher that is in memory next to its student."""
+    stages = list_resolved_stages(teacher, machine)
+    weights = [stage.run.weight_bytes * stage.num_parameters for stage in stages]
+    number = sum(stage.num_parameters for stage in stages) * teacher.layout.tensor_parallel_size
+    return (
+        f"teacher: {render_count(number)} parameters next to the student, before each step; its weights take "
+        f"{max(weights) / GIB:.1f} GiB of a GPU"
+    )
 
 
 def render_teacher(plan: TeacherPlan) -> list[str]:

@@ -118,7 +118,13 @@ def packs_rows(config: RunConfig) -> bool:
 
 
 def check_teacher_size(distill: DistillConfig, student_rows: int, teacher_rows: int) -> None:
-    """Raise UserError for a `distill.top_k` of more tokens than both have. rows: of the two embeddings."""
+    """Raise UserError for a `distill.top_k` of more tokens than both have, or of all where they have other numbers.
+    rows: of the two embeddings."""
     most = min(student_rows, teacher_rows)
+    if distill.top_k is None and student_rows != teacher_rows:
+        raise UserError(
+            f"distill.top_k=null: the student's embedding has {student_rows} rows, the teacher's {teacher_rows}, so "
+            "there is no whole vocabulary; give a number, such as 64"
+        )
     if distill.top_k is not None and distill.top_k > most:
         raise UserError(f"distill.top_k={distill.top_k}: the vocabulary has {most} tokens; give fewer, such as 64")

@@ -37,7 +37,7 @@ from training.config.incompatible import Run, check_together
 from training.config.schema import AUTO, OptimizerName, RunConfig
 from training.config.validate import check_config
 from training.cost_terms import table
-from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.cost_term import PlannedRun, list_stages
 from training.cost_terms.fits import build_fits
 from training.costs.cost import LayerCost
 from training.distributed.topology import Layout, build_layout
@@ -191,13 +191,7 @@ def _measure_peak(run: ResolvedRun, target: Target) -> float:
     """Return the bytes of the fullest GPU, by the plan."""
     assert target.machine is not None
     planned = PlannedRun(run.config, run.layout, run.architecture.vocab_size, target.machine)
-    schedule = build_schedule(run.layout)
-    stages = (
-        Stage(planned, stage_id, run.costs, [range(*run.bounds[chunk : chunk + 2]) for chunk in chunks])
-        for stage_id in range(run.layout.num_stages)
-        for chunks in [schedule.list_chunks(stage_id)]
-    )
-    return max(table.sum_memory(stage).peak for stage in stages)
+    return max(table.sum_memory(stage).peak for stage in list_stages(planned, run.costs, run.bounds))
 
 
 def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target: Target) -> ResolvedRun:

@@ -1,16 +1,20 @@
-"""The forward pass that comes before a step, or an evaluation, of an objective whose loss needs something of all of its
-samples (`Objective.needs_first_pass`).
+"""The forward pass that comes before a step, or an evaluation: of an objective whose loss needs something of all of its
+samples (`Objective.needs_first_pass`), or of a teacher that is in memory next to its student (`distill.online`).
 
-It is the engine's evaluation: in eval mode, so without dropout, with the adapter on. What it finds stays on the
+It is an engine's evaluation: in eval mode, so without dropout, with the adapter on. What it finds stays on the
 devices, so the host does not wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from data.encoders.kinds import find_kind
+from data.options import Packing
 from models.layers.documents import DocumentBounds
+from models.losses.distill_loss import OnlineDistillLoss, TeacherHead
 from training.config.schema import RunConfig
 from training.engine.engine import Engine
 from training.engine.steps import forward_in_groups
@@ -22,13 +26,18 @@ class RunFirstPass:
     """The first pass of the steps and evaluations of a run; all ranks call it together."""
 
     def __init__(self, engine: Engine, plan: FirstPass, bounds: DocumentBounds | None) -> None:
-        """bounds: those of any micro-batch's documents; None if unknown."""
+        """engine: of the student, or of its teacher. bounds: those of any micro-batch's documents; None if unknown."""
         self._engine, self._plan, self._bounds = engine, plan, bounds
 
     @property
     def concludes(self) -> bool:
         """Whether an evaluation is this pass alone."""
         return self._plan.conclude is not None
+
+    @property
+    def by_group(self) -> bool:
+        """Whether an evaluation runs this pass before each group of its micro-batches."""
+        return self._plan.by_group
 
     def prepare(
         self,
@@ -37,10 +46,10 @@ class RunFirstPass:
         num_samples: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run the pass before a step, or before an evaluation of the same form.
+        """Run the pass before a step, or before an evaluation of the same form or a group of it.
 
-        micro_batches: of a loader's `first`. num_micro_batches: of one pipeline. num_samples: of all pipelines. check:
-        as in `forward_in_groups`.
+        micro_batches: of a loader's `first`. num_micro_batches: of one pipeline. num_samples: of all pipelines; of a
+        group of an evaluation it is not known. check: as in `forward_in_groups`.
         """
         found = self._measure(micro_batches, num_micro_batches, check)
         if self._engine.module.has_loss:
@@ -62,13 +71,30 @@ class RunFirstPass:
         return list(forward_in_groups(self._engine, micro_batches, num_micro_batches, self._plan.measure, check=check))
 
 
-def build_first_pass(engine: Engine, config: RunConfig) -> RunFirstPass | None:
-    """Build the first pass of the run's objective; None where it does not need one."""
+@dataclass(frozen=True)
+class OnlineTeacher:
+    """A teacher that is in memory next to its student, on the ranks of the same stages."""
+
+    engine: Engine
+    head: TeacherHead
+
+    def plan_pass(self, loss: OnlineDistillLoss) -> FirstPass:
+        """Return the pass before a step of the student. loss: of its last stage."""
+        return FirstPass(
+            self.head.take, lambda states, num_samples, replicas: loss.take_states(self.head, states), by_group=True
+        )
+
+
+def build_first_pass(engine: Engine, config: RunConfig, teacher: OnlineTeacher | None = None) -> RunFirstPass | None:
+    """Build the first pass of the run's objective, or of its teacher; None where there is none."""
     objective = get_objective(config)
-    if not objective.needs_first_pass:
-        return None
-    # The documents that a user-defined collator makes of rows are unknown.
-    is_known = config.data.collator is None
+    # The documents that a user-defined collator makes of rows are unknown; those of packed rows are read from them.
+    is_packed = find_kind(config.data.name).choose_packing(config.data.packing) is not Packing.NONE
+    is_known = config.data.collator is None and not is_packed
     rows = engine.layout.micro_batch_size * objective.count_rows(config.data)
     bounds = DocumentBounds(rows, config.max_seq_length) if is_known else None
+    if teacher is not None:
+        return RunFirstPass(teacher.engine, teacher.plan_pass(engine.module.loss_fn), bounds)
+    if not objective.needs_first_pass:
+        return None
     return RunFirstPass(engine, objective.plan_first_pass(engine.module.loss_fn), bounds)

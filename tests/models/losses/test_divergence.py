@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from models.losses.distill_loss import DistillLoss, TeacherLoss
+from models.losses.distill_loss import KeptDistillLoss, OnlineDistillLoss, TeacherHead, TeacherLoss
 from models.losses.divergence import DistillOptions, choose_top
 from models.losses.options import Divergence
 from tests.support.distilling import compute_divergence, join_others
@@ -43,7 +43,7 @@ def test_the_loss_is_cross_entropy_and_the_gradient_that_of_both_terms(
     token_ids, known = choose_top(log_q, top_k, None, V)
 
     options = DistillOptions(COEF, temperature, divergence)
-    loss_fn = DistillLoss(build_config(softcap), options, smoothing)
+    loss_fn = KeptDistillLoss(build_config(softcap), options, smoothing)
     denominator = torch.tensor(4.0, dtype=torch.float64)
     loss = loss_fn((hidden, weight), (target_ids, token_ids, known, denominator, indices))
     found = torch.autograd.grad(loss, (hidden, weight))
@@ -78,7 +78,7 @@ def test_a_teacher_that_is_certain_and_a_student_that_is_wrong_give_finite_numbe
     token_ids, known = choose_top(log_q, 2, None, V)
     targets = (torch.tensor([[0]]), token_ids, known, torch.tensor(1.0), torch.tensor([0]))
     for divergence in Divergence:
-        loss = DistillLoss(build_config(None), DistillOptions(COEF, 1.0, divergence))
+        loss = KeptDistillLoss(build_config(None), DistillOptions(COEF, 1.0, divergence))
         gradients = torch.autograd.grad(loss((hidden, weight), targets), (hidden, weight))
         totals = loss.take_totals()
         assert totals is not None and totals.isfinite().all()
@@ -97,3 +97,31 @@ def test_the_teachers_pass_keeps_what_the_formula_needs() -> None:
     assert loss.take() == [] and torch.equal(top.numbers, numbers) and torch.equal(top.token_ids.long(), token_ids)
     expected = torch.cat([values, 1 - values.sum(-1, keepdim=True)], dim=1)
     torch.testing.assert_close(top.log_probabilities.exp(), expected.float())
+
+
+@pytest.mark.parametrize("divergence", list(Divergence))
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (2.0, 3.0)])
+def test_a_teacher_in_memory_is_compared_over_the_whole_vocabulary(
+    divergence: Divergence, temperature: float, softcap: float | None
+) -> None:
+    hidden, weight = draw(B, T, D, seed=0).requires_grad_(), draw(V, D, seed=1).requires_grad_()
+    teacher_outputs = (draw(B, T, D - 2, seed=8), draw(V, D - 2, seed=9, scale=2.0))
+    target_ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(2))
+    target_ids[0, 2] = target_ids[1, 4:] = -100
+    indices = (target_ids.flatten() != -100).nonzero().squeeze(1)
+    targets = (target_ids, torch.tensor(4.0, dtype=torch.float64), indices)
+    loss_fn = OnlineDistillLoss(build_config(softcap), DistillOptions(COEF, temperature, divergence))
+    head = TeacherHead(build_config(None), temperature, None, V)
+    loss_fn.take_states(head, [head.take(teacher_outputs, targets)])
+    found = torch.autograd.grad(loss_fn((hidden, weight), targets), (hidden, weight))
+
+    logits = (hidden @ weight.T).flatten(0, 1)[indices]
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    entropy = F.cross_entropy(logits, target_ids.flatten()[indices], reduction="sum")
+    q = ((teacher_outputs[0] @ teacher_outputs[1].T).flatten(0, 1)[indices] / temperature).softmax(-1)
+    distilled = temperature**2 * compute_divergence((logits / temperature).softmax(-1), q, divergence.value).sum()
+    expected = torch.autograd.grad(((1 - COEF) * entropy + COEF * distilled) / 4, (hidden, weight))
+    totals = loss_fn.take_totals()
+    assert totals is not None and totals[:, 0].tolist() == pytest.approx([distilled.item(), len(indices)], rel=1e-10)
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-12)

@@ -14,8 +14,9 @@ from benchmarks.allocation import AllocationPeak
 from data.loading.teacher import count_bytes
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
-from models.losses.distill_loss import DistillLoss
+from models.losses.distill_loss import KeptDistillLoss, OnlineDistillLoss, TeacherHead
 from models.losses.divergence import DistillOptions
+from models.losses.options import Divergence
 from training.config.schema import CheckpointMode, Device, DistillConfig, Precision
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.loss import compute_distill_bytes, compute_loss_bytes
@@ -299,12 +300,36 @@ def test_what_a_teacher_adds_to_the_loss(monkeypatch: pytest.MonkeyPatch, temper
     logs = torch.full((tokens, top_k + 1), 1 / (top_k + 1)).log()
     token_ids = torch.arange(top_k, dtype=torch.int32).expand(tokens, -1).contiguous()
     targets = (target_ids, token_ids, logs, torch.tensor(1.0), torch.arange(tokens))
-    loss = DistillLoss(LlamaConfig(vocab_size=vocabulary), DistillOptions(0.5, temperature))
+    loss = KeptDistillLoss(LlamaConfig(vocab_size=vocabulary), DistillOptions(0.5, temperature))
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(loss((states, weight), targets), (states, weight))
-    keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k)
+    keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=False)
     sizes = (tokens, vocabulary, hidden_size, Precision.fp32, False)
     added = compute_distill_bytes(tokens, vocabulary, keys, Precision.fp32, on_gpu=False) - tokens * count_bytes(top_k)
     gradients = 4 * (2 * states.numel() + weight.numel())
     assert counter.peak == pytest.approx(compute_loss_bytes(*sizes) + added + gradients, rel=0.1)
     assert compute_distill_bytes(tokens, vocabulary, DistillConfig(teacher=None), Precision.fp32, False) == 0
+
+
+@pytest.mark.parametrize("divergence", list(Divergence))
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (2.0, None), (1.0, 8), (2.0, 8)])
+def test_what_a_teacher_in_memory_adds_to_the_loss(
+    monkeypatch: pytest.MonkeyPatch, divergence: Divergence, temperature: float, top_k: int | None
+) -> None:
+    """Next to its head and its hidden states, which the plan counts where the teacher is."""
+    tokens, hidden_size, vocabulary = 1024, 128, 3000
+    set_chunk_size(monkeypatch, 512 * vocabulary)
+    config = LlamaConfig(vocab_size=vocabulary)
+    states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, 128), (vocabulary, 128)))
+    teacher_outputs = (torch.randn(1, tokens, 64), torch.randn(vocabulary, 64))
+    targets = (torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0), torch.arange(tokens))
+    loss = OnlineDistillLoss(config, DistillOptions(0.5, temperature, divergence))
+    head = TeacherHead(config, temperature, top_k, vocabulary)
+    loss.take_states(head, [head.take(teacher_outputs, targets)])
+    with AllocationPeak(states, weight) as counter:
+        torch.autograd.grad(loss((states, weight), targets), (states, weight))
+    keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=True, divergence=divergence)
+    sizes = (tokens, vocabulary, hidden_size, Precision.fp32, False)
+    added = compute_distill_bytes(tokens, vocabulary, keys, Precision.fp32, on_gpu=False)
+    gradients = 4 * (2 * states.numel() + weight.numel())
+    assert counter.peak == pytest.approx(compute_loss_bytes(*sizes) + added + gradients, rel=0.1)

@@ -14,8 +14,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.cases import Case, build_engine
+from support.cases import Case, build_all, build_engine
 from support.families import build_family, save_family
+from support.further import save_with_further
 from support.head_runs import save_documents, save_steps, save_words
 from support.retrieval_runs import save_queries
 from support.tiny import save_llama, save_records, save_tokenizer
@@ -24,6 +25,7 @@ from support.workers import WorkerGroup
 from benchmarks.allocation import AllocationPeak
 from models.weights.sources import open_weights
 from training.config.schema import Device
+from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine
 from training.costs.memory import HOST_BYTES_A_RANK
 from training.optim import chunks
@@ -87,16 +89,15 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
 def train_counted(case: Case, bucket: int) -> int:
     """The peak of this rank's bytes in its second step, when the optimizer has its state."""
     from training.engine.steps import train_step
-    from training.scoring.first_pass import build_first_pass
 
     with small_buckets(bucket), AllocationPeak() as counter:
-        engine, loader, config, layout, _ = build_engine(case)
-        micro_batches, first_pass = loader.iterate(0, 2), build_first_pass(engine, config)
-        first = None if first_pass is None else loader.first.iterate(0, 2)
+        engine, loaders, config, layout, _ = build_all(case)
+        micro_batches, first_pass = loaders.train.iterate(0, 2), loaders.first_pass
+        first = loaders.train.first.iterate(0, 2) if first_pass is not None else None
         for step in range(2):
             counter.peak = counter.alive
             if first_pass is not None:
-                first_pass.prepare(first, layout.gradient_accumulation_steps, config.global_batch_size)
+                first_pass.prepare(first, layout.gradient_accumulation_steps, layout.global_batch_size)
             train_step(engine, micro_batches, config, step, 2)
     return counter.peak
 
@@ -322,6 +323,50 @@ def test_heads(
     compare_peaks(workers, root, tmp_path, 2, keys, monkeypatch, BUCKET, file=data)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("num_stages", "overrides"),
+    [
+        (2, ("precision=bf16", *RECOMPUTED)),
+        (1, ("precision=fp32", "activation_checkpoint_interval=0")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=0", "schedule=zero_bubble")),
+    ],
+    ids=lambda value: "-".join(key.rpartition("=")[2] for key in value) if isinstance(value, tuple) else f"pp{value}",
+)
+def test_layers_that_predict_further_tokens(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = root / "further"
+    if not folder.exists():
+        sizes = {"hidden_size": 192, "intermediate_size": 512, "first_k_dense_replace": 9, "num_attention_heads": 4}
+        save_tokenizer(save_with_further(folder, "deepseek_v3", **sizes))
+    keys = ("mtp.loss_coef=0.1", *overrides)
+    compare_peaks(workers, root, tmp_path, num_stages, keys, monkeypatch, BUCKET, model="further")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("num_stages", "overrides"),
+    [
+        (2, ("precision=bf16", *RECOMPUTED, "distill.top_k=null")),
+        (1, ("precision=fp32", "activation_checkpoint_interval=0", "distill.temperature=2")),
+        (2, ("precision=bf16", *RECOMPUTED, "optimizer=sgd", "distill.top_k=null", "schedule=zero_bubble")),
+    ],
+    ids=lambda value: "-".join(key.rpartition("=")[2] for key in value) if isinstance(value, tuple) else f"pp{value}",
+)
+def test_a_teacher_in_memory(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of twice the student's size, so that it counts."""
+    if not (root / "teacher").exists():
+        save_llama(root / "teacher", hidden_size=320, intermediate_size=800, num_hidden_layers=6)
+        save_tokenizer(root / "teacher")
+    keys = (f"distill.teacher={root}/teacher", "distill.online=true", *overrides)
+    compare_peaks(workers, root, tmp_path, num_stages, keys, monkeypatch, BUCKET)
+
+
 @pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_matrices_larger_than_a_bucket(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
@@ -346,8 +391,12 @@ def compare_peaks(
         root / model, root / f"{file}.jsonl", tmp_path, num_stages, world_size,
         overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
     )  # fmt: skip
-    run = resolve(case.config(), open_weights(str(root / model)), Target(world_size, has_accelerator=False))
-    plan = plan_resolved(run, GPU)
+    config, target, teacher = case.config(), Target(world_size, has_accelerator=False), None
+    run = resolve(config, open_weights(str(root / model)), target)
+    if config.distill.online:
+        teacher_config = derive_teacher(config, run.layout.micro_batch_size, run.layout.gradient_accumulation_steps)
+        teacher = resolve(teacher_config, open_weights(teacher_config.model_name_or_path), target)
+    plan = plan_resolved(run, GPU, teacher=teacher)
     peaks = workers(world_size).run(train_counted, case, bucket)
     for rank in range(world_size) if ranks is None else ranks:
         memory, real = plan.stages[run.layout.stage_id(rank)].memory, peaks[rank]

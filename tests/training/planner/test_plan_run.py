@@ -19,9 +19,18 @@ from errors import UserError
 from models.architecture.lookup import build_layers
 from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
+from training.costs.hardware import complete_hardware
 from training.planner.formatting import render_rows, render_seconds
 from training.planner.prediction import find_machine
-from training.planner.run import check_world_size, count_steps, plan_run, resolve_planned
+from training.planner.run import (
+    build_plan,
+    check_world_size,
+    count_steps,
+    place_teacher,
+    plan_run,
+    resolve_planned,
+    resolve_teacher,
+)
 from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target
 
@@ -190,6 +199,41 @@ def test_the_pass_of_a_teacher_is_planned_at_its_own_layout(tmp_path: Path) -> N
     ):
         with pytest.raises(UserError, match=message):
             list(plan_run(build("base", *given, *overrides)))
+    unknown = [key for key in given if "distill.model" not in key]
+    with pytest.raises(UserError) as caught:
+        list(plan_run(build("base", *unknown)))
+    assert str(caught.value) == (
+        "distill.teacher=a_teacher: it is not there, and distill.model states no architecture to plan; choose one of "
+        "conf/model, such as +model@distill.model=llama_70b"
+    )
+
+
+def test_a_teacher_in_memory_is_planned_with_its_student(tmp_path: Path) -> None:
+    """By hand: its weights in bf16, and on the stage of the loss the hidden states of a step's micro-batches."""
+    given = (
+        "model=llama_tiny", "plan=true", "world_size=2", "num_stages=2", "micro_batch_size=2", "global_batch_size=8",
+        "max_seq_length=128", f"output_dir={tmp_path}",
+    )  # fmt: skip
+    taught = ("+model@distill.model=llama_8b", "distill.teacher=a_teacher", "distill.online=true")
+    report = "\n".join(plan_run(build("base", *given, *taught, "distill.model.vocab_size=2048")))
+    assert re.search(r"teacher: .*B parameters next to the student, before each step; .* take 6\.\d GiB", report)
+    assert "in the teacher's pass, " in report and "FITS: " in report
+    config = build("base", *given, *taught, "distill.model.vocab_size=2048")
+    alone, model = build("base", *given), resolve_planned(config)
+    machine, teacher = complete_hardware(config.hardware, config.precision, 2), resolve_teacher(config, model)
+    assert teacher is not None
+    plain, plan = build_plan(alone, resolve_planned(alone), machine), build_plan(config, model, machine, teacher)
+    weights = sum(each.memory.weights - own.memory.weights for each, own in zip(plan.stages, plain.stages, strict=True))
+    assert weights == 2 * sum(cost.num_parameters for cost in place_teacher(config, teacher, plan.layout).costs)
+    states = plan.stages[1].memory.activations - plain.stages[1].memory.activations
+    assert states == 4 * 2 * 128 * 4096 * 2  # micro-batches x rows x tokens x hidden size x bytes
+    assert plan.stages[0].memory.activations == plain.stages[0].memory.activations
+    assert [each.memory.optimizer for each in plan.stages] == [each.memory.optimizer for each in plain.stages]
+    assert plan.step_seconds > 2 * plain.step_seconds
+    with pytest.raises(UserError, match="distill.online=true does not go together with plan=search"):
+        list(plan_run(build("base", *given, *taught, "plan=search")))
+    with pytest.raises(UserError, match="embedding has 2048 rows, the teacher's 128256, so there is no whole"):
+        list(plan_run(build("base", *given, *taught, "distill.top_k=null")))
 
 
 @pytest.mark.parametrize(

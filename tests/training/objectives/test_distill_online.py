@@ -1,0 +1,106 @@
+"""Distillation from a teacher that is in memory next to its student, against both plain Hugging Face models in one
+process, over the whole vocabulary or the teacher's most probable tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import objective_runs
+from support.cases import BOUND, CHECKPOINTED, CLIPPED, Case, merge, worst_difference
+from support.distill_runs import build_case, check_equal, save_sharp, save_teacher, train_oracle
+from support.objective_runs import load_model, start_runs, train_answers
+from support.workers import WorkerError, WorkerGroup
+
+ONLINE = "distill.online=true"
+WHOLE = (ONLINE, "distill.top_k=null")
+FORWARD = ("distill.divergence=forward", "distill.temperature=2")
+REVERSE, SYMMETRIC = "distill.divergence=reverse", "distill.divergence=jensen_shannon"
+PACKED = ("data.packing=true", "global_batch_size=2", "micro_batch_size=1")
+full = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_teacher(tmp_path_factory.mktemp("online"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied", "overrides"),
+    [
+        ("pp2", False, (*WHOLE, *FORWARD, CLIPPED)),
+        *(
+            pytest.param(layout, tied, overrides, marks=full)
+            for layout, tied, *overrides in (
+                ("pp1", True, *WHOLE, SYMMETRIC, CHECKPOINTED, "micro_batch_size=1"),
+                ("pp2", True, *WHOLE, REVERSE, *PACKED),
+                ("pp2xdp2", True, *WHOLE, REVERSE, "distill.temperature=0.7", CLIPPED),
+                ("tp2", True, *WHOLE, SYMMETRIC, "distill.temperature=2"),
+                ("tp2", False, *WHOLE, REVERSE, "sequence_parallel=true"),
+                ("tp2xpp2", False, *WHOLE, *FORWARD, *PACKED[:1]),
+                ("pp2", False, *WHOLE, *FORWARD, "schedule=zero_bubble"),
+                ("pp2", True, *WHOLE, SYMMETRIC, "schedule=interleaved", CHECKPOINTED),
+                ("pp4", False, *WHOLE, *FORWARD),
+                ("zero2", False, *WHOLE, *FORWARD),
+                ("pp2xdp2", False, ONLINE, *FORWARD, "schedule=zero_bubble"),  # the most probable tokens
+                ("tp2xpp2", True, ONLINE, REVERSE),
+            )
+        ),
+    ],
+)
+def test_five_sgd_steps_equal_both_models_in_one_process(
+    workers: Callable[[int], WorkerGroup],
+    root: Path,
+    tmp_path: Path,
+    layout: str,
+    tied: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    case = build_case(root, tmp_path, layout, *overrides, tied=tied, steps=5)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, load_model(case.model), load_model(root / "teacher"))
+    check_equal(result, oracle)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    assert not list((tmp_path / "cache").glob("*/teacher-*"))  # nothing is kept
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    return start_runs(workers, root, tmp_path, build_case)
+
+
+@full
+def test_a_run_continues_with_a_teacher_that_has_left_its_tokens(run, tmp_path: Path) -> None:
+    """Its steps and its evaluation, in several groups of micro-batches, are those of such a run."""
+    keys = ("micro_batch_size=1", "global_batch_size=2")
+    kept, online = run("kept", "pp2", *keys), run("online", "pp2", ONLINE, *keys)
+    names = ("loss", "grad_norm", "distill_loss")
+    objective_runs.check_continued(kept, online, names, absolute=1e-5)
+    for name in ("eval_loss", "eval_distill_loss", "eval_token_accuracy"):
+        assert online[-1][name] == pytest.approx(kept[-1][name], rel=1e-4), name
+    begun = run("begun", "pp2", ONLINE, *keys, "stop_after_steps=3")
+    ended = run("ended", "tp2", *keys, f"resume={tmp_path}/begun/checkpoints")
+    objective_runs.check_continued(online, ended, names, absolute=1e-5)
+    run("alone", "pp1", ONLINE, *keys, "evaluate_only=true", f"resume={tmp_path}/begun/checkpoints")
+    alone = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
+    for name in ("eval_loss", "eval_distill_loss", "eval_token_accuracy"):
+        assert alone[name] == pytest.approx(begun[-1][name], rel=1e-4), name
+
+
+@full
+def test_embeddings_of_other_sizes_have_no_whole_vocabulary(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
+) -> None:
+    """The teacher's is padded. Its most probable tokens are compared all the same."""
+    save_sharp(tmp_path / "padded", seed=7, vocab_size=384)
+
+    def build(*keys: str) -> Case:
+        return build_case(root, tmp_path, "tp2", f"distill.teacher={tmp_path}/padded", *FORWARD, *keys)
+
+    with pytest.raises(WorkerError, match="the student's embedding has 320 rows, the teacher's 384"):
+        workers(2).run(train_answers, build(*WHOLE))
+    online, kept = (merge(workers(2).run(train_answers, build(*keys))) for keys in ((ONLINE,), ()))
+    check_equal(online, kept)
