@@ -59,7 +59,7 @@ def iterate_dataset(
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """What is started within this context inherits that they are blocked, so that no signal is too early."""
+    """Block the signals of a run for what is started within this context, so that none is too early."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -69,7 +69,7 @@ def _blocked_signals() -> Iterator[None]:
 
 @contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
-    """What is started within this context imports from `folder`, whatever the current folder is."""
+    """Let what is started within this context import from `folder`, whatever the current folder is."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
     try:

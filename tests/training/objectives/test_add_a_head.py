@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,7 @@ def train_with(folder: Path, case: Case) -> None:
     """Train with the objective in `folder`, which is in the table meanwhile."""
     sys.path.insert(0, str(folder))
     try:
-        from page_share import Share
-
-        OBJECTIVES["share"] = Share()
+        OBJECTIVES["share"] = import_module("page_share").Share()
         train_run(case)
     finally:
         sys.path.remove(str(folder))

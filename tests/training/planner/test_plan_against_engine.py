@@ -359,7 +359,7 @@ def test_a_teacher_in_memory(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Of twice the student's size, so that it counts."""
+    """The teacher has twice the student's size, so that it counts."""
     if not (root / "teacher").exists():
         save_llama(root / "teacher", hidden_size=320, intermediate_size=800, num_hidden_layers=6)
         save_tokenizer(root / "teacher")
