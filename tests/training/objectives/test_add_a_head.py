@@ -24,6 +24,7 @@ from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from training.objectives.registry import OBJECTIVES
 
 PAGE = (ROOT / "docs" / "add_a_head.md").read_text()
+MODULE = "page_share"  # of its objective, in a folder of the test
 
 
 def read_blocks(language: str) -> list[str]:
@@ -34,7 +35,7 @@ def train_with(folder: Path, case: Case) -> None:
     """Train with the objective in `folder`, which is in the table meanwhile."""
     sys.path.insert(0, str(folder))
     try:
-        OBJECTIVES["share"] = import_module("page_share").Share()
+        OBJECTIVES["share"] = import_module(MODULE).Share()
         train_run(case)
     finally:
         sys.path.remove(str(folder))
@@ -52,7 +53,7 @@ def test_the_head_is_that_of_the_tree() -> None:
 def test_the_objective_learns_and_its_model_is_loaded(
     workers: Callable[[int], WorkerGroup], tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    (tmp_path / "page_share.py").write_text(read_blocks("python")[1])
+    (tmp_path / f"{MODULE}.py").write_text(read_blocks("python")[1])
     save_llama(tmp_path / "tiedFalse")
     save_tokenizer(tmp_path / "tiedFalse")
     records = [json.loads(line) for line in save_documents(tmp_path / "texts.jsonl", 21).read_text().splitlines()]
