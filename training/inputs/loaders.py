@@ -81,7 +81,7 @@ def build_options(
         reads_desirable=get_objective(config).needs_mismatched,
         teacher=TeacherTable(data.teacher[key]) if module.has_loss and key in data.teacher else None,
         num_workers=config.num_workers,
-        collator=build_collator(config.data),
+        collator=build_collator(config.data, config.num_workers),
         pin_memory=current_device().type == "cuda",
         num_further=module.num_further,
     )

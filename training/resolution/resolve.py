@@ -118,7 +118,7 @@ def check_keys(config: RunConfig, has_accelerator: bool) -> None:
     check_config(config, has_accelerator)
     find_schedule(config.schedule)
     check_objective(config)
-    build_collator(config.data)
+    build_collator(config.data, config.num_workers)
     build_encoder(config.data)
     check_group_keys(config)
     needs_bitsandbytes = config.optimizer.name is OptimizerName.adamw_8bit

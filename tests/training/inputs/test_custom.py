@@ -25,6 +25,7 @@ from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from training.config.sources import parse_files
 from training.distributed.ranks import Ranks
+from training.inputs.custom import build_collator
 from training.run import inspect_data
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "add_your_data.md").read_text()
@@ -80,6 +81,7 @@ def test_user_defined_collator_and_loss(workers: Callable[[int], WorkerGroup], t
     assert len(overrides) == 2
     model = save_llama(tmp_path / "model", num_hidden_layers=2)
     save_tokenizer(tmp_path / "model")
+    overrides += ["num_workers=1"]
     case = Case(tmp_path / "model", tmp_path / "data.jsonl", tmp_path, 2, 2, steps=1, overrides=tuple(overrides))
     trained = merge(workers(2).run(train_there, tmp_path, case))
     data = TokenizedDataset(next(path for path in (tmp_path / "cache").iterdir() if path.is_dir()), True, True)
@@ -133,3 +135,16 @@ def test_a_careless_collator_is_refused(what: str, message: str) -> None:
             [np.array([-100, 5, 6]), np.array([7])], (2, 4)
         )
     assert str(caught.value) == message
+
+
+class Unsendable(PadRight):
+    def __init__(self) -> None:
+        self.__dict__["choose"] = lambda token: token
+
+
+def test_a_collator_that_workers_cannot_have_is_refused() -> None:
+    target = f"{__name__}.Unsendable"
+    data = build_config(f"data.collator={{_target_: {target}}}").data
+    assert build_collator(data, 0)
+    with pytest.raises(UserError, match=rf"data.collator {target} cannot be sent to worker processes \(.*lambda"):
+        build_collator(data, 1)
