@@ -3,7 +3,9 @@ forward passes."""
 
 from __future__ import annotations
 
+from training.config.schema import AttnImplementation
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
+from training.costs.cost import LayerCost
 from training.costs.memory import Memory
 from training.costs.time import PassCost
 
@@ -20,9 +22,19 @@ def compute_teacher(stage: Stage) -> Memory:
 
 
 def count_working(stage: Stage) -> int:
-    """Return the bytes that a forward pass without gradients takes in addition to weights: what a layer makes, at most
-    all that training would keep of it, and messages."""
-    return max(layer.saved_bytes for layer in stage.layers) + 4 * stage.chunks[-1].block_bytes
+    """Return the bytes that a forward pass without gradients takes in addition to weights: messages, and what the layer
+    that takes most makes."""
+    return max(_count_held(stage, layer) for layer in stage.layers) + 4 * stage.chunks[-1].block_bytes
+
+
+def _count_held(stage: Stage, layer: LayerCost) -> int:
+    """All that training would keep of a layer, at most. Of a plain one, what it holds where it is widest: the factors
+    of an MLP's product, one of them before its activation function too, and the product, next to hidden states before
+    and after the norm."""
+    is_eager = stage.run.config.attn_implementation is AttnImplementation.eager  # which makes all scores
+    if layer.is_estimated or is_eager:
+        return layer.saved_bytes
+    return min(layer.saved_bytes, 4 * layer.widest_bytes + 2 * stage.chunks[-1].block_bytes)
 
 
 def compute_teacher_pass(chunk: Chunk) -> PassCost:

@@ -16,7 +16,7 @@ from support.objective_runs import load_model, start_runs, train_answers
 from support.workers import WorkerError, WorkerGroup
 
 ONLINE = "distill.online=true"
-WHOLE_VOCABULARY = (ONLINE, "distill.top_k=null")
+ALL_TOKENS = (ONLINE, "distill.top_k=null")
 FORWARD = ("distill.divergence=forward", "distill.temperature=2")
 REVERSE, SYMMETRIC = "distill.divergence=reverse", "distill.divergence=jensen_shannon"
 PACKED = ("data.packing=true", "global_batch_size=2", "micro_batch_size=1")
@@ -31,20 +31,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("layout", "tied", "overrides"),
     [
-        ("pp2", False, (*WHOLE_VOCABULARY, *FORWARD, CLIPPED)),
+        ("pp2", False, (*ALL_TOKENS, *FORWARD, CLIPPED)),
         *(
             pytest.param(layout, tied, overrides, marks=full)
             for layout, tied, *overrides in (
-                ("pp1", True, *WHOLE_VOCABULARY, SYMMETRIC, CHECKPOINTED, "micro_batch_size=1"),
-                ("pp2", True, *WHOLE_VOCABULARY, REVERSE, *PACKED),
-                ("pp2xdp2", True, *WHOLE_VOCABULARY, REVERSE, "distill.temperature=0.7", CLIPPED),
-                ("tp2", True, *WHOLE_VOCABULARY, SYMMETRIC, "distill.temperature=2"),
-                ("tp2", False, *WHOLE_VOCABULARY, REVERSE, "sequence_parallel=true"),
-                ("tp2xpp2", False, *WHOLE_VOCABULARY, *FORWARD, *PACKED[:1]),
-                ("pp2", False, *WHOLE_VOCABULARY, *FORWARD, "schedule=zero_bubble"),
-                ("pp2", True, *WHOLE_VOCABULARY, SYMMETRIC, "schedule=interleaved", CHECKPOINTED),
-                ("pp4", False, *WHOLE_VOCABULARY, *FORWARD),
-                ("zero2", False, *WHOLE_VOCABULARY, *FORWARD),
+                ("pp1", True, *ALL_TOKENS, SYMMETRIC, CHECKPOINTED, "micro_batch_size=1"),
+                ("pp2", True, *ALL_TOKENS, REVERSE, *PACKED),
+                ("pp2xdp2", True, *ALL_TOKENS, REVERSE, "distill.temperature=0.7", CLIPPED),
+                ("tp2", True, *ALL_TOKENS, SYMMETRIC, "distill.temperature=2"),
+                ("tp2", False, *ALL_TOKENS, REVERSE, "sequence_parallel=true"),
+                ("tp2xpp2", False, *ALL_TOKENS, *FORWARD, *PACKED[:1]),
+                ("pp2", False, *ALL_TOKENS, *FORWARD, "schedule=zero_bubble"),
+                ("pp2", True, *ALL_TOKENS, SYMMETRIC, "schedule=interleaved", CHECKPOINTED),
+                ("pp4", False, *ALL_TOKENS, *FORWARD),
+                ("zero2", False, *ALL_TOKENS, *FORWARD),
                 ("pp2xdp2", False, ONLINE, *FORWARD, "schedule=zero_bubble"),  # the most probable tokens
                 ("tp2xpp2", True, ONLINE, REVERSE),
             )
@@ -101,6 +101,6 @@ def test_embeddings_of_other_sizes_have_no_whole_vocabulary(
         return build_case(root, tmp_path, "tp2", f"distill.teacher={tmp_path}/padded", *FORWARD, *keys)
 
     with pytest.raises(WorkerError, match="the student's embedding has 320 rows, the teacher's 384"):
-        workers(2).run(train_answers, build(*WHOLE_VOCABULARY))
+        workers(2).run(train_answers, build(*ALL_TOKENS))
     online, kept = (merge(workers(2).run(train_answers, build(*keys))) for keys in ((ONLINE,), ()))
     check_equal(online, kept)
