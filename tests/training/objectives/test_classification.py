@@ -278,7 +278,8 @@ def test_five_sgd_steps_with_adapters_equal_peft(
     """From an exported adapter, so that its matrices and its head have gradients in the first step."""
     run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
     adapter = tmp_path / "first" / "hf"
-    case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={adapter}", CHECKPOINTED)
+    lora = ("adapter=lora", f"adapter.name_or_path={adapter}", SMALL_STEPS)
+    case = build_case(root, tmp_path, layout, *lora, CHECKPOINTED)
     model = load_with_adapter(root / "tiedFalse", adapter, len(NAMES))
     model.config.problem_type = "single_label_classification"
     check_adapter_steps(merge(workers(case.world_size).run(train_answers, case)), train_oracle(case, model))

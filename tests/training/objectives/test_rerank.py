@@ -134,7 +134,9 @@ def test_five_sgd_steps_with_adapters_equal_peft(
     """From an exported adapter, so that its matrices and its head have gradients in the first step."""
     run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
     adapter = tmp_path / "first" / "hf"
-    case = build_case(root, tmp_path, "pp2", "adapter=lora", f"adapter.name_or_path={adapter}", CHECKPOINTED)
+    # larger steps amplify rounding
+    lora = ("adapter=lora", f"adapter.name_or_path={adapter}", "learning_rate=0.01")
+    case = build_case(root, tmp_path, "pp2", *lora, CHECKPOINTED)
     model = load_with_adapter(root / "tiedFalse", adapter, 1)
     result = merge(workers(case.world_size).run(train_answers, case))
     check_adapter_steps(result, train_oracle(case, model, compare_scores))
