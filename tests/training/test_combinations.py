@@ -16,7 +16,6 @@ from support.combination_runs import Material, check_row
 from support.combinations import AXES, RANKS, SLOW, Refusals, Row, cover, list_combinations
 from support.configs import build_config
 from support.families import FAMILIES
-from support.further import NUMBERED
 from support.workers import WorkerGroup
 from transformers import AutoConfig
 
@@ -30,10 +29,9 @@ BATCH = ("micro_batch_size=2", "global_batch_size=8")
 DENSE, EXPERTS = "llama", "deepseek_v3"
 PLAINEST = {next(iter(values)) for values in AXES.values()} | AXES["layout"].keys()
 UNDIVIDED = {"ep2": "dp2", "ep2xpp2": "pp2xdp2"}  # the same ranks, for a model without experts
-LONG = SLOW | {  # left to the long suite
-    *(("layout", name) for name, ranks in RANKS.items() if ranks > 2 or name in UNDIVIDED),
-    ("objective", "further"),  # which the dense family has none of
-}
+LONG = SLOW | {
+    ("layout", name) for name, ranks in RANKS.items() if ranks > 2 or name in UNDIVIDED
+}  # left to the long suite
 
 
 @cache
@@ -47,7 +45,7 @@ def test_all_pairs_are_covered_or_refused_by_the_table() -> None:
     for pair in list_combinations(AXES, 2):
         assert (pair in covered) != (refusals().refuses(*pair) or has_no_place(pair)), pair
     assert rows == cover(Refusals(build_config(*BATCH)), 2)
-    assert len(rows) < 80
+    assert len(rows) < 70
 
 
 def has_no_place(pair: tuple[tuple[str, str], ...]) -> bool:
@@ -116,12 +114,8 @@ def test_a_row_trains_as_the_plain_model(
 
 def within(family: str, row: Row) -> Row:
     """Return the row with a kernel that the family has (`ATTENTION_IMPLEMENTATIONS`), with replicas if its sequences
-    cannot be split, or it has no experts to divide, with embeddings if `transformers` has no classifier of it, and
-    without further tokens if it is published without such layers. Adapters and routers of these layers are those of
-    test_further_runs.py."""
+    cannot be split, or it has no experts to divide, and with embeddings if `transformers` has no classifier of it."""
     config = AutoConfig.for_model(family)
-    if row["objective"] == "further":
-        row = row | ({"adapter": "none", "routers": "plain"} if family in NUMBERED else {"objective": "sft"})
     if row["objective"] == "rerank" and type(config) not in SEQUENCE_CLASSIFICATION.classes:
         row = row | {"objective": "embedding"}
     if row["layout"] == "cp2" and find_sequence_obstacle(config):
