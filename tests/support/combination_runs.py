@@ -19,15 +19,12 @@ import pytest
 import torch
 from support.adapters import load_with_head, make_adapter, to_peft_weights
 from support.cases import BOUND, Case, merge, train_case, worst_difference
-from support.combinations import RANKS, TAUGHT, Row, list_keys
-from support.distill_runs import compute_document, save_sharp
+from support.combinations import RANKS, Row, list_keys
 from support.families import save_family
-from support.further import PlainFurther, count_targets, save_with_further
 from support.head_runs import load_oracle, save_documents, save_steps, save_words
-from support.objective_runs import load_model
 from support.pair_runs import compute_pair
 from support.retrieval_runs import compare_scores, compare_vectors, read_text, save_queries
-from support.routers import add_router_losses, list_documents, watch
+from support.routers import add_router_losses, watch
 from support.tiny import save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from torch import nn
@@ -55,7 +52,7 @@ BATCH = ("global_batch_size=8", "max_seq_length=160")
 # A pair's gradient is in DPO that of sums over tokens
 LEARNING_RATES = {
     "sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.05, "classification": 0.02, "tokens": 0.02, "steps": 0.02,
-    "embedding": 0.005, "rerank": 0.02, "distill": 0.05, "further": 0.05,
+    "embedding": 0.005, "rerank": 0.02,
 }  # fmt: skip
 HEADS = {
     "classification": SEQUENCE_CLASSIFICATION, "tokens": TOKEN_CLASSIFICATION, "steps": TOKEN_CLASSIFICATION,
@@ -101,10 +98,8 @@ class Material:
 
     def model(self, family: str, row: Row) -> Path:
         fields = SMALLER if family in EXPERTS and row["precision"] == "bf16" else {}
-        further = row["objective"] == "further"
-        folder = self.root / "-".join((family, row["tied"], *fields, *(("further",) if further else ())))
-        save = save_with_further if further else save_family
-        return folder if folder.exists() else save(folder, family, tied=row["tied"] == "true", **fields)
+        folder = self.root / "-".join((family, row["tied"], *fields))
+        return folder if folder.exists() else save_family(folder, family, tied=row["tied"] == "true", **fields)
 
     def adapter(self, family: str, row: Row) -> tuple[Path, nn.Module]:
         """A peft folder, and the Hugging Face model that has it."""
@@ -136,17 +131,10 @@ class Material:
             save_tokenizer(folder)
         return folder
 
-    def teacher(self) -> Path:
-        folder = self.root / "teacher"
-        if not folder.exists():
-            save_sharp(folder, seed=7)
-        return folder
-
     def case(self, family: str, row: Row, workdir: Path) -> Case:
         objective = row["objective"]
         num_stages = 2 if "pp2" in row["layout"] else 1
         keys = [key for key in list_keys(row) if family in EXPERTS or not key.startswith("moe.")]
-        keys = [f"distill.teacher={self.teacher()}" if key == TAUGHT else key for key in keys]
         given = (f"learning_rate={LEARNING_RATES[objective]}", *keys, *BATCH)
         given += (f"tokenizer_name_or_path={self.tokenizer()}",)
         model = self.model(family, row)
@@ -163,8 +151,8 @@ def check_row(workers: Callable[[int], WorkerGroup], material: Material, family:
     result = merge(workers(case.world_size).run(train_case, case))
     assert all(tensor.isfinite().all() for tensor in result["weights"].values())
     assert all(0 < number < 1e4 for number in result["losses"] + result["norms"]), result
-    model, config = load_plain(case, row["objective"], family)
-    start = list_weights(policy or model)
+    model, config = load_plain(case, row["objective"])
+    start = {name: parameter.detach().clone() for name, parameter in (policy or model).named_parameters()}
     if row["adapter"] == "dropout" or (row["loss"] == "own" and family == "gemma2"):  # whose logits it does not cap
         return
     rounded = copy.deepcopy((policy or model, model)) if row["precision"] == "bf16" else None
@@ -190,11 +178,8 @@ def check_row(workers: Callable[[int], WorkerGroup], material: Material, family:
     assert worst < BOUND, name
 
 
-def load_plain(case: Case, objective: str, family: str) -> tuple[nn.Module, PretrainedConfig]:
+def load_plain(case: Case, objective: str) -> tuple[nn.Module, PretrainedConfig]:
     """The model of Hugging Face that a run starts from, and the config by which the project knows it."""
-    if objective == "further":
-        further = PlainFurther(case.model, family)
-        return further, further.model.config
     if objective not in HEADS:
         model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
         return model, model.config
@@ -231,10 +216,6 @@ def train_oracle(
         follow(optimizer, master, policy)
     folder = next(path for path in (workdir / "cache").iterdir() if path.is_dir())
     compute = COMPUTE.get(config.data.name, compute_documents)
-    if config.distill.teacher:
-        compute = compute_taught
-    elif config.mtp.loss_coef:
-        compute = compute_further
     losses, norms = [], []
     watched = watch(policy, policy.config.model_type) if config.moe.aux_loss_coef else []
     for step in range(STEPS):
@@ -244,15 +225,9 @@ def train_oracle(
             add_router_losses(config, folder, step, policy, watched)
         norms.append(float(nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
         optimizer.step()
-    return {"losses": losses, "norms": norms, "weights": list_weights(policy)}
-
-
-def list_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    if isinstance(model, PlainFurther):
-        return model.list_weights()
-    tensors = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    tensors = dict(policy.named_parameters())
+    tensors |= {name: buffer for name, buffer in policy.named_buffers() if name in policy.state_dict()}
+    return {"losses": losses, "norms": norms, "weights": {name: t.detach().clone() for name, t in tensors.items()}}
 
 
 def follow(optimizer: torch.optim.Optimizer, master: nn.Module, policy: nn.Module) -> None:
@@ -305,40 +280,19 @@ def compute_documents(
     config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
 ) -> Iterable[float]:
     """The part of each document in the loss of a step, with its gradient left in the parameters."""
-    documents = list(list_documents(config, folder, step))
+    rows, dataset = Rows(folder, build_row_plan(config, "train_file"), True, True), TokenizedDataset(folder, True, True)
+    ids = GlobalOrder(len(rows), config.global_batch_size, config.seed).sample_ids(step)
+    documents = [
+        [torch.from_numpy(column(sample)[start:stop].astype("int64")) for column in (dataset.input_ids, dataset.labels)]
+        for row in ids
+        for sample, start, stop in rows.pieces(int(row))
+    ]
     num_targets = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
     for input_ids, labels in documents:
         logits = policy(input_ids[None]).logits[0, :-1]
         loss = F.cross_entropy(logits, labels[1:], reduction="sum") / num_targets
         loss.backward()
         yield loss.item()
-
-
-def compute_taught(
-    config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
-) -> Iterable[float]:
-    """The part of each document in the cross entropy of a step, with the gradient of the whole loss left in the
-    parameters."""
-    documents, teacher = list(list_documents(config, folder, step)), load_model(config.distill.teacher)
-    num_targets = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
-    for input_ids, labels in documents:
-        entropy, distilled, _ = compute_document(config, policy, teacher, input_ids, labels)
-        (((1 - config.distill.coef) * entropy + config.distill.coef * distilled) / num_targets).backward()
-        yield entropy.item() / num_targets
-
-
-def compute_further(
-    config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
-) -> Iterable[float]:
-    """The part of each document in the loss of the next token, with the gradient of the whole loss left in the
-    parameters."""
-    assert isinstance(policy, PlainFurther)
-    documents = list(list_documents(config, folder, step))
-    counts = [sum(count_targets(labels, depth) for _, labels in documents) for depth in (0, 1)]
-    for input_ids, labels in documents:
-        own, further = (total / count for total, count in zip(policy.compute_losses(input_ids, labels), counts))
-        (own + config.mtp.loss_coef * further).backward()
-        yield own.item()
 
 
 def compute_pairs(

@@ -18,7 +18,6 @@ Row = dict[str, str]  # axis -> value
 Values = tuple[tuple[str, str], ...]  # (axis, value), in the order of the axes
 
 OWN_LOSS = "loss={_target_: support.combination_runs.OwnLoss}"
-TAUGHT = "distill.teacher=a_teacher"  # `support.combination_runs` has its folder
 ADAMW = ("optimizer=adamw", "optimizer.eps=0.01")  # Adam divides rounding by itself
 MOMENTUM = "optimizer.custom={_target_: torch.optim.SGD, momentum: 0.9, nesterov: true}"
 SECOND_LAYER = "{pattern: '(layers|h|blocks)[.]1[.]', learning_rate: 1e-4, weight_decay: 0.3}"
@@ -41,8 +40,6 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
         "dpo": ("data=preference",), "orpo": ("data=preference", "task=orpo"),
         "classification": ("data=classification",), "tokens": ("data=token_classification",),
         "steps": ("data=process_reward",), "embedding": ("data=embedding",), "rerank": ("data=rerank",),
-        "distill": ("data=sft", TAUGHT, "distill.top_k=12", "distill.coef=0.7"),
-        "further": ("data=sft", "mtp.loss_coef=0.4"),
     },
     "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",), "fp16": ("precision=fp16",)},
     "recompute": {

@@ -16,7 +16,6 @@ from support.combination_runs import HEADS, Material, check_row
 from support.combinations import AXES, RANKS, SLOW, Refusals, Row, cover, list_combinations
 from support.configs import build_config
 from support.families import FAMILIES
-from support.further import NUMBERED
 from support.workers import WorkerGroup
 from transformers import AutoConfig
 
@@ -29,10 +28,9 @@ BATCH = ("micro_batch_size=2", "global_batch_size=8")
 DENSE, EXPERTS = "llama", "deepseek_v3"
 PLAINEST = {next(iter(values)) for values in AXES.values()} | AXES["layout"].keys()
 UNDIVIDED = {"ep2": "dp2", "ep2xpp2": "pp2xdp2"}  # the same ranks, for a model without experts
-LONG = SLOW | {  # left to the long suite
-    *(("layout", name) for name, ranks in RANKS.items() if ranks > 2 or name in UNDIVIDED),
-    ("objective", "further"),  # which the dense family has none of
-}
+LONG = SLOW | {
+    ("layout", name) for name, ranks in RANKS.items() if ranks > 2 or name in UNDIVIDED
+}  # left to the long suite
 
 
 @cache
@@ -115,12 +113,9 @@ def test_a_row_trains_as_the_plain_model(
 
 def within(family: str, row: Row) -> Row:
     """Return the row with a kernel that the family has (`ATTENTION_IMPLEMENTATIONS`), with replicas if its sequences
-    cannot be split, or it has no experts to divide, with the LM head if `transformers` has no class of it with the
-    other one, and without further tokens if it is published without such layers. Adapters and routers of these layers
-    are those of test_further_runs.py."""
+    cannot be split, or it has no experts to divide, and with the LM head if `transformers` has no class of it with the
+    other one."""
     config = AutoConfig.for_model(family)
-    if row["objective"] == "further":
-        row = row | ({"adapter": "none", "routers": "plain"} if family in NUMBERED else {"objective": "sft"})
     if row["objective"] in HEADS and type(config) not in HEADS[row["objective"]].classes:
         row = row | {"objective": "sft"}
     if row["layout"] == "cp2" and find_sequence_obstacle(config):

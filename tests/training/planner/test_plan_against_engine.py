@@ -329,7 +329,6 @@ def test_heads(
     [
         (2, ("precision=bf16", *RECOMPUTED)),
         (1, ("precision=fp32", "activation_checkpoint_interval=0")),
-        (2, ("precision=bf16", "activation_checkpoint_interval=0", "schedule=zero_bubble")),
     ],
     ids=lambda value: "-".join(key.rpartition("=")[2] for key in value) if isinstance(value, tuple) else f"pp{value}",
 )
