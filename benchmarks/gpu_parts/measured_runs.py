@@ -191,9 +191,10 @@ def _predict(hardware: str, overrides: Sequence[str], measured: float | None) ->
 
 
 def fit_efficiency(predict_rate: Any, measured: float) -> float | None:
-    """The efficiency at which a growing `predict_rate` gives the measured rate; None when none from 1% to 150% does."""
+    """The efficiency at which a growing `predict_rate` gives the measured rate; None when none from 1% to 150% does, or
+    all above one do, as the host that launches is slower than the GPU."""
     low, high = 0.01, 1.5
-    if not predict_rate(low) <= measured <= predict_rate(high):
+    if not predict_rate(low) <= measured < predict_rate(high):
         return None
     while high - low > 0.005:
         middle = (low + high) / 2

@@ -67,7 +67,7 @@ def plan_run(run: PublishedRun) -> Planned:
     machine = _describe_machine(run)
     keys = _describe_keys(run)
     model = _resolve_model(_describe_model(run), tuple(sorted(_shape_keys(run).items())))
-    if run.split in ("decoder", "embedding_counts"):
+    if run.split in ("decoder", "embedding_counts") and keys.schedule != "zero_bubble":  # here it folds the pipeline
         keys = replace(keys, partition_method=_split(run, len(model.layers)))
     resolved = resolve_layout(model, keys, Target(run.gpus, True, is_planned=True))
     plan = plan_resolved(resolved, machine)

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from training.config.schema import Precision, RunConfig
+from training.config.schema import AttnImplementation, Precision, RunConfig
 from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
 from training.costs.hardware import Machine
+from training.costs.kernels import time_kernels
 from training.costs.memory import Kept, Memory, bytes_of
 from training.costs.time import PassCost, StepCost
+from training.costs.traffic import Traffic
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import choose_reduce_dtype
 from training.objectives.registry import get_objective
@@ -61,8 +63,17 @@ class PlannedRun:
 
     @cached_property
     def flops_per_second(self) -> float:
-        """FLOP/s of a GPU while it computes."""
+        """FLOP/s of a GPU in large products."""
         return self.hardware.peak_flops[self.config.precision.value] * self.hardware.efficiency
+
+    def time_kernels(self, flops: float, attention: float, traffic: Traffic, is_backward: bool = False) -> float:
+        """Return the seconds of a pass over a micro-batch. flops: of a token; attention: those of them in it."""
+        tokens, rate = self.tokens, self.flops_per_second
+        if self.config.attn_implementation is AttnImplementation.eager:  # two matrix products, of all scores
+            attention = 0.0
+        return time_kernels(
+            (flops - attention) * tokens / rate, attention * tokens / rate, traffic, self.hardware, is_backward
+        )
 
 
 @dataclass(frozen=True)
@@ -120,17 +131,20 @@ class Chunk:
 
     def time_forward(self, layer: LayerCost) -> float:
         """Return the seconds of a micro-batch forward: as timed, or by the GPU's rate."""
-        forward = layer.pass_seconds[0] if layer.pass_seconds else layer.forward_flops / self.run.flops_per_second
-        return forward * self.run.tokens
+        if layer.pass_seconds:
+            return layer.pass_seconds[0] * self.run.tokens
+        return self.run.time_kernels(layer.forward_flops, layer.attention_flops, layer.forward_traffic)
 
     def time_deferred(self, layer: LayerCost) -> float:
-        """Return the seconds of the backward pass that can be deferred: its share of the products."""
-        share = layer.deferred_flops / layer.backward_flops if layer.backward_flops else 0
-        return share * self.time_backward(layer)
+        """Return the seconds of the backward pass that can be deferred: products alone."""
+        if layer.pass_seconds is None:
+            return layer.deferred_flops * self.run.tokens / self.run.flops_per_second
+        return layer.deferred_flops / layer.backward_flops * self.time_backward(layer) if layer.backward_flops else 0
 
     def time_backward(self, layer: LayerCost) -> float:
-        backward = layer.pass_seconds[1] if layer.pass_seconds else layer.backward_flops / self.run.flops_per_second
-        return backward * self.run.tokens
+        if layer.pass_seconds:
+            return layer.pass_seconds[1] * self.run.tokens
+        return self.run.time_kernels(layer.backward_flops, 2 * layer.attention_flops, layer.backward_traffic, True)
 
 
 @dataclass(frozen=True)

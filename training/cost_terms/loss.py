@@ -6,9 +6,15 @@ from models.losses.logit_chunks import count_chunk_logits, count_waiting
 from training.config.schema import Device, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
+from training.costs.hardware import GB
+from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
 from training.costs.time import PassCost
 from training.objectives.registry import get_objective
+
+# Bytes read and written of a logit: made in bf16, its log-softmax in fp32 with two looks at it, its exponential in
+# place, and that cast to bf16 (`models/losses/logit_chunks.py`)
+LOGIT_BYTES = 2 + (2 + 2 + 4) + (4 + 4) + (4 + 2)
 
 
 def compute_loss(stage: Stage) -> Memory:
@@ -53,6 +59,23 @@ def compute_second_logits(chunk: Chunk) -> PassCost:
     return chunk.run_again(chunk.layers[-1:]) if makes_again else PassCost()
 
 
+def compute_logits(chunk: Chunk) -> PassCost:
+    """Return the time of what the loss does with its logits besides the products, in the forward pass, where they are
+    made and turned into their gradient; all of it is bound by memory. In layers that were timed it is included."""
+    run = chunk.run
+    if not chunk.has_loss or chunk.layers[-1].pass_seconds or run.hardware.device is not Device.cuda:
+        return PassCost()
+    if get_objective(run.config).scores_rows:
+        return PassCost()
+    moved = LOGIT_BYTES * run.tokens * -(-run.vocab_size // run.layout.tensor_parallel_size)
+    return PassCost(forward_seconds=moved / (run.hardware.memory_bandwidth * GB * STREAM_RATE))
+
+
+def compute_loss_cost(chunk: Chunk) -> PassCost:
+    """Return the time of the loss in addition to the head's products."""
+    return compute_second_logits(chunk) + compute_logits(chunk)
+
+
 def compute_first_pass(chunk: Chunk) -> PassCost:
     """Return the time of a forward pass over as many tokens before the step, for an objective that needs one."""
     if not get_objective(chunk.run.config).needs_first_pass:
@@ -64,4 +87,4 @@ def compute_first_pass(chunk: Chunk) -> PassCost:
 
 
 FIRST_PASS = CostTerm(chunk_cost=compute_first_pass)
-LOSS = CostTerm(stage_memory=compute_loss, chunk_cost=compute_second_logits)
+LOSS = CostTerm(stage_memory=compute_loss, chunk_cost=compute_loss_cost)

@@ -29,6 +29,7 @@ from models.sharding.tensor_parallel import list_shard_specs, shard_module
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.saved_activations import SavedBytes, WithoutData, count_saved_bytes
 from training.costs.shared_attention import SharedAttention, count_shared_attention
+from training.costs.traffic import NO_TRAFFIC, Traffic, TrafficCounter
 from training.pipeline.weight_gradients import DeferredGradients, list_split, split_projections
 
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
@@ -56,7 +57,8 @@ class LayerCost:
     backward, where the layer was timed (`training/planner/profile_machine.py`). deferred_flops: of a token, those of
     the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
     (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
-    several ranks share each sequence.
+    several ranks share each sequence. attention_flops: those of forward_flops that attention takes. forward_traffic,
+    backward_traffic: what the passes move besides products.
     """
 
     name: str
@@ -84,11 +86,26 @@ class LayerCost:
     deferred_bytes: int = 0
     shared_attention: SharedAttention | None = None
     regathers: int = 0
+    attention_flops: float = 0
+    forward_traffic: Traffic = NO_TRAFFIC
+    backward_traffic: Traffic = NO_TRAFFIC
 
     @property
     def backward_flops(self) -> float:
         """FLOPs per token of the backward pass: a gradient of the input and one of the matrix, for each product."""
         return 2 * self.forward_flops - self.frozen_flops
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How layers run. splits_backward: the schedule puts off gradients of weights. fuses: what is no product runs in
+    fused kernels."""
+
+    splits_backward: bool = False
+    fuses: bool = False
+
+
+PLAIN_PASSES = Passes()
 
 
 def count_layers(
@@ -100,14 +117,13 @@ def count_layers(
     freeze: Sequence[str] = (),
     parallel: TensorParallel = NO_TP,
     parts: ContextParallel = NO_CP,
-    splits_backward: bool = False,
+    passes: Passes = PLAIN_PASSES,
 ) -> list[LayerCost]:
     """Return the cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of
     what is trained are counted once and share the result.
 
     layers: as `shard_layers` makes them for `parallel.size`. batch: of whole sequences, of which each of the ranks in
-    `parts` has a part. adapter, freeze: as in training. parallel: of the first rank. splits_backward: whether the
-    schedule puts off gradients of weights.
+    `parts` has a part. adapter, freeze: as in training. parallel: of the first rank.
     """
     known: dict[Any, LayerCost] = {}
     costs = []
@@ -128,7 +144,7 @@ def count_layers(
                     parallel,
                     parts,
                     is_first=index == 0,
-                    splits_backward=splits_backward,
+                    passes=passes,
                 )
             )
         costs.append(known[kind])
@@ -147,7 +163,7 @@ class _BuiltLayer:
     parallel: TensorParallel
     parts: ContextParallel
     is_first: bool
-    splits_backward: bool
+    passes: Passes
 
     @property
     def hidden_parts(self) -> int:
@@ -163,8 +179,12 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     multiplied = list(_multiplied(layer, module))
     width, wholes = _attention_width(module, config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
-    keys = mean_keys(built.batch.seq_length * built.parts.size, _window(module, config))
+    length = built.batch.seq_length * built.parts.size
+    makes_scores = config._attn_implementation == "eager"  # of all keys, those that the mask hides too
+    keys = length if makes_scores else mean_keys(length, _window(module, config))
+    attention_flops = 2 * keys * width / built.parallel.size
     saved, is_estimated = _count_saved(built)
+    forward_traffic, backward_traffic = _count_traffic(built)
     if (shared := _count_shared(built, width, keys)) is not None:
         saved += shared.saved_extra
     return LayerCost(
@@ -174,7 +194,10 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         num_active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
         num_frozen=round(sum(count * wholes.get(name, 1) for name, count in active.items() if name not in trained)),
         largest_trainable=max((p.numel() for p in trained.values()), default=0),
-        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / built.parallel.size,
+        forward_flops=2 * sum(active[name] for name in multiplied) + attention_flops,
+        attention_flops=attention_flops,
+        forward_traffic=forward_traffic,
+        backward_traffic=backward_traffic,
         frozen_flops=2 * sum(active[name] for name in multiplied if name not in trained),
         attention_width=width,
         saved_bytes=saved.saved,
@@ -190,8 +213,10 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         forward_sums=forward_sums,
         backward_sums=backward_sums,
         regathers=_count_regathers(built),
-        deferred_flops=2 * sum(part.weight.numel() for _, part in list_split(module)) if built.splits_backward else 0,
-        deferred_bytes=_count_deferred(built) if built.splits_backward else 0,
+        deferred_flops=2 * sum(part.weight.numel() for _, part in list_split(module))
+        if built.passes.splits_backward
+        else 0,
+        deferred_bytes=_count_deferred(built) if built.passes.splits_backward else 0,
     )
 
 
@@ -251,7 +276,7 @@ def _count_shared(built: _BuiltLayer, width: int, keys: float) -> SharedAttentio
 
 def _count_regathers(built: _BuiltLayer) -> int:
     """Blocks whose first projections are trained, and keep a part of the sequence."""
-    if built.hidden_parts == 1 or built.splits_backward:
+    if built.hidden_parts == 1 or built.passes.splits_backward:
         return 0
     parts = (part for part in built.module.modules() if isinstance(part, (ColumnParallelLinear, ColumnParallelConv1D)))
     return len({id(part.entry) for part in parts if part.entry is not None and part.weight.requires_grad})
@@ -296,6 +321,24 @@ def _count_deferred(built: _BuiltLayer) -> int:
         return built.batch.tokens * built.batch.dtype.itemsize * sum(sum(part.weight.shape) for part in parts)
     kept = {tensor.untyped_storage()._cdata: tensor for product in products for tensor in (product.x, product.dy)}
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _count_traffic(built: _BuiltLayer) -> tuple[Traffic, Traffic]:
+    """Returns what the forward and the backward pass move. A layer that does not run on the meta device moves what it
+    is estimated to keep, once forward and twice back."""
+    counter = TrafficCounter(built.passes.fuses)
+    try:
+        with WithoutData(), counter:
+            hidden_states = _run(built)[0]
+            forward = counter.finish()
+            if hidden_states.requires_grad:
+                hidden_states.backward(torch.empty_like(hidden_states))
+        return forward, counter.finish()
+    except Exception:  # the layers of any family of transformers, whose backward pass has not been tried on this device
+        moved = _estimate_saved(built).saved
+        return Traffic(moved), Traffic(2 * moved)
+    finally:
+        built.module.zero_grad(set_to_none=True)
 
 
 def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:

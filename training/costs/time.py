@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from training.costs.hardware import GB, Machine
 from training.costs.memory import Summed
@@ -58,9 +60,25 @@ def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware:
 
 def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:
     """Return the GB/s of a stage's slowest link along an axis; for the pipe that to the next stage, or from the last to
-    the first."""
-    crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in _list_groups(axis, layout, stage_id))
-    return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
+    the first.
+
+    A collective over ranks of which g are on each node crosses between nodes on the links of all g at once: NCCL lays a
+    ring through each of them, with a g-th of the data. Around a ring of context parallelism one rank sends to the next.
+    """
+    num_links = _count_links(axis, layout, stage_id, hardware.cards_per_node)
+    if num_links is None:
+        return hardware.intra_node_bandwidth
+    return min(hardware.intra_node_bandwidth, num_links * hardware.inter_node_bandwidth)
+
+
+@lru_cache(maxsize=2**12)  # each chunk asks, and so does each candidate of a search
+def _count_links(axis: str, layout: Layout, stage_id: int, cards_per_node: int) -> int | None:
+    """Links that a group uses between its nodes, the fewest of any group; None where each is on one node."""
+    nodes = [Counter(rank // cards_per_node for rank in ranks) for ranks in _list_groups(axis, layout, stage_id)]
+    crossing = [min(counts.values()) for counts in nodes if len(counts) > 1]
+    if not crossing:
+        return None
+    return 1 if axis in (PIPE, CONTEXT) else min(crossing)
 
 
 def _list_groups(axis: str, layout: Layout, stage_id: int) -> list[Sequence[int]]:
@@ -76,7 +94,3 @@ def _list_groups(axis: str, layout: Layout, stage_id: int) -> list[Sequence[int]
     return (
         [*groups] if axis in (CONTEXT, TENSOR) else [ranks for ranks in groups if layout.stage_id(ranks[0]) == stage_id]
     )
-
-
-def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:
-    return len({rank // cards_per_node for rank in ranks}) > 1

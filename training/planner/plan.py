@@ -226,10 +226,14 @@ def _simulate(
 
 def _plan_stage(stage: Stage) -> StagePlan:
     cost, run = table.sum_step_cost(stage), stage.run
+    chunks = [_plan_chunk(chunk) for chunk in stage.chunks]
     sending = compute_sending_seconds(cost.reduce_sent, run.layout, stage.stage_id, run.hardware)
+    if run.config.shards_weights:  # the next layers' weights are gathered while a layer runs
+        each = sum(chunk.forward_seconds + chunk.backward_seconds for chunk in chunks)
+        sending = max(0.0, sending - run.layout.gradient_accumulation_steps * each)
     return StagePlan(
         stage_id=stage.stage_id,
-        chunks=[_plan_chunk(chunk) for chunk in stage.chunks],
+        chunks=chunks,
         num_parameters=stage.num_parameters,
         memory=table.sum_memory(stage),
         reduce_seconds=cost.reduce_seconds + sending,

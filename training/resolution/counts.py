@@ -12,8 +12,8 @@ from models.adapters.adapter import Adapter
 from models.layers.layer import Layer
 from models.parallel.shard import ContextParallel, TensorParallel
 from training.config.precision import DTYPES
-from training.config.schema import RunConfig
-from training.costs.cost import LayerCost, count_layers
+from training.config.schema import FusedKernels, RunConfig
+from training.costs.cost import LayerCost, Passes, count_layers
 from training.costs.micro_batch import MicroBatchShape
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
@@ -60,7 +60,7 @@ class LayerCounts:
             freeze=config.freeze,
             parallel=TensorParallel(size=config.tensor_parallel_size, splits_sequence=config.sequence_parallel),
             parts=self._parts,
-            splits_backward=splits_backward,
+            passes=Passes(splits_backward, fuses=config.compile or config.fused_kernels is FusedKernels.auto),
         )
 
     def _weigh_layers(self, method: Any) -> tuple[int, ...]:

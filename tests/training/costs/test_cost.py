@@ -74,16 +74,17 @@ def test_parameters_are_those_of_the_built_layers() -> None:
     ]
 
 
-def test_flops_are_those_that_torch_counts_but_for_the_causal_half() -> None:
+def test_flops_are_those_that_torch_counts_and_fused_attention_skips_the_causal_half() -> None:
     config = build_config(attention="eager")  # torch's counter does not know the CPU's fused kernel
     layer = build_layers(config)[1]
     with FlopCounterMode(display=False) as counter:
         build_real(layer, torch.float32)(real_inputs(torch.float32))
     full_attention = 2 * T * HEADS * 2 * HEAD
-    cost = count(config)[1]
-    assert counter.get_total_flops() == B * T * (2 * DECODER_MATRICES + full_attention)
-    assert cost.forward_flops == 2 * DECODER_MATRICES + full_attention * (T + 1) / (2 * T)
-    assert cost.attention_width == 2 * HEADS * HEAD
+    cost, fused = count(config)[1], count(build_config())[1]
+    assert counter.get_total_flops() == B * T * (2 * DECODER_MATRICES + full_attention) == B * T * cost.forward_flops
+    assert fused.attention_flops == full_attention * (T + 1) / (2 * T)
+    assert fused.forward_flops == 2 * DECODER_MATRICES + fused.attention_flops
+    assert cost.attention_width == fused.attention_width == 2 * HEADS * HEAD
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -1,0 +1,85 @@
+"""Bytes and kernels of a pass besides products, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from training.config.schema import Device
+from training.costs.hardware import GB, Machine
+from training.costs.kernels import ATTENTION_BACKWARD, ATTENTION_RATE, LAUNCH_SECONDS, STREAM_RATE, time_kernels
+from training.costs.traffic import Traffic, TrafficCounter
+
+N, D = 10, 8
+ELEMENTS = N * D
+GPU = Machine(
+    name="round", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1}, efficiency=1,
+    memory_bandwidth=100, intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=1, host_memory_bandwidth=1,
+    host_link_bandwidth=1, device_name="round",
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    """A product, an activation function and a residual, another product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)) + x)
+
+
+@pytest.mark.parametrize(
+    ("fuses", "moved", "kernels"),
+    [
+        (False, 2 + 3, 4),  # relu reads one and writes one, the sum reads two and writes one
+        (True, 2 + 1, 3),  # the first product's result and x are read, what the second takes is written
+    ],
+)
+def test_what_a_forward_pass_moves(fuses: bool, moved: int, kernels: int) -> None:
+    with torch.device("meta"):
+        block, x = Block(), torch.empty(N, D)
+    with TrafficCounter(fuses) as counter, torch.no_grad():
+        block(x)
+    assert counter.finish() == Traffic(4 * moved * ELEMENTS, kernels)
+
+
+def test_fused_kernels_make_again_what_they_did_not_write() -> None:
+    """Back through relu and the sum: the gradient of the sum and relu's result, in 16 bits, are read; both gradients
+    that flow on are one result each, of which the product takes one and the other is the pass's."""
+    with torch.device("meta"):
+        block, x = Block(), torch.empty(N, D, requires_grad=True)
+    with TrafficCounter(fuses=True) as counter:
+        result = block(x)
+        counter.finish()
+        result.backward(torch.empty_like(result))
+        back = counter.finish()
+    assert back.kernels == 4 + 2  # four products, relu's gradient, and the sum of x's two gradients
+    assert back.moved == (4 + 2 + 4 + 4 + 4 + 4) * ELEMENTS
+
+
+def test_views_and_allocations_move_nothing() -> None:
+    x = torch.empty(N, D, device="meta")
+    with TrafficCounter(fuses=False) as counter:
+        x.view(D, N).t().expand(3, N, D)
+        torch.empty_like(x)
+    assert counter.finish() == Traffic()
+
+
+def test_scores_are_moved_by_their_products_too() -> None:
+    queries = torch.empty(3, N, D, device="meta")
+    with TrafficCounter(fuses=False) as counter:
+        scores = torch.bmm(queries, queries.transpose(1, 2))
+        scores.softmax(-1)
+    assert counter.finish() == Traffic(4 * (3 * 2 * ELEMENTS + 3 * 3 * N * N), 2)
+
+
+def test_a_pass_is_bound_by_the_gpu_or_by_its_host() -> None:
+    moving = 1e9 / (100 * GB * STREAM_RATE)
+    busy = time_kernels(2.0, 1.0, Traffic(10**9, 5), GPU)
+    assert busy == pytest.approx(2.0 + 1.0 / ATTENTION_RATE + moving)
+    back = time_kernels(2.0, 1.0, Traffic(10**9, 5), GPU, is_backward=True)
+    assert back == pytest.approx(2.0 + ATTENTION_BACKWARD / ATTENTION_RATE + moving)
+    assert time_kernels(1e-6, 0.0, Traffic(0, 50), GPU) == 50 * LAUNCH_SECONDS
