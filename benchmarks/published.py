@@ -5,16 +5,19 @@
 Every row of `benchmarks/published_runs/` that this project can run is planned as `plan=true` plans it, in one process,
 on the file of `conf/hardware/` of its GPU. Measured over predicted tokens/s has a median, the constant; what is left is
 how far a run is from the plan times its constant. Prints both by source and GPU, with one constant each, and by GPU,
-with one constant for all sources; then memory, what was called too large, the worst rows, and what was not planned.
+with one constant for all sources; how often two layouts are in the measured order, by how far apart the plan has them;
+then memory, what was called too large, the worst rows, and what was not planned.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.published_parts.planned import Planned, plan_all
 from benchmarks.published_parts.rows import OUT_OF_MEMORY, RUNS, PublishedRun, read_runs
 
+APART = (0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)  # shares of tokens/s by which two plans differ
 FEWEST = 5  # runs that a rank correlation is given for
 # Half of the sources: a constant of the cost model may be fitted on these, and the others have to agree. None is so far
 HALF = ("aleph_alpha", "zero_bubble", "dgxc_24.11", "llm_foundry", "kempner", "dlperf_megatron")
@@ -45,6 +49,7 @@ def main() -> None:
     planned, refused = plan_all(runs)
     failed, refused_failures = plan_all(failures)
     print(render_speed(planned))
+    print(render_order(planned))
     print(render_memory(planned))
     print(render_failures(planned, failed))
     print(render_worst(planned, arguments.worst))
@@ -88,6 +93,34 @@ def _render_group(name: str, rows: Sequence[Planned], constant_of: Sequence[Plan
         f"| {name} | {len(rows)} | {staged} | {'-' if rank is None else f'{rank:.2f}'} | {constant:.2f} "
         f"| {statistics.median(left):.0%} | {find_quantile(left, 0.9):.0%} |"
     )
+
+
+def render_order(planned: Sequence[Planned]) -> str:
+    """Return how many pairs of layouts are in the measured order: of one model and batch on the same GPUs, by one
+    source, by how far their predicted tokens/s differ."""
+    alike: dict[tuple[object, ...], list[Planned]] = {}
+    for each in planned:
+        run = each.run
+        alike.setdefault((run.source, run.gpu, run.gpus, run.model, run.seq, run.global_batch), []).append(each)
+    pairs = [pair for rows in alike.values() for pair in combinations(rows, 2)]
+    lines = ["| two layouts of one run differ by, as predicted | pairs | in the measured order |", "|---|---|---|"]
+    for low, high in pairwise((*APART, math.inf)):
+        found = [_is_in_order(*pair) for pair in pairs if low <= _count_apart(*pair) < high]
+        if found:
+            words = f"{low:.0%} to {high:.0%}" if high < math.inf else f"more than {low:.0%}"
+            lines.append(f"| {words} | {len(found)} | {sum(found) / len(found):.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def _count_apart(first: Planned, second: Planned) -> float:
+    """By which share the slower plan is slower."""
+    speeds = first.tokens_per_s_per_gpu, second.tokens_per_s_per_gpu
+    return 1 - min(speeds) / max(speeds)
+
+
+def _is_in_order(first: Planned, second: Planned) -> bool:
+    measured = (first.run.tokens_per_s_per_gpu or 0) - (second.run.tokens_per_s_per_gpu or 0)
+    return measured * (first.tokens_per_s_per_gpu - second.tokens_per_s_per_gpu) > 0
 
 
 def render_memory(planned: Sequence[Planned]) -> str:

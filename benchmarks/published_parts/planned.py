@@ -9,11 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published_parts.frameworks import adjust_costs, count_memory
 from benchmarks.published_parts.rows import MODEL_TYPES, SCHEDULES, PublishedRun, find_obstacle
 from benchmarks.workload import compose_run
 from errors import UserError
 from models.adapters.options import AdapterName
 from models.weights.config_file import parse_config
+from training.config.incompatible import Run, check_together
 from training.config.schema import (
     AttnImplementation,
     ContextParallelMode,
@@ -34,7 +36,7 @@ _LEAD, _TAIL = {"gpt2": 2}, 2  # layers before the decoder's, 1 elsewhere (embed
 
 @dataclass(frozen=True)
 class Planned:
-    """A published run and its plan. memory_gib: the predicted peak, with gradients in the dtype that the row states."""
+    """A published run and its plan. memory_gib: the predicted peak, with what the row's system keeps."""
 
     run: PublishedRun
     plan: Plan
@@ -69,9 +71,10 @@ def plan_run(run: PublishedRun) -> Planned:
     model = _resolve_model(_describe_model(run), tuple(sorted(_shape_keys(run).items())))
     if run.split in ("decoder", "embedding_counts") and keys.schedule != "zero_bubble":  # here it folds the pipeline
         keys = replace(keys, partition_method=_split(run, len(model.layers)))
+    check_together(Run(keys))
     resolved = resolve_layout(model, keys, Target(run.gpus, True, is_planned=True))
-    plan = plan_resolved(resolved, machine)
-    return Planned(run, plan, _count_memory(run, plan) / GIB)
+    plan = plan_resolved(resolved, machine, adjust_costs(run, resolved.costs))
+    return Planned(run, plan, count_memory(run, plan))
 
 
 def _describe_machine(run: PublishedRun) -> Machine:
@@ -116,7 +119,6 @@ def _shape_keys(run: PublishedRun) -> dict[str, Any]:
         else AttnImplementation.eager,
         "fused_kernels": FusedKernels.none if run.kernels == "eager" else FusedKernels.auto,
         "task": run.task,
-        "zero_stage": run.zero,
     }
 
 
@@ -129,6 +131,7 @@ def _describe_keys(run: PublishedRun) -> RunConfig:
     return replace(
         _base(),
         **keys,
+        zero_stage=run.zero,
         adapter=adapter,
         world_size=run.gpus,
         num_stages=pp,
@@ -200,13 +203,6 @@ def _split(run: PublishedRun, num_layers: int) -> Any:
     sizes[0] += lead - extra // 2
     sizes[-1] += _TAIL - extra // 2
     return sizes
-
-
-def _count_memory(run: PublishedRun, plan: Plan) -> float:
-    """The peak of the fullest stage, its gradients in the dtype that they were summed in."""
-    stated = 4 if run.gradients == "fp32" else 2
-    memories = [stage.memory for stage in plan.stages]
-    return max(replace(memory, gradients=memory.gradients * stated // 4).peak for memory in memories)
 
 
 def plan_all(runs: Sequence[PublishedRun]) -> tuple[list[Planned], dict[str, list[PublishedRun]]]:

@@ -62,6 +62,7 @@ class PublishedRun:
     split: str
     attention: str
     kernels: str
+    loss: str
     assumed: str
     doubt: str
     tokens_per_s_per_gpu: float | None = None

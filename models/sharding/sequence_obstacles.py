@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.experts.grouped import is_stack
+from models.layers.alike import map_alike
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.layer import Layer
 from models.layers.recurrent import find_mixers
@@ -17,8 +18,8 @@ from models.layers.sharding_styles import list_blocks
 def check_sequence_parts(config: PretrainedConfig, layers: Sequence[Layer], multiple: int, max_seq_length: int) -> None:
     """Check that sequences can be split between blocks. Raises UserError for layers that need all tokens outside of a
     sharded block, and for a length that is not a `multiple`. layers: with styles."""
-    for layer in layers:
-        if (part := _find_whole(layer)) is not None:
+    for layer, part in zip(layers, map_alike(_find_whole, layers), strict=True):
+        if part is not None:
             name = (layer.hf_prefix + part).rstrip(".")
             raise UserError(
                 f"sequence_parallel: a '{config.model_type}' cannot keep parts of sequences between its blocks: "

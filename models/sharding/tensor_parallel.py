@@ -34,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from errors import UserError
 from models.architecture.lookup import get_tensor_parallel_plan
 from models.experts.grouped import is_stack, is_transposed_to_peft
+from models.layers.alike import map_alike
 from models.layers.decoder import Embedding, LMHead, PipelineDecoderLayer
 from models.layers.layer import Fused, Layer, Style, Styles, refuse_sharding
 from models.layers.sharding_styles import fit_plan, list_blocks
@@ -60,7 +61,8 @@ def shard_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -
         return list(layers)
     plan = get_tensor_parallel_plan(config)
     _check_heads(config, size)
-    return [replace(layer, styles=_choose_styles(config, layer, plan)) for layer in layers]
+    styles = map_alike(lambda layer: _choose_styles(config, layer, plan), layers)
+    return [replace(layer, styles=chosen) for layer, chosen in zip(layers, styles, strict=True)]
 
 
 def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styles:

@@ -269,7 +269,7 @@ class LoggerConfig:
 @dataclass
 class HardwareConfig:
     """The description of a machine for the plan. GiB, GB/s and FLOP/s; null is measured on the spot
-    (`hardware=here`)."""
+    (`hardware=here`), but a price."""
 
     name: str = MISSING
     device: Device = MISSING
@@ -284,6 +284,7 @@ class HardwareConfig:
     host_memory: float | None = positive()
     host_memory_bandwidth: float | None = positive()
     host_link_bandwidth: float | None = positive()
+    price_per_hour: float | None = positive()
     device_name: str = MISSING
 
 

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
 from models.experts.sizes import active_share, count_experts, list_matrices
+from models.layers.alike import list_alike
 from models.layers.layer import Layer
 from models.layers.recurrent import find_mixers
 from models.layers.sharding_styles import count_sums
@@ -118,37 +119,68 @@ def count_layers(
     parallel: TensorParallel = NO_TP,
     parts: ContextParallel = NO_CP,
     passes: Passes = PLAIN_PASSES,
+    kinds: Sequence[int] | None = None,
 ) -> list[LayerCost]:
-    """Return the cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of
-    what is trained are counted once and share the result.
+    """Return the cost of each layer. Layers of one kind are counted once and share the result.
 
     layers: as `shard_layers` makes them for `parallel.size`. batch: of whole sequences, of which each of the ranks in
-    `parts` has a part. adapter, freeze: as in training. parallel: of the first rank.
+    `parts` has a part. adapter, freeze: as in training. parallel: of the first rank. kinds: as `list_kinds` returns
+    them for the same layers; found here if None.
     """
-    known: dict[Any, LayerCost] = {}
-    costs = []
-    for index, layer in enumerate(layers):
-        module = layer.build_on_meta()
-        shard_module(module, layer.styles, parallel)
-        choose_trained(module, index, layer, adapter, freeze, parallel)
-        module.to(batch.dtype)  # the adapter too, as the engine does
+
+    def build(index: int) -> nn.Module:
+        return _build_trained(layers[index], index, adapter, freeze, parallel)
+
+    kinds = list_kinds(layers, config, adapter, freeze, parallel) if kinds is None else kinds
+    counted = {
+        index: _count_layer(
+            _BuiltLayer(
+                layers[index],
+                build(index).to(batch.dtype),  # the adapter too, as the engine does
+                config,
+                batch.split(parts.size),
+                parallel,
+                parts,
+                is_first=index == 0,
+                passes=passes,
+            )
+        )
+        for index in dict.fromkeys(kinds)
+    }
+    return [counted[kind] for kind in kinds]
+
+
+def list_kinds(
+    layers: Sequence[Layer],
+    config: PretrainedConfig,
+    adapter: Adapter | None = None,
+    freeze: Sequence[str] = (),
+    parallel: TensorParallel = NO_TP,
+) -> list[int]:
+    """Return for each layer the index of the first one of its kind: of one class, one set of shapes, one kind of
+    attention and one choice of what is trained. Arguments: as of `count_layers`."""
+    first: dict[Any, int] = {}
+    kinds: list[int] = []
+    # what is trained may depend on a layer's number and name
+    alike = list_alike(layers) if adapter is None and not freeze else range(len(layers))
+    for index, (layer, start) in enumerate(zip(layers, alike, strict=True)):
+        if start < index:
+            kinds.append(kinds[start])
+            continue
+        module = _build_trained(layer, index, adapter, freeze, parallel)
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), shapes)
-        if kind not in known:
-            known[kind] = _count_layer(
-                _BuiltLayer(
-                    layer,
-                    module,
-                    config,
-                    batch.split(parts.size),
-                    parallel,
-                    parts,
-                    is_first=index == 0,
-                    passes=passes,
-                )
-            )
-        costs.append(known[kind])
-    return costs
+        kinds.append(first.setdefault(kind, index))
+    return kinds
+
+
+def _build_trained(
+    layer: Layer, index: int, adapter: Adapter | None, freeze: Sequence[str], parallel: TensorParallel
+) -> nn.Module:
+    module = layer.build_on_meta()
+    shard_module(module, layer.styles, parallel)
+    choose_trained(module, index, layer, adapter, freeze, parallel)
+    return module
 
 
 @dataclass(frozen=True)

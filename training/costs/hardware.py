@@ -16,12 +16,13 @@ from training.config.schema import Device, HardwareConfig, Precision
 
 GIB = 2**30
 GB = 10**9
+UNMEASURED = ("price_per_hour",)  # null for not known
 _MATRIX, _ROUNDS = 1024, 5
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A `HardwareConfig` without a null; the units are its own."""
+    """A `HardwareConfig` without a null, but that its price may not be known; the units are its own."""
 
     name: str
     device: Device
@@ -37,6 +38,7 @@ class Machine:
     host_memory_bandwidth: float
     host_link_bandwidth: float
     device_name: str
+    price_per_hour: float | None = None
 
     @property
     def usable_bytes(self) -> float:
@@ -50,7 +52,7 @@ def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size
     Raises UserError where no peak is known for the precision.
     """
     stated = list_stated(hardware)
-    measured = _measure(precision, world_size) if len(stated) < len(vars(hardware)) else {}
+    measured = _measure(precision, world_size) if len({*stated, *UNMEASURED}) < len(vars(hardware)) else {}
     machine = Machine(**{**measured, **{name: getattr(hardware, name) for name in stated}})
     if precision.value not in machine.peak_flops:
         raise UserError(

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.experts.sizes import active_share, list_matrices
+from models.layers.alike import map_alike
 from models.layers.layer import Layer
 from training.pipeline.schedule import Schedule
 
@@ -33,9 +34,9 @@ def weigh_layers(layers: Sequence[Layer], method: Any) -> list[int]:
     if isinstance(method, list | tuple) or method == "uniform":
         return [1] * len(layers)
     if method == "balanced":
-        return [compute_work(layer) for layer in layers]
+        return map_alike(compute_work, layers)
     if method == "parameters":
-        return [_num_parameters(layer) if layer.owns_weights else 0 for layer in layers]
+        return map_alike(lambda layer: _num_parameters(layer) if layer.owns_weights else 0, layers)
     if isinstance(method, str) and method.startswith("type:"):
         return _matching_types(layers, method.removeprefix("type:"))
     raise UserError(f"partition_method={method} is unknown; one of {METHODS}")

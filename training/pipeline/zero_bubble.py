@@ -15,6 +15,7 @@ P stages, M micro-batches.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +37,7 @@ EVEN = PassTimes(1.0, 1.0, 1.0)
 CHUNKS = 2  # of a rank
 _GAPS = (0.0, 0.25, 0.5, 0.75, 1.0)  # a wait as long as this share of a weight pass is filled with one
 _PREFERENCES = (0.0, 0.25, 0.5)  # a backward pass is taken if it starts so much later, in forward passes
+_ROUNDING = 1 + 1e-9  # of sums of the same seconds in another order
 _RESERVES = (1, 2)  # chunks of memory that a rank's first chunk leaves for its second
 
 
@@ -95,7 +97,9 @@ class ZeroBubble(Schedule):
     def list_forward(self, stage_id: int) -> list[Unit]:
         times = self.pass_times or (EVEN,) * (self.last_chunk + 1)
         rules = _Rules(self.num_stages, self.num_micro_batches, times, None, forward_only=True)
-        return list(_arrange(rules).units[stage_id])
+        order = _arrange(rules)
+        assert order is not None
+        return list(order.units[stage_id])
 
     @property
     def _order(self) -> Order:
@@ -132,7 +136,13 @@ def find_order(num_stages: int, num_micro_batches: int, times: tuple[PassTimes, 
         for gap, preference, reserve in itertools.product(_GAPS, _PREFERENCES, _RESERVES)
         if reserve < limit * CHUNKS
     )
-    return min(map(_arrange, tried), key=lambda order: order.seconds)
+    best: Order | None = None
+    for rules in tried:
+        order = _arrange(rules, math.inf if best is None else best.seconds)
+        if order is not None and (best is None or order.seconds < best.seconds):
+            best = order
+    assert best is not None
+    return best
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,9 @@ class _Rules:
     forward_only: bool = False
 
 
-def _arrange(rules: _Rules) -> Order:
-    return _Step(rules).run()
+def _arrange(rules: _Rules, most: float = math.inf) -> Order | None:
+    """None where the step would end after `most` seconds."""
+    return _Step(rules).run(most)
 
 
 class _Step:
@@ -164,8 +175,13 @@ class _Step:
         self._stops: dict[Unit, float] = {}
         self._free, self._held = [0.0] * rules.num_stages, [0] * rules.num_stages
         self._units: list[list[Unit]] = [[] for _ in range(rules.num_stages)]
+        self._left = [
+            rules.num_micro_batches * sum(sum(rules.times[chunk]) for chunk in (stage, self._last - stage))
+            for stage in range(rules.num_stages)
+        ]  # seconds of the passes that each rank has yet to run
 
-    def run(self) -> Order:
+    def run(self, most: float) -> Order | None:
+        """Return the order; None as soon as a rank cannot end within `most` seconds, as it has waited too long."""
         rules = self._rules
         kinds = 1 if rules.forward_only else 3
         choices: dict[int, tuple[float, Unit] | None] = {}
@@ -176,12 +192,15 @@ class _Step:
                 (choice[0], stage, choice[1]) for stage, choice in choices.items() if choice is not None
             )
             changed = self._take(stage, unit, start)
+            if self._free[stage] + self._left[stage] > most * _ROUNDING:
+                return None
         return Order(tuple(map(tuple, self._units)), max(self._free))
 
     def _take(self, stage: int, unit: Unit, start: float) -> set[int]:
         """Runs a pass; returns the ranks that may choose anew."""
         stop = start + self._seconds(unit)
         self._free[stage] = self._stops[unit] = stop
+        self._left[stage] -= self._seconds(unit)
         self._done[unit.kind][unit.chunk] += 1
         self._units[stage].append(unit)
         if unit.kind is UnitKind.weight_backward:

@@ -25,6 +25,11 @@ def render_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
+def render_cost(cost: float) -> str:
+    """Return a sum of money: 1,234 or 12.34."""
+    return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
+
+
 def render_count(count: float) -> str:
     """Return a count with the suffix K, M, B or T: 7.62B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):

@@ -135,6 +135,10 @@ class Plan:
     def tokens_per_second(self) -> float:
         return self.tokens_per_step / self.step_seconds
 
+    def compute_cost(self, num_tokens: float, price_per_hour: float) -> float:
+        """Return the price of training on so many tokens, in the unit of `price_per_hour`, which is that of a GPU."""
+        return num_tokens / self.tokens_per_second / 3600 * self.layout.world_size * price_per_hour
+
     @property
     def mfu(self) -> float:
         return self.model_flops * self.tokens_per_second / self.peak_flops

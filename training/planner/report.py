@@ -11,7 +11,7 @@ from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.costs.hardware import GIB, Machine
 from training.objectives.registry import get_objective
 from training.planner.disk import render_disk
-from training.planner.formatting import render_count, render_rows, render_seconds
+from training.planner.formatting import render_cost, render_count, render_rows, render_seconds
 from training.planner.plan import Plan, StagePlan
 from training.planner.remedies import Remedy, describe_remedies
 
@@ -45,7 +45,7 @@ def render_plan(
             *render_table(plan, width),
             "",
             *render_step(plan, hardware),
-            *render_run(plan, total_steps),
+            *render_run(plan, total_steps, hardware.price_per_hour),
             f"on disk: {render_disk(plan.checkpoint, config)}",
             "",
             *render_verdict(plan, config, remedies),
@@ -164,15 +164,28 @@ def _share_of_sums(plan: Plan) -> float:
     return plan.layout.gradient_accumulation_steps * max(stage.sum_seconds for stage in plan.stages) / plan.step_seconds
 
 
-def render_run(plan: Plan, total_steps: int | None) -> list[str]:
-    """Return a line on the whole run: steps, tokens and time; says so where `total_steps` is not known."""
+def render_run(plan: Plan, total_steps: int | None, price_per_hour: float | None = None) -> list[str]:
+    """Return a line on the whole run: steps, tokens, time, and its price where that of a GPU is known; says so where
+    `total_steps` is not known."""
     if total_steps is None:
-        return ["whole run: not known; give max_steps, or a train_file of JSON lines"]
+        of_tokens = [] if price_per_hour is None else [f"1B tokens cost {_render_price(plan, 1e9, price_per_hour)}"]
+        return ["; ".join(["whole run: not known; give max_steps, or a train_file of JSON lines", *of_tokens])]
     tokens = total_steps * plan.tokens_per_step
+    cost = [] if price_per_hour is None else [_render_price(plan, tokens, price_per_hour)]
     return [
-        f"whole run: {total_steps:,} steps, at most {render_count(tokens)} tokens, "
-        f"{render_seconds(total_steps * plan.step_seconds)}"
+        ", ".join(
+            [
+                f"whole run: {total_steps:,} steps, at most {render_count(tokens)} tokens, "
+                f"{render_seconds(total_steps * plan.step_seconds)}",
+                *cost,
+            ]
+        )
     ]
+
+
+def _render_price(plan: Plan, num_tokens: float, price_per_hour: float) -> str:
+    cost = render_cost(plan.compute_cost(num_tokens, price_per_hour))
+    return f"{cost} at {price_per_hour:g} per GPU and hour"
 
 
 def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = ()) -> list[str]:

@@ -17,7 +17,7 @@ from training.costs.hardware import GB, GIB, Machine
 from training.costs.time import compute_sending_seconds
 from training.distributed.topology import Layout, Topology
 from training.planner.plan import Plan, compute_host_bytes, compute_model_flops, compute_plan
-from training.planner.report import render_table
+from training.planner.report import render_run, render_table
 
 HARDWARE = Machine(
     name="round", device=Device.cpu, cards_per_node=4, memory=10, usable_memory=0.5,
@@ -222,6 +222,15 @@ def test_the_optimizer_is_bound_by_memory() -> None:
 def test_host_memory_is_that_of_the_fullest_node() -> None:
     assert compute_host_bytes([10, 1, 1, 1], Layout(Topology.of(8, pipe=4), B, 8), 4) == 2 * 10 + 2 * 1
     assert compute_host_bytes([10, 1], Layout(Topology.of(2, pipe=2), B, 8), 4) == 11
+
+
+def test_a_run_costs_what_its_gpus_cost_while_it_takes() -> None:
+    found = plan(Layout(Topology.of(4, pipe=2), 1, 4), [layer() for _ in range(4)])
+    hours = 100 * found.step_seconds / 3600
+    assert found.compute_cost(100 * found.tokens_per_step, 2.5) == pytest.approx(4 * 2.5 * hours)
+    assert render_run(found, 100, 2.5)[0].endswith(" at 2.5 per GPU and hour")
+    assert "1B tokens cost " in render_run(found, None, 2.5)[0]
+    assert not any("per GPU and hour" in render_run(found, steps)[0] for steps in (100, None))
 
 
 def test_it_fits_or_not_by_how_much() -> None:

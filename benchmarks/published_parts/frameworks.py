@@ -1,0 +1,72 @@
+"""What other systems keep on a GPU where this project keeps more or less, by what a row declares: its kernels, its loss
+and the dtype of its gradients.
+
+B T tokens of a micro-batch, D hidden, V vocabulary, H heads, t ranks of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.published_parts.rows import PublishedRun
+from training.costs.cost import LayerCost
+from training.costs.hardware import GIB
+from training.costs.memory import Memory
+from training.planner.plan import Plan
+
+# Bytes of a logit at the peak of the loss. plain, gathered: `torch.nn.functional.cross_entropy` of logits in fp32, at
+# the backward pass: the logits in 16 bits, their log-softmax, and the gradients of `nll_loss` and `log_softmax`.
+# vocabulary_parallel: Megatron's, which makes the gradient in the memory of the softmax: the logits in 16 bits and
+# fp32, and the softmax
+LOGIT_BYTES = {"plain": 14, "gathered": 14, "vocabulary_parallel": 10}
+# gathered: each rank has the logits of the whole vocabulary, and next to them, in 16 bits, what it has received and
+# what it has sent (github.com/Aleph-Alpha/scaling, nn/linear/column_parallel_linear.py with parallel_output=False)
+RECEIVED, SENT = 2, 2
+# Bytes of an element of hidden states that the two norms of a Llama layer keep: those of `transformers`, which are
+# counted here, work in fp32; others in 16 bits (keeping what goes in, what is scaled, and the result) or in one kernel
+NORMS_HERE, NORMS = 16, {"eager": 12, "fused_norm": 8, "fused": 8}
+# Bytes of an attention score: softmax in fp32 and its result in 16 bits, or that alone
+SCORES_HERE, FUSED_SCORES = {"llama": 6}, 2
+
+
+def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost]) -> list[LayerCost]:
+    """Return the costs of a row's layers with the activations that its system keeps."""
+    assert run.micro_batch is not None and run.hidden is not None and run.heads is not None and run.tp is not None
+    tokens = run.micro_batch * run.seq // run.cp
+    excess = 0.0
+    if run.family == "llama":
+        parts = run.tp if run.sequence_parallel else 1
+        excess += (NORMS_HERE - NORMS.get(run.kernels, NORMS_HERE)) * run.hidden / parts
+    if run.attention == "fused_softmax":
+        excess += (SCORES_HERE.get(run.family, FUSED_SCORES) - FUSED_SCORES) * run.heads * run.seq / run.tp
+    adjusted = {
+        id(cost): replace(cost, saved_bytes=cost.saved_bytes - round(excess * tokens)) if cost.attention_width else cost
+        for cost in costs
+    }
+    return [adjusted[id(cost)] for cost in costs]
+
+
+def count_memory(run: PublishedRun, plan: Plan) -> float:
+    """Return the GiB of the fullest stage with the row's dtype of gradients and its loss."""
+    last = max(chunk.last_layer for stage in plan.stages for chunk in stage.chunks)
+    memories = [
+        _adjust_memory(run, stage.memory, has_loss=stage.chunks[-1].last_layer == last) for stage in plan.stages
+    ]
+    return max(memory.peak for memory in memories) / GIB
+
+
+def _adjust_memory(run: PublishedRun, memory: Memory, has_loss: bool) -> Memory:
+    stated = 4 if run.gradients == "fp32" else 2
+    memory = replace(memory, gradients=memory.gradients * stated // 4)
+    return replace(memory, loss=count_loss_bytes(run)) if has_loss and run.loss else memory
+
+
+def count_loss_bytes(run: PublishedRun) -> int:
+    """Return the bytes of a row's loss, which makes all logits at once."""
+    assert run.micro_batch is not None and run.vocab is not None and run.tp is not None
+    num_logits = run.micro_batch * run.seq // run.cp * run.vocab
+    if run.loss != "gathered":
+        return LOGIT_BYTES[run.loss] * num_logits // run.tp
+    exchanged = RECEIVED + SENT / run.tp if run.tp > 1 else 0
+    return round((LOGIT_BYTES[run.loss] + exchanged) * num_logits)
