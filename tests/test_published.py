@@ -1,4 +1,4 @@
-"""What the benchmark of published runs adds to a plan, by hand."""
+"""The benchmark of published runs adds to a plan what each row declares: counted by hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What other systems keep on a GPU where this project keeps more or less, by what a row declares: its kernels, its loss
-and the dtype of its gradients.
+"""The memory that other systems take where this project takes more or less, by what a row declares: its kernels, its
+loss and the dtype of its gradients.
 
 B T tokens of a micro-batch, D hidden, V vocabulary, H heads, t ranks of tensor parallelism.
 """

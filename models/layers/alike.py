@@ -20,9 +20,8 @@ class _Number:
     def __init__(self, value: int) -> None:
         self.value, self.is_used = value, False
 
-    @property  # type: ignore[misc]  # what isinstance() asks for
+    @property  # type: ignore[misc]  # what isinstance() asks for, and answers alike for all ints
     def __class__(self) -> type:
-        self.is_used = True
         return int
 
     def __getattr__(self, name: str) -> Any:

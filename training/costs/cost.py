@@ -119,19 +119,17 @@ def count_layers(
     parallel: TensorParallel = NO_TP,
     parts: ContextParallel = NO_CP,
     passes: Passes = PLAIN_PASSES,
-    kinds: Sequence[int] | None = None,
 ) -> list[LayerCost]:
     """Return the cost of each layer. Layers of one kind are counted once and share the result.
 
     layers: as `shard_layers` makes them for `parallel.size`. batch: of whole sequences, of which each of the ranks in
-    `parts` has a part. adapter, freeze: as in training. parallel: of the first rank. kinds: as `list_kinds` returns
-    them for the same layers; found here if None.
+    `parts` has a part. adapter, freeze: as in training. parallel: of the first rank.
     """
 
     def build(index: int) -> nn.Module:
         return _build_trained(layers[index], index, adapter, freeze, parallel)
 
-    kinds = list_kinds(layers, config, adapter, freeze, parallel) if kinds is None else kinds
+    kinds = _list_kinds(layers, config, adapter, freeze, parallel)
     counted = {
         index: _count_layer(
             _BuiltLayer(
@@ -150,12 +148,12 @@ def count_layers(
     return [counted[kind] for kind in kinds]
 
 
-def list_kinds(
+def _list_kinds(
     layers: Sequence[Layer],
     config: PretrainedConfig,
-    adapter: Adapter | None = None,
-    freeze: Sequence[str] = (),
-    parallel: TensorParallel = NO_TP,
+    adapter: Adapter | None,
+    freeze: Sequence[str],
+    parallel: TensorParallel,
 ) -> list[int]:
     """Return for each layer the index of the first one of its kind: of one class, one set of shapes, one kind of
     attention and one choice of what is trained. Arguments: as of `count_layers`."""

@@ -1,4 +1,4 @@
-"""What the passes of a layer cost besides matrix products: bytes moved through the GPU's memory, and kernels launched.
+"""The cost of a layer's passes besides matrix products: bytes moved through the GPU's memory, and kernels launched.
 
 Counted on the meta device, operator by operator, as the real passes run. A product is bound by its FLOPs; all else
 (norms, rotary positions, activation functions, residuals, the scores of eager attention) reads its arguments from
@@ -102,5 +102,5 @@ def _list_tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _count_bytes(tensor: torch.Tensor) -> int:
-    """What is expanded is in memory once."""
+    """Returns the bytes that a tensor takes in memory; what is expanded is there once."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

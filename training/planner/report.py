@@ -168,8 +168,8 @@ def render_run(plan: Plan, total_steps: int | None, price_per_hour: float | None
     """Return a line on the whole run: steps, tokens, time, and its price where that of a GPU is known; says so where
     `total_steps` is not known."""
     if total_steps is None:
-        of_tokens = [] if price_per_hour is None else [f"1B tokens cost {_render_price(plan, 1e9, price_per_hour)}"]
-        return ["; ".join(["whole run: not known; give max_steps, or a train_file of JSON lines", *of_tokens])]
+        billion = [] if price_per_hour is None else [f"1B tokens cost {_render_price(plan, 1e9, price_per_hour)}"]
+        return ["; ".join(["whole run: not known; give max_steps, or a train_file of JSON lines", *billion])]
     tokens = total_steps * plan.tokens_per_step
     cost = [] if price_per_hour is None else [_render_price(plan, tokens, price_per_hour)]
     return [

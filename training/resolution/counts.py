@@ -13,7 +13,7 @@ from models.layers.layer import Layer
 from models.parallel.shard import ContextParallel, TensorParallel
 from training.config.precision import DTYPES
 from training.config.schema import FusedKernels, RunConfig
-from training.costs.cost import LayerCost, Passes, count_layers, list_kinds
+from training.costs.cost import LayerCost, Passes, count_layers
 from training.costs.micro_batch import MicroBatchShape
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
@@ -45,15 +45,6 @@ class LayerCounts:
     def _counted(self) -> Sequence[Layer]:
         return self._rebuild()
 
-    @cached_property
-    def _parallel(self) -> TensorParallel:
-        return TensorParallel(size=self._config.tensor_parallel_size, splits_sequence=self._config.sequence_parallel)
-
-    @cached_property
-    def _kinds(self) -> Sequence[int]:
-        """To find them builds every layer, which takes longer than to count a few; the micro-batch changes nothing."""
-        return list_kinds(self._counted, self._architecture, self._adapter, self._config.freeze, self._parallel)
-
     def count_costs(self, layout: Layout, seq_length: int) -> Sequence[LayerCost]:
         """Return the cost of each layer for one micro-batch of the layout, its rows `seq_length` tokens long."""
         rows = layout.micro_batch_size * get_objective(self._config).rows_per_sample
@@ -67,9 +58,8 @@ class LayerCounts:
             MicroBatchShape(rows, seq_length, DTYPES[config.precision]),
             adapter=self._adapter,
             freeze=config.freeze,
-            parallel=self._parallel,
+            parallel=TensorParallel(size=config.tensor_parallel_size, splits_sequence=config.sequence_parallel),
             parts=self._parts,
-            kinds=self._kinds,
             passes=Passes(splits_backward, fuses=config.compile or config.fused_kernels is FusedKernels.auto),
         )
 
