@@ -61,7 +61,7 @@ class Layer:
     forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
     pieces: for tensors that Hugging Face stores in several, or under another name.
     styles: the parts that tensor parallelism shards, by their names in the module ("" is the module itself); empty
-    without it.
+    without it. experts: those of a stack that are read, where each has tensors of its own on disk; None for all.
     """
 
     hf_prefix: str
@@ -71,6 +71,7 @@ class Layer:
     forward_fn: Callable[[nn.Module, Any], Any] | None = None
     pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
     styles: Styles = field(default_factory=dict)
+    experts: range | None = None
 
     @property
     def owns_weights(self) -> bool:
@@ -98,6 +99,11 @@ class Layer:
         """Return the Hugging Face tensors, named in full, that make up the module's tensor `name`; usually a single
         one."""
         return list(self.pieces.get(name, (Piece(self.hf_prefix + name),)))
+
+    def reads(self, piece: Piece) -> bool:
+        """Return whether a piece is read: not one of an expert that another rank has."""
+        expert = piece.index[0] if piece.index else None
+        return self.experts is None or not isinstance(expert, int) or expert in self.experts
 
 
 def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:

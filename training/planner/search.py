@@ -188,8 +188,11 @@ class _Search:
         given = {axis: size for axis, size in read_sizes(self._config).items() if axis != PIPE}
         given[CONTEXT] = sharing.size
         replica = self._world_size // math.prod(given.values())
+        experts = self._config.expert_parallel_size
         for num_stages, micro_batch_size in _list_layouts(replica, self._num_layers, total):
-            topology = Topology.of(self._world_size, **given, **{PIPE: num_stages})
+            if replica // num_stages * sharing.size % experts:
+                continue
+            topology = Topology.of(self._world_size, experts=experts, **given, **{PIPE: num_stages})
             layout = Layout(topology, micro_batch_size, total // (micro_batch_size * topology.size(DATA)))
             yield from _list_schedules(layout, self._config, self._num_layers)
 
