@@ -27,9 +27,9 @@ from training.config.incompatible import INCOMPATIBLE, list_conflicts
 BATCH = ("micro_batch_size=2", "global_batch_size=8")
 DENSE, EXPERTS = "llama", "deepseek_v3"
 PLAINEST = {next(iter(values)) for values in AXES.values()} | AXES["layout"].keys()
-WHOLE = {"ep2": "dp2", "ep2xpp2": "pp2xdp2"}  # the same ranks, for a model without experts
+UNDIVIDED = {"ep2": "dp2", "ep2xpp2": "pp2xdp2"}  # the same ranks, for a model without experts
 LONG = SLOW | {
-    ("layout", name) for name, ranks in RANKS.items() if ranks > 2 or name in WHOLE
+    ("layout", name) for name, ranks in RANKS.items() if ranks > 2 or name in UNDIVIDED
 }  # left to the long suite
 
 
@@ -117,8 +117,8 @@ def within(family: str, row: Row) -> Row:
     config = AutoConfig.for_model(family)
     if row["layout"] == "cp2" and find_sequence_obstacle(config):
         row = row | {"layout": "dp2"}
-    if row["layout"] in WHOLE and count_experts(config) == (1, 1):
-        row = row | {"layout": WHOLE[row["layout"]]}
+    if row["layout"] in UNDIVIDED and count_experts(config) == (1, 1):
+        row = row | {"layout": UNDIVIDED[row["layout"]]}
     try:
         choose_attention(config, row["attention"])
     except UserError:

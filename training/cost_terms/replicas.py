@@ -36,7 +36,7 @@ def _count_sent(stage: Stage) -> Sent:
     divided = count_distinct("num_divided", stage.layers)
     reduced = _count_rounds(run) * run.reduce_bytes + run.weight_bytes
     # Of experts that ranks divide, fewer ranks have the same ones.
-    of_experts = _cross(num_shards // run.layout.topology.num_expert_shares, reduced * divided)
+    expert_bytes = _cross(num_shards // run.layout.topology.num_expert_shares, reduced * divided)
     num_trainable = stage.num_trainable - divided
     gradients, weights = run.reduce_bytes * num_trainable, run.weight_bytes * num_trainable
     within = DATA if num_shards == num_replicas else SHARDS
@@ -44,7 +44,7 @@ def _count_sent(stage: Stage) -> Sent:
         weights = 2 * run.layout.gradient_accumulation_steps * run.weight_bytes * stage.num_parameters
     between = _cross(num_replicas // num_shards, 2 * gradients / num_shards)  # groups, once a step
     everywhere = _cross(num_shards, _count_rounds(run) * gradients + weights)
-    return Sent({within: everywhere + of_experts, SAME_SHARD: between})
+    return Sent({within: everywhere + expert_bytes, SAME_SHARD: between})
 
 
 def _cross(size: int, nbytes: float) -> float:

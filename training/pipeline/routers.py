@@ -120,11 +120,11 @@ class StageRouters:
             return {}
         aux, z, num_layers = sums.tolist()
         num_layers /= self._topology.size(*self._topology.weight_replica_axes)
-        most, least, most_of_rank = extremes.tolist()
+        most, least, most_loaded_rank = extremes.tolist()
         losses = {AUX_LOSS: aux / num_layers / num_documents} if self._options.aux_loss_coef else {}
         losses |= {Z_LOSS: z / num_layers / num_tokens} if self._options.z_loss_coef else {}
-        of_ranks = {MOST_LOADED_RANK: most_of_rank} if self._topology.num_expert_shares > 1 else {}
-        return {**losses, MOST_LOADED: most, LEAST_LOADED: -least, **of_ranks}
+        rank_load = {MOST_LOADED_RANK: most_loaded_rank} if self._topology.num_expert_shares > 1 else {}
+        return {**losses, MOST_LOADED: most, LEAST_LOADED: -least, **rank_load}
 
     def _find_extremes(self) -> torch.Tensor:
         """float64 [3], of the experts of all stages: the highest load, and the lowest times -1; the highest of a rank's
@@ -133,8 +133,8 @@ class StageRouters:
         extremes = counts.new_full((3,), -torch.inf)
         if self._blocks:
             loads = counts / counts.mean(dim=1, keepdim=True)  # 1 is an even share
-            of_ranks = loads.unflatten(1, (self._topology.num_expert_shares, -1)).mean(dim=2)
-            extremes = torch.stack([loads.max(), -loads.min(), of_ranks.max()])
+            rank_loads = loads.unflatten(1, (self._topology.num_expert_shares, -1)).mean(dim=2)
+            extremes = torch.stack([loads.max(), -loads.min(), rank_loads.max()])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         return extremes
 

@@ -36,7 +36,7 @@ def build_stage(*keys: str) -> Stage:
 
 @pytest.mark.parametrize(("mode", "repeats"), [("grouped", 1), ("selective", 0)])
 def test_rows_go_there_and_back_in_each_pass(mode: str, repeats: int) -> None:
-    """Of two layers, the second is the head, which is not recomputed."""
+    """The second layer is the head, which is not recomputed."""
     cost = compute_exchanges(build_stage(f"activation_checkpoint_mode={mode}").chunks[0])
     one_layer = 2 * 2 * HIDDEN * (SHARES - 1) / SHARES
     assert cost.forward_sent[EXPERTS] == 2 * one_layer
