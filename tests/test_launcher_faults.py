@@ -250,7 +250,8 @@ def test_a_full_disk_is_survived(train, expected, tmp_path: Path) -> None:
                             os.posix_fallocate(stream.fileno(), 0, free - rng.randrange(2**18))
                             break
 
-            ended = train(out, *(["resume=latest"] if attempt else []), while_running=fill)
+            overrides = ["resume=latest"] if attempt else []
+            ended = train(out, f"num_workers={2 * (attempt % 2)}", *overrides, while_running=fill)
             assert ended.code != 0 and any("ake room" in line for line in ended.errors()), ended.output
             filler.unlink()
             assert (step := check_whole(out)) >= seen - 2

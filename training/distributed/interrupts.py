@@ -81,7 +81,8 @@ class SignalListener:
         else:
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
-        self._writer.close()  # ends the thread
+        self._writer.shutdown(socket.SHUT_WR)  # ends the thread, also where data workers have inherited this end
+        self._writer.close()
         self._thread.join()
 
     def keep_until_exit(self) -> None:

@@ -290,3 +290,25 @@ def test_listeners_within_each_other(tmp_path: Path, closed: str, then: str, cod
     found = [line for line in ended.stdout.splitlines() if "stopped by" not in line]
     assert (ended.returncode, found) == (code, lines), ended.stderr
     assert ("stopped by SIGINT outside of training steps" in ended.stdout + ended.stderr) == (code == 130)
+
+
+FORKED = """
+import multiprocessing, sys, time
+sys.path.insert(0, {root!r})
+from training.distributed.interrupts import SignalListener
+listener = SignalListener(print)
+listener.start()
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+worker.start()
+listener.close()
+print("closed", worker.is_alive(), flush=True)
+worker.kill()
+"""
+
+
+def test_a_listener_ends_beside_processes_that_were_forked_since(tmp_path: Path) -> None:
+    """As data workers are: a run that ends with an error still has them."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKED.format(root=str(ROOT))], cwd=tmp_path, capture_output=True, text=True, timeout=50
+    )
+    assert ended.stdout == "closed True\n", ended.stderr
