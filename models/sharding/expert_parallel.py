@@ -61,15 +61,13 @@ def divide_experts(module: nn.Module, parallel: ExpertParallel) -> None:
             setattr(experts, name, nn.Parameter(spec.take(getattr(experts, name).detach(), parallel)))
 
 
-def find_own_experts(module: nn.Module, parallel: ExpertParallel) -> range | None:
-    """Return the experts of a layer that this rank has; None for all of them."""
-    if parallel.size == 1:
-        return None
-    counts = {experts.num_experts for experts in list_stacks(module)}
-    if len(counts) != 1:
-        return None
-    num_own = counts.pop() // parallel.size
-    return range(parallel.rank * num_own, (parallel.rank + 1) * num_own)
+def find_own_experts(module: nn.Module, parallel: ExpertParallel) -> dict[str, range]:
+    """Return the experts that this rank has of each stack of a layer, by the stack's name; empty where it has all."""
+    return {
+        name: range(*spec.intervals(parallel.rank, parallel.size)[0])
+        for name, spec in list_expert_specs(module).items()
+        if spec.dim == 0 and len(spec.sizes) == 1
+    }
 
 
 def divide_adapter(adapted: Any) -> None:

@@ -164,7 +164,7 @@ class HuggingFaceFolder:
                 return tensor
             return tensor.mT.contiguous() if self.wrapper.may_be_transposed(pieces[0].hf_name) else tensor
         tensor = torch.empty(0)
-        pieces = [piece for piece in pieces if layer.reads(piece)]
+        pieces = [piece for piece in pieces if layer.reads(name, piece)]
         for piece in pieces:
             part = read(piece.hf_name)
             if piece is pieces[0]:
