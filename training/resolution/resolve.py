@@ -76,9 +76,9 @@ class ResolvedModel:
     callbacks: Sequence[tuple[str, Any]]
     counts: LayerCounts
 
-    def share_sequences(self, config: RunConfig) -> ResolvedModel:
-        """Return the model of a plan with its sequences over as many ranks as `config` says, all other keys alike.
-        Raises UserError where they cannot be shared."""
+    def share(self, config: RunConfig) -> ResolvedModel:
+        """Return the model of a plan with its sequences and experts over as many ranks as `config` says, all other keys
+        alike. Raises UserError where sequences cannot be shared."""
         parts = check_run_sequences(config, self.architecture, self.layers)
         counts = LayerCounts(config, self.architecture, self.layers, self.adapter, parts, lambda: self.layers)
         return replace(self, config=config, parts=parts, counts=counts)
