@@ -100,10 +100,20 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case, model: torch.nn.M
                 ("ep2xdp2", ("offload_optimizer=cpu",)),
             )
         ),
-        pytest.param("gpt_oss", "ep2xdp2", EVERY_SECOND, marks=full),
-        pytest.param("gpt_oss", "ep2xtp2", (), marks=full),
-        pytest.param("llama4_text", "ep4", SELECTIVE, marks=full),
-        pytest.param("llama4_text", "ep2xtp2", (), marks=full),
+        *(
+            pytest.param("gpt_oss", layout, overrides, marks=full)
+            for layout, overrides in (
+                ("ep4", ()),
+                ("ep2xdp2", EVERY_SECOND),
+                ("ep2xcp2", ()),
+                ("ep2xtp2", ()),
+                ("ep2xpp2", ("schedule=zero_bubble", CHECKPOINTED, "zero_stage=2")),
+            )
+        ),
+        *(
+            pytest.param("llama4_text", layout, overrides, marks=full)
+            for layout, overrides in (("ep4", SELECTIVE), ("ep2xdp2", ()), ("ep2xtp2", ()))
+        ),
     ],
 )
 def test_five_sgd_steps_equal_hugging_face(
@@ -119,10 +129,19 @@ def test_gradients_of_every_mixture_equal_hugging_face(workers, material, family
 
 
 @full
-@pytest.mark.parametrize("frozen", ["experts[.]", "(self_attn|mlp[.]gate[.])", "embed_tokens|layers[.][01][.]"])
-def test_frozen_weights(workers, material, frozen: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout", "frozen"),
+    [
+        ("qwen3_moe", "ep2xdp2", "experts[.]"),
+        ("qwen3_moe", "ep2xdp2", "(self_attn|mlp[.]gate[.])"),
+        ("qwen3_moe", "ep2xdp2", "embed_tokens|layers[.][01][.]"),
+        ("deepseek_v3", "ep2xpp2", "experts[.]"),
+        ("gpt_oss", "ep2", "experts[.]"),
+    ],
+)
+def test_frozen_weights(workers, material, family: str, layout: str, frozen: str) -> None:
     """Experts, what is around them, and all before them: then no gradient goes back through their exchange."""
-    case = material("qwen3_moe", "ep2xdp2", *STEPS, f"freeze=['{frozen}']")
+    case = material(family, layout, *STEPS, f"freeze=['{frozen}']")
     model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not re.search(frozen, name))
@@ -132,7 +151,13 @@ def test_frozen_weights(workers, material, frozen: str) -> None:
 @full
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("deepseek_v3", "ep2"), ("llama4_text", "ep2xpp2"), ("qwen3_moe", "ep2xdp2"), ("deepseek_v3", "ep2xtp2")],
+    [
+        ("deepseek_v3", "ep2"),
+        ("llama4_text", "ep2xpp2"),
+        ("qwen3_moe", "ep2xdp2"),
+        ("deepseek_v3", "ep2xtp2"),
+        ("gpt_oss", "ep4"),
+    ],
 )
 def test_lora_on_experts_equals_peft(workers, material, tmp_path: Path, family: str, layout: str) -> None:
     given = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CHECKPOINTED, *STEPS)

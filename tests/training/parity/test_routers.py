@@ -120,6 +120,7 @@ def compare(results: list[dict[str, Any]], case: Case, speed: float = 0.0) -> No
         pytest.param("mixtral", "pp2", (CHECKPOINTED,), marks=full),
         pytest.param("minimax_m2", "pp2", PACKED, marks=full),
         pytest.param("gpt_oss", "tp2", (), marks=full),
+        pytest.param("gpt_oss", "ep2xpp2", PACKED, marks=full),
         pytest.param("deepseek_v3", "cp2", (), marks=full),
         pytest.param("deepseek_v3", "cp2xpp2", (CHECKPOINTED, *PACKED), marks=full),
         pytest.param("gpt_oss", "cp2", (*SELECTIVE, *PACKED), marks=full),
@@ -147,6 +148,8 @@ def test_gradients_are_those_of_each_document_alone(
         pytest.param("deepseek_v3", "cp2", SELECTIVE, marks=full),
         pytest.param("deepseek_v3", "ep2", SELECTIVE, marks=full),
         pytest.param("deepseek_v3", "ep2xpp2", (), marks=full),
+        pytest.param("minimax_m2", "ep2xpp2", (CHECKPOINTED,), marks=full),
+        pytest.param("ernie4_5_moe", "ep2", (), marks=full),
         pytest.param("ernie4_5_moe", "pp2", (), marks=full),
     ],
 )
