@@ -97,6 +97,10 @@ KEYS = {
         ("moe.aux_loss_coef=0.01",),
         "moe.aux_loss_coef=0.01: this 'llama' model has no experts; leave it at 0",
     ),
+    "experts of a dense model": (
+        ("expert_parallel_size=2",),
+        "expert_parallel_size=2: this 'llama' model has no experts; leave it at 1",
+    ),
     "a negative coefficient": (("moe.z_loss_coef=-1",), "moe.z_loss_coef=-1.0: 0 or more; 0 turns it off"),
     "nobody to tokenize": (("data.num_proc=0",), "data.num_proc=0: at least 1"),
     "no tensor parallelism at all": (("tensor_parallel_size=0",), "tensor_parallel_size=0: at least 1"),

@@ -129,8 +129,8 @@ def test_every_feature_has_a_row_or_a_reason() -> None:
     "feature",
     [
         "schedule=zero_bubble", "context_parallel_mode=ulysses", "context_parallel_mode=ring", "sequence_parallel=true",
-        "zero_stage=2", "zero_stage=3", "sharding_parallel_size", "activation_offload=true", "fused_kernels=auto",
-        "optimizer=adamw_8bit", "optimizer.state_dtype=bf16", "task=kto", "task=reward",
+        "expert_parallel_size", "zero_stage=2", "zero_stage=3", "sharding_parallel_size", "activation_offload=true",
+        "fused_kernels=auto", "optimizer=adamw_8bit", "optimizer.state_dtype=bf16", "task=kto", "task=reward",
     ],
 )  # fmt: skip
 def test_a_row_that_is_left_out_is_missed(feature: str) -> None:

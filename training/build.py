@@ -23,7 +23,14 @@ from training.inputs.loaders import RankData
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.activation_checkpoint import KEEP_ALL
-from training.pipeline.module import StageModule, StageOptions, StageRanks, join_context_parallel, join_tensor_parallel
+from training.pipeline.module import (
+    StageModule,
+    StageOptions,
+    StageRanks,
+    join_context_parallel,
+    join_expert_parallel,
+    join_tensor_parallel,
+)
 from training.pipeline.schedules import build_schedule
 from training.pipeline.weight_sharding import WeightSharding
 from training.scoring.reference_logprobs import prepare_reference
@@ -40,6 +47,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         schedule=build_schedule(setup.layout),
         parallel=join_tensor_parallel(setup.layout.topology, ranks.rank, config.sequence_parallel),
         sequence_part=join_context_parallel(setup.layout.topology, ranks.rank, setup.parts),
+        expert_parallel=join_expert_parallel(setup.layout.topology, ranks.rank),
     )
     parallel, sequence_part = ranks_of_stage.parallel, ranks_of_stage.sequence_part
     fuses = config.fused_kernels is FusedKernels.auto

@@ -77,6 +77,8 @@ CASES = (
     Case("dp2 in shard groups, bf16", ("sharding_parallel_size=1",), 2, "bf16"),
     Case("pp2 experts, bf16", PP2, 2, "bf16", model="mixtral"),
     Case("pp2 experts, fp32", PP2, 2, model="mixtral"),
+    Case("ep2 experts, bf16", ("expert_parallel_size=2",), 2, "bf16", model="mixtral"),
+    Case("ep2 experts, fp32", ("expert_parallel_size=2",), 2, model="mixtral"),
     Case("pp2 activation_offload, bf16", (*PP2, RECOMPUTED, "activation_offload=true"), 2, "bf16"),
     Case("fused kernels, bf16", ("fused_kernels=auto",), precision="bf16", needs=("gpu", "triton", "liger_kernel")),
     Case("dp2 bf16 states, bf16", ("optimizer.state_dtype=bf16",), 2, "bf16", optimizer="adamw"),

@@ -23,8 +23,10 @@ from errors import UserError
 from models.adapters.folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
 from models.adapters.targets import is_saved, list_projections, list_targets
 from models.layers.layer import Layer
-from models.parallel.shard import NO_TP, TensorParallel
-from models.sharding.tensor_parallel import list_shard_specs, shard_adapter
+from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
+from models.sharding.expert_parallel import divide_adapter
+from models.sharding.shards import read_shards
+from models.sharding.tensor_parallel import shard_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
@@ -47,7 +49,14 @@ class Adapter:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     in_4bit: bool = False
 
-    def attach(self, module: nn.Module, index: int, layer: Layer, parallel: TensorParallel = NO_TP) -> None:
+    def attach(
+        self,
+        module: nn.Module,
+        index: int,
+        layer: Layer,
+        parallel: TensorParallel = NO_TP,
+        expert_parallel: ExpertParallel = NO_EP,
+    ) -> None:
         """Freeze the module of layer `index`, whose weights are loaded, and put trainable adapters on its targets,
         sharded as those are. A module in `modules_to_save` stays trainable and gets no adapter.
 
@@ -68,18 +77,16 @@ class Adapter:
             if self.tensors
             else None
         )
-        if parallel.size > 1:
+        if parallel.size > 1 or expert_parallel.size > 1:
             for adapted in _list_adapted(module):
+                divide_adapter(adapted)
                 shard_adapter(adapted, parallel)
             if tensors is None and not is_meta:  # drawn for the whole layer: the same at every sharding
                 whole = _build_shape_only(layer)
                 self._inject_random(whole, index, layer)
                 tensors = {name: whole.get_parameter(name) for name in adapter_names(whole)}
-            shard_specs = list_shard_specs(module)
-            tensors = tensors and {
-                name: shard_specs[name].take(t, parallel) if t is not None and name in shard_specs else t
-                for name, t in tensors.items()
-            }
+            shards = read_shards(module, parallel, expert_parallel)
+            tensors = tensors and {name: t if t is None else shards.take(name, t) for name, t in tensors.items()}
         if tensors:
             fill_adapter(module, tensors)
 
@@ -87,17 +94,9 @@ class Adapter:
         """Load the initial weights of a module in `modules_to_save`."""
         if not self.tensors:
             return
-        shard_specs = list_shard_specs(module)
-        names = [name for name, _ in module.named_parameters()]
+        shards, names = read_shards(module, parallel), [name for name, _ in module.named_parameters()]
         tensors = {name: self.tensors.get(to_peft_name(name, layer)) for name in names}
-        fill_parameters(
-            module,
-            {
-                name: shard_specs[name].take(t, parallel) if t is not None and name in shard_specs else t
-                for name, t in tensors.items()
-            },
-            names,
-        )
+        fill_parameters(module, {name: t if t is None else shards.take(name, t) for name, t in tensors.items()}, names)
 
     def _inject_random(self, module: nn.Module, index: int, layer: Layer) -> None:
         with torch.random.fork_rng(devices=[]):

@@ -10,7 +10,7 @@ from torch import nn
 from errors import UserError
 from models.adapters.adapter import Adapter
 from models.layers.layer import Layer
-from models.parallel.shard import NO_TP, TensorParallel
+from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
 
 
 def choose_trained(
@@ -20,11 +20,12 @@ def choose_trained(
     adapter: Adapter | None,
     freeze: Sequence[str],
     parallel: TensorParallel = NO_TP,
+    expert_parallel: ExpertParallel = NO_EP,
 ) -> None:
     """Set which parameters in the module of layer `index` are trained: those of the adapter, which is attached here, or
     all of them without one; and of these none whose full name a pattern of `freeze` matches."""
     if adapter is not None:
-        adapter.attach(module, index, layer, parallel)
+        adapter.attach(module, index, layer, parallel, expert_parallel)
     for name, parameter in module.named_parameters():
         if any(re.search(pattern, layer.hf_prefix + name) for pattern in freeze):
             parameter.requires_grad_(False)

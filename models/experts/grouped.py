@@ -19,8 +19,10 @@ from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
 from models.experts.adapted_products import adapted_linear
+from models.experts.exchange import plan_route
 from models.experts.products import grouped_linear
 from models.experts.rows import add_bias, combine, gather, weighted_swiglu
+from models.parallel.shard import NO_EP
 
 GROUPED = "grouped"
 
@@ -42,8 +44,7 @@ class Dispatch:
 
 
 def dispatch(top_k_index: torch.Tensor, num_experts: int) -> Dispatch:
-    """Sort the rows by expert. top_k_index: [N, K], the experts of each token. The only place that decides where a
-    token is computed."""
+    """Sort the rows by expert. top_k_index: [N, K], the experts of each token."""
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     rows = torch.arange(len(order), device=order.device)
     positions = torch.empty_like(order).scatter_(0, order, rows).view_as(top_k_index)
@@ -87,10 +88,33 @@ def is_transposed_to_peft(experts: Any) -> bool:
 def compute_experts(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return [N, D]: the weighted sum of the experts' outputs for each token. top_k_index, top_k_weights: [N, K]."""
+    """Return [N, D]: the weighted sum of the experts' outputs for each token. top_k_index, top_k_weights: [N, K]. The
+    only place that decides on which rank a row is computed: on that which has its expert."""
+    parallel = getattr(experts, "expert_parallel", NO_EP)
+    if parallel.size == 1:
+        return _compute_rows(experts, hidden_states, top_k_index, top_k_weights, experts.num_experts)
     where = dispatch(top_k_index, experts.num_experts)
-    rows = gather(hidden_states, where.tokens, where.positions)  # [S, D]
-    weights = gather(top_k_weights.reshape(-1, 1), where.order, where.positions.view(-1, 1))  # [S, 1]
+    rows, weights = _gather_rows(hidden_states, top_k_weights, where)
+    route = plan_route(where.offsets, where.experts, parallel)
+    num_own = experts.num_experts // parallel.size
+    outputs = _compute_rows(experts, route.send(rows), route.experts, route.send(weights), num_own)
+    return combine(route.bring_back(outputs), where.tokens, where.positions).to(hidden_states.dtype)
+
+
+def _gather_rows(
+    hidden_states: torch.Tensor, top_k_weights: torch.Tensor, where: Dispatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows [S, D], sorted by expert, and their weights [S, 1]."""
+    rows = gather(hidden_states, where.tokens, where.positions)
+    return rows, gather(top_k_weights.reshape(-1, 1), where.order, where.positions.view(-1, 1))
+
+
+def _compute_rows(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """Compute `compute_experts` by this rank's experts, of which there are `num_experts`."""
+    where = dispatch(top_k_index, num_experts)
+    rows, weights = _gather_rows(hidden_states, top_k_weights, where)
     inner = project(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, where, hidden_states)
     if _weighs_inner(experts):
         outputs = project(experts, "down_proj", weighted_swiglu(inner, weights), where)

@@ -61,7 +61,8 @@ class Layer:
     forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
     pieces: for tensors that Hugging Face stores in several, or under another name.
     styles: the parts that tensor parallelism shards, by their names in the module ("" is the module itself); empty
-    without it.
+    without it. experts: of the module's stacks of experts, by their names in it, those experts that are read where each
+    has tensors of its own on disk; all of a stack that is not named.
     """
 
     hf_prefix: str
@@ -71,6 +72,7 @@ class Layer:
     forward_fn: Callable[[nn.Module, Any], Any] | None = None
     pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
     styles: Styles = field(default_factory=dict)
+    experts: Mapping[str, range] = field(default_factory=dict)
 
     @property
     def owns_weights(self) -> bool:
@@ -98,6 +100,11 @@ class Layer:
         """Return the Hugging Face tensors, named in full, that make up the module's tensor `name`; usually a single
         one."""
         return list(self.pieces.get(name, (Piece(self.hf_prefix + name),)))
+
+    def reads(self, name: str, piece: Piece) -> bool:
+        """Return whether a piece of the module's tensor `name` is read: not one of an expert that another rank has."""
+        expert = piece.index[0] if piece.index else None
+        return name not in self.experts or not isinstance(expert, int) or expert in self.experts[name]
 
 
 def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:

@@ -64,6 +64,32 @@ class ContextParallel:
 NO_CP = ContextParallel()
 
 
+@dataclass(frozen=True)
+class ExpertParallel:
+    """This rank among those that have the experts of each layer together, an equal run of them each. group: None where
+    no communication is needed. exchanges: measures those of this group."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    exchanges: Exchanges = field(default_factory=Exchanges, compare=False, repr=False)
+
+
+NO_EP = ExpertParallel()
+
+
+@dataclass(frozen=True)
+class LayerRanks:
+    """This rank in the groups that have a layer together: its weights, its sequences, its experts."""
+
+    parallel: TensorParallel = NO_TP
+    parts: ContextParallel = NO_CP
+    expert_parallel: ExpertParallel = NO_EP
+
+
+WHOLE_LAYERS = LayerRanks()
+
+
 def find_length_multiple(parts: ContextParallel, sequence_parallel_size: int) -> int:
     """Return what the length of rows is a multiple of.
 
@@ -83,10 +109,14 @@ def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
 @dataclass(frozen=True)
 class ShardLayout:
     """The positions of a rank's shard in the flattened whole tensor: in each `stride` elements, the runs (first
-    element, length)."""
+    element, length).
+
+    strides: those that the shard has elements of, as runs (first stride, number); empty for all of them.
+    """
 
     stride: int
     runs: tuple[tuple[int, int], ...]
+    strides: tuple[tuple[int, int], ...] = ()
 
     def list_runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the runs of the elements `start` to `stop` of the flattened shard: (first in it, first in the whole,
@@ -97,8 +127,16 @@ class ShardLayout:
             for offset, length in self.runs:
                 low, high = max(start, first), min(stop, first + length)
                 if low < high:
-                    yield low, period * self.stride + offset + low - first, high - low
+                    yield low, self._find_stride(period) * self.stride + offset + low - first, high - low
                 first += length
+
+    def _find_stride(self, number: int) -> int:
+        """The number in the whole tensor of a stride of the shard."""
+        for first, count in self.strides:
+            if number < count:
+                return first + number
+            number -= count
+        return number
 
 
 @dataclass(frozen=True)
@@ -126,13 +164,13 @@ class ShardSpec:
         """Return the length of a rank's shard along `dim`."""
         return sum(stop - start for start, stop in self.intervals(rank, size))
 
-    def locate(self, shape: Sequence[int], parallel: TensorParallel) -> ShardLayout:
+    def locate(self, shape: Sequence[int], parallel: TensorParallel | ExpertParallel) -> ShardLayout:
         """Return the layout of this rank's shard. shape: the shard's."""
         inner = math.prod(shape[self.dim + 1 :])
         runs = ((start * inner, (stop - start) * inner) for start, stop in self.intervals(parallel.rank, parallel.size))
         return ShardLayout(self.length * inner, tuple(runs))
 
-    def take(self, whole: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+    def take(self, whole: torch.Tensor, parallel: TensorParallel | ExpertParallel) -> torch.Tensor:
         """Return this rank's shard: a view, unless it has several runs."""
         runs = [
             whole.narrow(self.dim, start, stop - start) for start, stop in self.intervals(parallel.rank, parallel.size)

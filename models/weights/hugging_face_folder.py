@@ -155,7 +155,8 @@ class HuggingFaceFolder:
         return tensors
 
     def _read_tensor(self, layer: Layer, name: str, shape: torch.Size, read: Read) -> torch.Tensor:
-        """Return a tensor of the layer's module, mapped from its file, or assembled from several."""
+        """Return a tensor of the layer's module, mapped from its file, or assembled from several. The memory of experts
+        that the layer does not read is never written, and so is not taken."""
         pieces = self._get_pieces(layer, name)
         if not pieces[0].index:
             tensor = read(pieces[0].hf_name)
@@ -163,6 +164,7 @@ class HuggingFaceFolder:
                 return tensor
             return tensor.mT.contiguous() if self.wrapper.may_be_transposed(pieces[0].hf_name) else tensor
         tensor = torch.empty(0)
+        pieces = [piece for piece in pieces if layer.reads(name, piece)]
         for piece in pieces:
             part = read(piece.hf_name)
             if piece is pieces[0]:

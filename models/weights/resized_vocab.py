@@ -55,7 +55,7 @@ class ResizedVocabWeights:
         return {info.name: resized.get(info.name, info) for info in passthrough.kept}
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        tensors = self.base.read_layer(index, self._layers[index])
+        tensors = self.base.read_layer(index, replace(self._layers[index], experts=layer.experts))
         shapes = layer.shapes() if tensors else {}
         return {name: resize_rows(tensor, shapes[name]) for name, tensor in tensors.items()}
 

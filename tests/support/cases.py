@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.order import GlobalOrder
 from data.storage.rows import count_rows
 from data.storage.tokenized import TokenizedDataset
-from models.sharding.tensor_parallel import list_shard_specs
+from models.sharding.shards import read_shards
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
@@ -104,11 +104,14 @@ def hf_weights(engine: Engine) -> dict[str, torch.Tensor]:
     weights = {}
     for index, layer, layer_module in module.local_layers():
         if module.owns(index):
-            shard_specs = list_shard_specs(layer_module)
+            shards = read_shards(layer_module, module.parallel, module.expert_parallel)
             with whole_weights(layer_module):
                 for name, tensor in layer_module.state_dict().items():
-                    is_cut = name in shard_specs
-                    whole = shard_specs[name].gather(tensor.detach(), module.parallel) if is_cut else tensor
+                    whole = shards.gather(name, tensor.detach())
+                    if name in shards.expert_specs:  # on one rank after the other
+                        owners = range(module.expert_parallel.size)
+                        found = [shards.gather_experts(name, whole, owner) for owner in owners]
+                        whole = found[module.expert_parallel.rank]
                     weights[layer.hf_prefix + name] = whole.detach().float().cpu().clone()
     return weights
 

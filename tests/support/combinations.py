@@ -32,6 +32,8 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
         "dp2": ("num_stages=1",),
         "pp2xdp2": ("num_stages=2",),
         "tp2xpp2": ("num_stages=2", "tensor_parallel_size=2"),
+        "ep2": ("num_stages=1", "expert_parallel_size=2"),
+        "ep2xpp2": ("num_stages=2", "expert_parallel_size=2"),
     },
     "objective": {
         "sft": ("data=sft",), "pretrain": ("data=pretrain",),
@@ -97,7 +99,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 # Taken by a row only where it is asked for: g++ takes half a minute.
 SLOW = frozenset({("compile", "true")})
-RANKS = {"pp1": 1, "pp2": 2, "tp2": 2, "cp2": 2, "dp2": 2, "pp2xdp2": 4, "tp2xpp2": 4}
+RANKS = {"pp1": 1, "pp2": 2, "tp2": 2, "cp2": 2, "dp2": 2, "pp2xdp2": 4, "tp2xpp2": 4, "ep2": 2, "ep2xpp2": 4}
 
 
 def list_keys(row: Mapping[str, str]) -> tuple[str, ...]:

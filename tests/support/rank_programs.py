@@ -6,7 +6,7 @@ program means on a device is in `support/nccl_player.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from training.pipeline.transfers import Transfers
 from training.pipeline.weight_gradients import DeferredGradients
 
 PASSES = "passes"  # the stream of a rank's own kernels
+REPLICAS, EXPERTS, SAME_EXPERTS = "replicas", "experts", "same experts"  # communicators
 
 
 @dataclass(eq=False)
@@ -61,42 +62,55 @@ def record(
     *,
     meets_in_passes: bool = False,
     zero_stage: int = 1,
+    expert_parallel_size: int = 1,
 ) -> list[Program]:
     """Return the programs of all ranks, replica by replica: one step; with `num_evaluated`, an evaluation of so many
     micro-batches instead. Replicas reduce gradients as at `zero_stage` 1 or 2. meets_in_passes: and meet in each pass,
-    as ranks do that share weights (stage 3), sequences (ring, all-to-all) or layers."""
+    as ranks do that share weights (stage 3), sequences (ring, all-to-all) or layers. expert_parallel_size: replicas
+    that divide experts, meet in each pass, and reduce their gradients with those that have the same ones."""
     programs = []
     for replica in range(num_replicas):
         for stage in range(schedule.num_stages):
             replicas = [schedule.num_stages * each + stage for each in range(num_replicas)]
             base = schedule.num_stages * replica
             ring = [base + each for each in range(schedule.num_stages)]
-            rank = _Rank(stage, ring, replicas, meets_in_passes, zero_stage)
+            rank = _Rank(stage, ring, replicas, meets_in_passes, zero_stage, expert_parallel_size)
             programs.append(rank.record(schedule, num_evaluated))
     return programs
 
 
 @dataclass
 class _Rank:
-    """A rank that is recorded. ring, replicas: the ranks of its pipeline and those with the same layers."""
+    """A rank that is recorded. ring, replicas: the ranks of its pipeline and those with the same layers; num_shares of
+    these divide experts."""
 
     stage: int
     ring: list[int]
     replicas: list[int]
     meets_in_passes: bool
     zero_stage: int
+    num_shares: int
     program: Program = field(default_factory=list)
 
-    def record(self, schedule: Schedule, num_evaluated: int) -> Program:
-        module: Any = _Module(self.stage, schedule.list_chunks(self.stage), self.run_pass)
+    @property
+    def groups(self) -> dict[str, list[int]]:
         number = self.replicas.index(self.ring[self.stage])
+        first = number - number % self.num_shares
+        return {
+            REPLICAS: self.replicas,
+            EXPERTS: self.replicas[first : first + self.num_shares],
+            SAME_EXPERTS: self.replicas[number % self.num_shares :: self.num_shares],
+        }
+
+    def record(self, schedule: Schedule, num_evaluated: int) -> Program:
+        module: Any = _Module(self.stage, schedule.list_chunks(self.stage), self.run_pass, self.num_shares > 1)
         with pytest.MonkeyPatch.context() as patch:
-            distributed = _Distributed(self.program, self.replicas, number)
+            distributed = _Distributed(self.program, self.groups, self.ring[self.stage])
             patch.setattr(transfers, "dist", distributed)
             patch.setattr(gradient_sums, "dist", distributed)
             patch.setattr(transfers, "make_host_group", lambda: None)
             links = Transfers(schedule, [self.ring], self.ring[self.stage], torch.device("cpu"))
-            gradients = self.build_sums(module, schedule, number)
+            gradients = self.build_sums(module, schedule, distributed)
             runner = Runner(module, StageWithLoss(module), schedule, links, gradients, lambda: None)
             del self.program[:]  # of connecting
             batches = iter([((torch.zeros(1),), None)] * (num_evaluated or schedule.num_micro_batches))
@@ -109,17 +123,27 @@ class _Rank:
     def run_pass(self) -> None:
         self.program.append(Kernel(PASSES))
         if self.meets_in_passes and len(self.replicas) > 1:
-            self.program.append(Kernel("layers", meets=self.replicas))
-            self.program.append(Wait(self.program[-1]))
+            self._meet("layers", self.replicas)
+        if self.num_shares > 1:
+            self._meet(EXPERTS, self.groups[EXPERTS])
 
-    def build_sums(self, module: Any, schedule: Schedule, number: int) -> GradientSums:
-        parameters = list(module.parameters())
-        size = -(-len(parameters) // len(self.replicas))
+    def _meet(self, stream: str, ranks: Sequence[int]) -> None:
+        self.program.append(Kernel(stream, meets=ranks))
+        self.program.append(Wait(self.program[-1]))
+
+    def build_sums(self, module: Any, schedule: Schedule, distributed: _Distributed) -> GradientSums:
+        named = list(module.named_parameters())
+        groups = [[each for name, each in named if "expert" not in name]]
+        groups += [[each for name, each in named if "expert" in name]] if self.num_shares > 1 else []
+        partitioned_over = [REPLICAS, SAME_EXPERTS][: len(groups)]
+        sizes = [-(-len(group) // distributed.get_world_size(over)) for group, over in zip(groups, partitioned_over)]
+        starts = [size * distributed.get_rank(over) for size, over in zip(sizes, partitioned_over)]
         optimizer = SimpleNamespace(
-            bit16_groups=[parameters], partition_size=[size], reduce_bucket_size=1, cpu_offload=False,
-            params_in_partition=[parameters[size * number : size * (number + 1)]], averaged_gradients={},
-            dp_process_group="replicas", _grad_acc_hooks=[], check_grad_overflow=True, check_overflow=None,
-            scaled_global_norm=None, scale_if_loss=lambda loss: loss,
+            bit16_groups=groups, partition_size=sizes, reduce_bucket_size=1, cpu_offload=False,
+            params_in_partition=[each[start : start + size] for each, start, size in zip(groups, starts, sizes)],
+            averaged_gradients={}, dp_process_group=REPLICAS, real_dp_process_group=partitioned_over,
+            _grad_acc_hooks=[], check_grad_overflow=True, check_overflow=None, scaled_global_norm=None,
+            scale_if_loss=lambda loss: loss,
         )  # fmt: skip
         passes = list_backward(schedule.list_units(self.stage))
         return GradientSums(module, optimizer, passes, shards=self.zero_stage == 2, reduce_dtype=torch.float32)
@@ -130,11 +154,11 @@ class _Module(torch.nn.Module):
 
     parallel = SimpleNamespace(rank=0)
 
-    def __init__(self, stage_id: int, chunks: Sequence[int], run_pass: Callable[[], None]) -> None:
+    def __init__(self, stage_id: int, chunks: Sequence[int], run_pass: Callable[[], None], has_expert: bool) -> None:
         super().__init__()
         self.stage_id, self.chunk_numbers, self._run_pass = stage_id, chunks, run_pass
         self.deferred, self._active = DeferredGradients(), 0
-        self.layers = torch.nn.ModuleList(_Layer(run_pass) for _ in chunks)
+        self.layers = torch.nn.ModuleList(_Layer(run_pass, has_expert) for _ in chunks)
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layers[self._active](inputs[0]), torch.zeros(1, dtype=torch.int32)
@@ -153,15 +177,16 @@ class _Module(torch.nn.Module):
 
 
 class _Layer(torch.nn.Module):
-    """y = x + w; both passes record themselves."""
+    """y = x + w, and an expert's w; both passes record themselves."""
 
-    def __init__(self, run_pass: Callable[[], None]) -> None:
+    def __init__(self, run_pass: Callable[[], None], has_expert: bool) -> None:
         super().__init__()
         self.weight, self._run_pass = torch.nn.Parameter(torch.zeros(1)), run_pass
+        self.expert = torch.nn.Parameter(torch.zeros(1)) if has_expert else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._run_pass()
-        y = x + self.weight
+        y = x + self.weight if self.expert is None else x + self.weight + self.expert
         if y.requires_grad:
             y.register_hook(lambda _: self._run_pass())
         return y
@@ -173,17 +198,17 @@ class _Distributed:
     Work = Any
     isend, irecv = "isend", "irecv"
 
-    def __init__(self, program: Program, replicas: Sequence[int], number: int) -> None:
-        self._program, self._replicas, self._number = program, replicas, number
+    def __init__(self, program: Program, groups: Mapping[str, list[int]], rank: int) -> None:
+        self._program, self._groups, self._rank = program, groups, rank
 
     def get_rank(self, group: str) -> int:
-        return self._number
+        return self._groups[group].index(self._rank)
 
     def get_world_size(self, group: str) -> int:
-        return len(self._replicas)
+        return len(self._groups[group])
 
     def reduce(self, tensor: torch.Tensor, group: str, group_dst: int, async_op: bool) -> Any:
-        return self._launch(Kernel(group, meets=self._replicas))
+        return self._launch(Kernel(group, meets=self._groups[group]))
 
     def _launch(self, kernel: Kernel) -> Any:
         self._program.append(kernel)

@@ -63,6 +63,16 @@ EXAMPLES = {
             "precision=fp16": ("precision=fp16",),
         }.items()
     },
+    **{
+        f"expert_parallel_size=2 does not go together with {other}: ": ("expert_parallel_size=2", *keys)
+        for other, keys in {
+            "plan=true with hardware=here": ("plan=true", "hardware=here", "hardware.peak_flops=null"),
+            "compile=true": ("compile=true",),
+            "precision=fp16": ("precision=fp16",),
+            "zero_stage=3": ("zero_stage=3",),
+            "sharding_parallel_size": ("sharding_parallel_size=2",),
+        }.items()
+    },
     "optimizer=adamw_8bit does not go together with offload_optimizer=cpu: ": (
         "optimizer=adamw_8bit",
         "offload_optimizer=cpu",

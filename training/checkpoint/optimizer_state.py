@@ -14,6 +14,9 @@ rank has a shard of the parameter, and the name states the position of its eleme
 
     exp_avg/model.layers.3.mlp.down_proj.weight[80:40+40]@0
 
+and, of a tensor of experts that are divided and sharded, `[4+4/stride:...]` that it has four of the strides, from the
+fifth on.
+
 The state that an optimizer keeps is declared (`training/optim/state_kinds.py`, `optimizer.py`);
 training/checkpoint/coverage.py checks that all of it is saved. Master weights are omitted where the weights themselves
 are in fp32: they are restored from the layer's file. Parameter groups need not match: they follow from the parameters

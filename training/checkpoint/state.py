@@ -30,7 +30,7 @@ from training.checkpoint.best import Best
 from training.engine.engine import Engine
 
 TEMPORARY_PREFIX = "tmp-"
-FORMAT = 5  # increase it when an older version of the project could not read what this one writes
+FORMAT = 6  # increase it when an older version of the project could not read what this one writes
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def read_state(step_dir: Path) -> TrainerState:
 
 def _modernize(content: dict[str, Any]) -> dict[str, Any]:
     """Convert the fields of format 1 to the current ones, and of JSON to their types. Format 2 has no identity,
-    3 no hash of the evaluation files, and 4 no stream."""
+    3 no hash of the evaluation files, 4 no stream, and 5 no shards of two dimensions."""
     known = dict(content)
     eval_loss = known.pop("eval_loss", None)
     if eval_loss is not None:

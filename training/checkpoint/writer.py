@@ -45,6 +45,7 @@ from training.checkpoint.state import TEMPORARY_PREFIX, TrainerState
 from training.distributed.process import make_group_with_timeout, synchronize
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
+from training.pipeline.module import LayerWriter
 
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
 _SHARE_OF_MEMORY = 0.8  # of the host's free memory, for copies
@@ -55,20 +56,16 @@ _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 def plan_share(engine: Engine, weights_only: bool = False) -> list[ShareFile]:
     """Return the files that this rank writes, with the engine's own tensors. All ranks call it: a layer or a weight
     that is sharded over ranks is gathered, one at a time, in the host memory of the rank that writes it."""
-    module, topology, parallel = engine.module, engine.layout.topology, engine.module.parallel
-    num_replicas, replica = (
-        engine.layout.num_weight_replicas,
-        topology.index(engine.rank, *topology.weight_replica_axes),
-    )
+    module, topology, num_replicas = engine.module, engine.layout.topology, engine.layout.num_weight_replicas
     files = []
     for index, _, layer_module in module.local_layers():
-        is_mine = index % num_replicas == replica
-        if not module.owns(index) or not (is_mine or module.shards_weights):
+        writer = LayerWriter(index % num_replicas, index // num_replicas % module.parallel.size)
+        if not module.owns(index) or not module.takes_part(layer_module, writer):
             continue
-        name, is_writer = layer_file(Path(), index).name, index // num_replicas % parallel.size == parallel.rank
-        if parallel.size == 1 and not module.shards_weights:
+        name = layer_file(Path(), index).name
+        if module.holds_whole(layer_module):
             files.append(ShareFile(name, module.saved_tensors(layer_module)))
-        elif (tensors := module.gather_tensors(layer_module, keeps=is_mine and is_writer)) is not None:
+        elif (tensors := module.gather_tensors(layer_module, writer)) is not None:
             files.append(ShareFile(name, tensors, is_copy=True))
     if not weights_only and (state := optimizer_state.collect_state(engine)):
         files.append(ShareFile(optimizer_state.file_name(topology, engine.rank), state))

@@ -123,6 +123,10 @@ _CONTEXT_PARALLEL = Feature(
     "context_parallel_size > 1", lambda run: run.config.context_parallel_size > 1, "context_parallel_size"
 )
 _ONE_SEQUENCE = "give context_parallel_size=1"
+_EXPERT_PARALLEL = Feature(
+    "expert_parallel_size > 1", lambda run: run.config.expert_parallel_size > 1, "expert_parallel_size"
+)
+_WHOLE_EXPERTS = "give expert_parallel_size=1"
 _ONE_STAGE = Feature(  # a search tries other numbers of stages
     "num_stages=1", lambda run: run.config.num_stages == 1 and run.config.plan != "search", "num_stages"
 )
@@ -273,6 +277,21 @@ INCOMPATIBLE = (
     ),
     Pair(_CONTEXT_PARALLEL, _COMPILED, "the exchanges between ranks inside a layer are not compiled", _ONE_SEQUENCE),
     Pair(_CONTEXT_PARALLEL, _FP16, "loss scaling is not tested with split sequences", _ONE_SEQUENCE),
+    Pair(_EXPERT_PARALLEL, _TIMED_HERE, "it times layers with all experts", "choose other hardware"),
+    Pair(_EXPERT_PARALLEL, _COMPILED, "the exchanges between ranks inside a layer are not compiled", _WHOLE_EXPERTS),
+    Pair(_EXPERT_PARALLEL, _FP16, "loss scaling is not tested with divided experts", _WHOLE_EXPERTS),
+    Pair(
+        _EXPERT_PARALLEL,
+        _WEIGHTS_SHARDED,
+        "its weights are gathered from all replicas, which have different experts",
+        "give zero_stage=1 or 2, or expert_parallel_size=1",
+    ),
+    Pair(
+        _EXPERT_PARALLEL,
+        _GROUPED,
+        "experts are partitioned over the replicas that have the same ones",
+        "give sharding_parallel_size=null, or expert_parallel_size=1",
+    ),
     Pair(
         _is("optimizer.name", "adamw_8bit"),
         _is("offload_optimizer", "cpu"),

@@ -232,6 +232,12 @@ class MoEConfig:
     aux_loss_coef: float = zero_or_more(note="0 turns it off")
     z_loss_coef: float = zero_or_more(note="0 turns it off")
     update_router_bias: float = zero_or_more(note="0 turns it off")
+    imbalance: float = at_least(1)
+
+    @property
+    def shapes_routers(self) -> bool:
+        """Whether a run trains its routers for balance, by a loss or a bias."""
+        return any((self.aux_loss_coef, self.z_loss_coef, self.update_router_bias))
 
 
 @dataclass
@@ -332,6 +338,7 @@ class RunConfig:
     sequence_parallel: bool = MISSING
     context_parallel_size: int = at_least(1)
     context_parallel_mode: ContextParallelMode = MISSING
+    expert_parallel_size: int = at_least(1)
     zero_stage: int = one_of(1, 2, 3, note="1 partitions the optimizer's state, 2 the gradients too, 3 the weights too")
     sharding_parallel_size: int | None = at_least(1, note="null: all replicas")
     partition_method: Any = MISSING

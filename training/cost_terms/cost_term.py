@@ -194,6 +194,14 @@ class Stage:
         return count_distinct("num_trainable", self.layers)
 
     @cached_property
+    def num_in_part(self) -> int:
+        """Trainable elements whose optimizer state this rank has: its part of those of the replicas, and of the experts
+        that it shares with fewer of them."""
+        layout = self.run.layout
+        divided, num_shares = count_distinct("num_divided", self.layers), layout.topology.num_expert_shares
+        return -(-(self.num_trainable - divided) // layout.num_shards) + -(-divided * num_shares // layout.num_shards)
+
+    @cached_property
     def largest_trainable(self) -> int:
         """Elements of the largest trainable tensor."""
         return max(layer.largest_trainable for layer in self.layers)

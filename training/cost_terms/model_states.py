@@ -133,8 +133,7 @@ def _pin(stage: Stage) -> int:
 
 
 def _part(stage: Stage) -> int:
-    """Elements of this rank's part."""
-    return -(-stage.num_trainable // stage.run.layout.num_shards)
+    return stage.num_in_part
 
 
 def _moments(stage: Stage) -> int:

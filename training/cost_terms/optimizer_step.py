@@ -15,7 +15,7 @@ def compute_update(stage: Stage) -> StepCost:
     host."""
     run = stage.run
     config, hardware = run.config, run.hardware
-    part = stage.num_trainable / run.layout.num_shards
+    part = stage.num_in_part
     moved = count_update_bytes(count_state_bytes(config), config.precision, config.shards_weights) * part
     if config.offload_optimizer is Offload.none:
         return StepCost(optimizer_seconds=moved / (hardware.memory_bandwidth * GB))

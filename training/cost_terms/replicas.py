@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from training.config.schema import Offload
-from training.cost_terms.cost_term import CostTerm, PlannedRun, Stage
+from training.cost_terms.cost_term import CostTerm, PlannedRun, Stage, count_distinct
 from training.costs.hardware import GB
 from training.costs.time import SAME_SHARD, SHARDS, Sent, StepCost
 from training.distributed.topology import DATA
@@ -33,12 +33,18 @@ def _count_sent(stage: Stage) -> Sent:
     """Bytes that a rank sends in a step; in groups of `sharding_parallel_size`, those over the links of each."""
     run = stage.run
     num_replicas, num_shards = run.layout.num_weight_replicas, run.layout.num_shards
-    gradients, weights = run.reduce_bytes * stage.num_trainable, run.weight_bytes * stage.num_trainable
+    divided = count_distinct("num_divided", stage.layers)
+    reduced = _count_rounds(run) * run.reduce_bytes + run.weight_bytes
+    # Of experts that ranks divide, fewer ranks have the same ones.
+    expert_bytes = _cross(num_shards // run.layout.topology.num_expert_shares, reduced * divided)
+    num_trainable = stage.num_trainable - divided
+    gradients, weights = run.reduce_bytes * num_trainable, run.weight_bytes * num_trainable
     within = DATA if num_shards == num_replicas else SHARDS
     if run.config.shards_weights:
         weights = 2 * run.layout.gradient_accumulation_steps * run.weight_bytes * stage.num_parameters
     between = _cross(num_replicas // num_shards, 2 * gradients / num_shards)  # groups, once a step
-    return Sent({within: _cross(num_shards, _count_rounds(run) * gradients + weights), SAME_SHARD: between})
+    everywhere = _cross(num_shards, _count_rounds(run) * gradients + weights)
+    return Sent({within: everywhere + expert_bytes, SAME_SHARD: between})
 
 
 def _cross(size: int, nbytes: float) -> float:

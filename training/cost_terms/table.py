@@ -9,6 +9,7 @@ from training.cost_terms.activations import ACTIVATIONS
 from training.cost_terms.boundaries import BOUNDARIES
 from training.cost_terms.context_parallel import CONTEXT_PARALLEL
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
+from training.cost_terms.expert_parallel import EXPERT_PARALLEL
 from training.cost_terms.gradient_sums import GRADIENT_SUMS
 from training.cost_terms.layers import LAYERS
 from training.cost_terms.loss import FIRST_PASS, LOSS
@@ -30,6 +31,7 @@ COST_TERMS: tuple[CostTerm, ...] = (
     CONTEXT_PARALLEL,  # context_parallel_size
     FIRST_PASS,  # task
     TENSOR_PARALLEL,  # tensor_parallel_size
+    EXPERT_PARALLEL,  # expert_parallel_size
     REPLICAS,  # world_size
     OPTIMIZER_STEP,  # optimizer, offload_optimizer
 )

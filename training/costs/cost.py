@@ -25,7 +25,8 @@ from models.layers.layer import Layer
 from models.layers.recurrent import find_mixers
 from models.layers.sharding_styles import count_sums
 from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
-from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
+from models.parallel.shard import WHOLE_LAYERS, ContextParallel, ExpertParallel, LayerRanks, TensorParallel
+from models.sharding.expert_parallel import divide_experts, list_expert_specs, list_stacks
 from models.sharding.tensor_parallel import list_shard_specs, shard_module
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.saved_activations import SavedBytes, WithoutData, count_saved_bytes
@@ -41,8 +42,8 @@ BOUNDARY_BYTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer of the pipeline, for one micro-batch shape and dtype; with tensor parallelism, what the first rank has
-    of it.
+    """One layer of the pipeline, for one micro-batch shape and dtype; with tensor or expert parallelism, what the first
+    rank has of it.
 
     num_active: of the whole layer, parameters that take part in a token's computation; fewer than num_parameters where
     experts are chosen. num_frozen: those of num_active that are not trained. forward_flops: of a token, two a
@@ -59,7 +60,9 @@ class LayerCost:
     the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
     (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
     several ranks share each sequence. attention_flops: those of forward_flops that attention takes. forward_traffic,
-    backward_traffic: what the passes move besides products.
+    backward_traffic: what the passes move besides products. num_divided: of num_trainable, those of experts that ranks
+    divide. sent_rows: of a token, those that are sent to the ranks of their experts, where ranks divide them;
+    divided_flops: of forward_flops, those of such experts.
     """
 
     name: str
@@ -90,6 +93,9 @@ class LayerCost:
     attention_flops: float = 0
     forward_traffic: Traffic = NO_TRAFFIC
     backward_traffic: Traffic = NO_TRAFFIC
+    num_divided: int = 0
+    sent_rows: int = 0
+    divided_flops: float = 0
 
     @property
     def backward_flops(self) -> float:
@@ -116,29 +122,29 @@ def count_layers(
     *,
     adapter: Adapter | None = None,
     freeze: Sequence[str] = (),
-    parallel: TensorParallel = NO_TP,
-    parts: ContextParallel = NO_CP,
+    ranks: LayerRanks = WHOLE_LAYERS,
     passes: Passes = PLAIN_PASSES,
 ) -> list[LayerCost]:
     """Return the cost of each layer. Layers of one kind are counted once and share the result.
 
-    layers: as `shard_layers` makes them for `parallel.size`. batch: of whole sequences, of which each of the ranks in
-    `parts` has a part. adapter, freeze: as in training. parallel: of the first rank.
+    layers: as `shard_layers` makes them for `ranks`. batch: of whole sequences, of which each of the ranks that share
+    them has a part. adapter, freeze: as in training. ranks: the first of each group.
     """
 
     def build(index: int) -> nn.Module:
-        return _build_trained(layers[index], index, adapter, freeze, parallel)
+        return _build_trained(layers[index], index, adapter, freeze, ranks)
 
-    kinds = _list_kinds(layers, config, adapter, freeze, parallel)
+    kinds = _list_kinds(layers, config, adapter, freeze, ranks)
     counted = {
         index: _count_layer(
             _BuiltLayer(
                 layers[index],
                 build(index).to(batch.dtype),  # the adapter too, as the engine does
                 config,
-                batch.split(parts.size),
-                parallel,
-                parts,
+                batch.split(ranks.parts.size),
+                ranks.parallel,
+                ranks.parts,
+                ranks.expert_parallel,
                 is_first=index == 0,
                 passes=passes,
             )
@@ -153,7 +159,7 @@ def _list_kinds(
     config: PretrainedConfig,
     adapter: Adapter | None,
     freeze: Sequence[str],
-    parallel: TensorParallel,
+    ranks: LayerRanks,
 ) -> list[int]:
     """Return for each layer the index of the first one of its kind: of one class, one set of shapes, one kind of
     attention and one choice of what is trained. Arguments: as of `count_layers`."""
@@ -165,7 +171,7 @@ def _list_kinds(
         if start < index:
             kinds.append(kinds[start])
             continue
-        module = _build_trained(layer, index, adapter, freeze, parallel)
+        module = _build_trained(layer, index, adapter, freeze, ranks)
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), shapes)
         kinds.append(first.setdefault(kind, index))
@@ -173,18 +179,19 @@ def _list_kinds(
 
 
 def _build_trained(
-    layer: Layer, index: int, adapter: Adapter | None, freeze: Sequence[str], parallel: TensorParallel
+    layer: Layer, index: int, adapter: Adapter | None, freeze: Sequence[str], ranks: LayerRanks
 ) -> nn.Module:
     module = layer.build_on_meta()
-    shard_module(module, layer.styles, parallel)
-    choose_trained(module, index, layer, adapter, freeze, parallel)
+    shard_module(module, layer.styles, ranks.parallel)
+    divide_experts(module, ranks.expert_parallel)
+    choose_trained(module, index, layer, adapter, freeze, ranks.parallel, ranks.expert_parallel)
     return module
 
 
 @dataclass(frozen=True)
 class _BuiltLayer:
     """A layer on the meta device, and what it is counted for: this rank's part of a micro-batch, the group that shares
-    the layer, and the group that shares its sequences."""
+    the layer, the group that shares its sequences, and the one that divides its experts."""
 
     layer: Layer
     module: nn.Module
@@ -192,6 +199,7 @@ class _BuiltLayer:
     batch: MicroBatchShape
     parallel: TensorParallel
     parts: ContextParallel
+    expert_parallel: ExpertParallel
     is_first: bool
     passes: Passes
 
@@ -205,7 +213,9 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     layer, module, config = built.layer, built.module, built.config
     parameters = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    active = {name: parameter.numel() * active_share(name, config) for name, parameter in parameters.items()}
+    shares = dict.fromkeys(list_expert_specs(module), built.expert_parallel.size)
+    # The rows of so many ranks go through this rank's experts.
+    active = {name: p.numel() * shares.get(name, 1) * active_share(name, config) for name, p in parameters.items()}
     multiplied = list(_multiplied(layer, module))
     width, wholes = _attention_width(module, config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
@@ -238,8 +248,15 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         output_bytes=built.batch.tokens // built.hidden_parts * config.hidden_size * built.batch.dtype.itemsize,
         tied_key=layer.tied_key,
         is_estimated=is_estimated,
-        total_parameters=round(sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items())),
-        total_trainable=round(sum(p.numel() * wholes.get(name, 1) for name, p in trained.items())),
+        total_parameters=round(
+            sum(p.numel() * wholes.get(name, 1) * shares.get(name, 1) for name, p in parameters.items())
+        ),
+        total_trainable=round(
+            sum(p.numel() * wholes.get(name, 1) * shares.get(name, 1) for name, p in trained.items())
+        ),
+        num_divided=sum(p.numel() for name, p in trained.items() if name in shares),
+        sent_rows=count_experts(config)[0] * len(list(list_stacks(module))) if shares else 0,
+        divided_flops=2 * sum(active[name] for name in multiplied if name in shares),
         forward_sums=forward_sums,
         backward_sums=backward_sums,
         regathers=_count_regathers(built),

@@ -11,14 +11,15 @@ from functools import lru_cache
 from training.costs.hardware import GB, Machine
 from training.costs.memory import Summed
 from training.distributed.sharding import list_shard_groups
-from training.distributed.topology import CONTEXT, PIPE, TENSOR, Layout
+from training.distributed.topology import CONTEXT, EXPERTS, PIPE, TENSOR, Layout
 
 # Where ZeRO shards over groups of replicas: the axis of a group, and that of the ranks with the same shard
 SHARDS, SAME_SHARD = "shards", "same shard"
 
 
 class Sent(dict[str, float]):
-    """Bytes that a rank sends over each axis of the topology, by the axis's name; and over `SHARDS`, `SAME_SHARD`."""
+    """Bytes that a rank sends over each axis of the topology, by the axis's name; and over `SHARDS`, `SAME_SHARD` and
+    `EXPERTS`."""
 
     def __add__(self, other: Sent) -> Sent:
         return Sent({axis: self.get(axis, 0) + other.get(axis, 0) for axis in (*self, *other)})
@@ -88,9 +89,13 @@ def _list_groups(axis: str, layout: Layout, stage_id: int) -> list[Sequence[int]
         return [(rank, topology.neighbour(rank, PIPE)) for rank in layout.list_stage_ranks(stage_id)]
     if axis in (SHARDS, SAME_SHARD):
         groups = list_shard_groups(layout)[axis == SAME_SHARD]
+    elif axis == EXPERTS:
+        groups = topology.split_replicas(topology.num_expert_shares)[0]
     else:
         groups = topology.groups(axis)
     # A stage waits for its own replicas; of the shards of a layer, the slowest group sets the pace of all stages.
     return (
-        [*groups] if axis in (CONTEXT, TENSOR) else [ranks for ranks in groups if layout.stage_id(ranks[0]) == stage_id]
+        [*groups]
+        if axis in (CONTEXT, TENSOR, EXPERTS)
+        else [ranks for ranks in groups if layout.stage_id(ranks[0]) == stage_id]
     )

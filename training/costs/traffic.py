@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+SENDING = "exchange_rows"  # `models.experts.exchange`; timed by what it sends
 WITHOUT_KERNEL = ("empty", "detach", "alias", "lift_fresh")  # allocations, and names of tensors that exist
 
 
@@ -55,7 +56,7 @@ class TrafficCounter(TorchDispatchMode):
             return result
         taken, made = list(_list_tensors((args, kwargs))), list(_list_tensors(result))
         self._kept += [tensor.untyped_storage() for tensor in (*taken, *made)]
-        if name in PRODUCTS:
+        if name in PRODUCTS or name == SENDING:
             self._count_product(taken, made, is_attention="bmm" in name)
         elif self._fuses:
             self._count_fused(taken, made)

@@ -10,7 +10,4 @@ from training.distributed.topology import Layout
 def list_shard_groups(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
     """Return (shard groups, groups of ranks with the same part). A shard group has neighbouring ranks, so that it is
     within a host."""
-    size = layout.num_shards
-    alike = layout.topology.groups(*layout.topology.weight_replica_axes)
-    own = [ranks[first : first + size] for ranks in alike for first in range(0, len(ranks), size)]
-    return own, [ranks[first::size] for ranks in alike for first in range(size)]
+    return layout.topology.split_replicas(layout.num_shards)

@@ -4,6 +4,9 @@
 outermost axis comes first: with pipe, data and tensor, rank = (stage_id * data size + data index) * tensor size +
 tensor index, as in DeepSpeed's `PipeModelDataParallelTopology`. So ranks that share layers, which exchange most, are
 neighbours, and those that share a sequence are next.
+
+Experts are divided among ranks that otherwise have the same weights: expert groups are consecutive ranks along all axes
+that do not split weights, and so no axis of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from errors import UserError
 
 PIPE, DATA, CONTEXT, TENSOR = "pipe", "data", "context", "tensor"
+EXPERTS = "experts"  # the ranks of an expert group, where bytes are counted by axis
 
 
 @dataclass(frozen=True)
@@ -48,18 +52,23 @@ AXES = (
 
 @dataclass(frozen=True)
 class Topology:
-    """The grid of all ranks. sizes: of each axis. Methods that take several axes ignore their order."""
+    """The grid of all ranks. sizes: of each axis. num_expert_shares: ranks of an expert group, each with a share of the
+    experts of its layers. Methods that take several axes ignore their order."""
 
     axes: tuple[Axis, ...]
     sizes: tuple[int, ...]
+    num_expert_shares: int = 1
 
     @classmethod
-    def of(cls, world_size: int, **sizes: int) -> Topology:
-        """Build the topology of `world_size` ranks. sizes: by axis name, 1 by default; that of `data` is derived."""
+    def of(cls, world_size: int, *, experts: int = 1, **sizes: int) -> Topology:
+        """Build the topology of `world_size` ranks. experts: ranks of an expert group. sizes: by axis name, 1 by
+        default; that of `data` is derived."""
         given = {axis.name for axis in AXES if axis.size_key}
         derived, rest = divmod(world_size, math.prod(sizes.values()))
         assert rest == 0 and sizes.keys() <= given, f"{world_size} ranks, {sizes}"
-        return cls(AXES, tuple(sizes.get(axis.name, 1) if axis.size_key else derived for axis in AXES))
+        topology = cls(AXES, tuple(sizes.get(axis.name, 1) if axis.size_key else derived for axis in AXES), experts)
+        assert topology.num_weight_replicas % experts == 0, f"{world_size} ranks, {sizes}, {experts} for experts"
+        return topology
 
     @property
     def world_size(self) -> int:
@@ -70,6 +79,21 @@ class Topology:
     def weight_replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have the same weights: gradients are summed and ZeRO partitions over them."""
         return tuple(axis.name for axis in self.axes if not axis.splits_weights)
+
+    @property
+    def num_weight_replicas(self) -> int:
+        """The number of ranks with the same weights, but for those of experts."""
+        return self.size(*self.weight_replica_axes)
+
+    def split_replicas(self, size: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Return (groups of `size` neighbours with the same weights, groups of ranks with the same place in those)."""
+        alike = self.groups(*self.weight_replica_axes)
+        own = [ranks[first : first + size] for ranks in alike for first in range(0, len(ranks), size)]
+        return own, [ranks[first::size] for ranks in alike for first in range(size)]
+
+    def expert_share(self, rank: int) -> int:
+        """Return which share of the experts of its layers a rank has."""
+        return self.index(rank, *self.weight_replica_axes) % self.num_expert_shares
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks that differ in these axes alone."""
@@ -107,7 +131,10 @@ class Topology:
         after an axis, by its name."""
         always = [axis for axis in self.axes if axis.name in (PIPE, DATA)]
         others = [axis for axis in reversed(self.axes) if axis not in always and self.size(axis.name) > 1]
-        return " x ".join(f"{axis.label}{self.size(axis.name)}{notes.get(axis.name, '')}" for axis in others + always)
+        product = " x ".join(
+            f"{axis.label}{self.size(axis.name)}{notes.get(axis.name, '')}" for axis in others + always
+        )
+        return product + (f", ep{self.num_expert_shares}" if self.num_expert_shares > 1 else "")
 
 
 def _find_axis(name: str) -> Axis:
@@ -130,6 +157,7 @@ class SizeKeys(Protocol):
 class LayoutKeys(SizeKeys, Protocol):
     """The keys of a run that set its layout, but for the schedule."""
 
+    expert_parallel_size: int
     micro_batch_size: int | None
     gradient_accumulation_steps: int | None
     global_batch_size: int | None
@@ -189,8 +217,8 @@ class Layout:
 
     @property
     def num_weight_replicas(self) -> int:
-        """The number of ranks with the same weights: the size of DeepSpeed's `data` axis."""
-        return self.topology.size(*self.topology.weight_replica_axes)
+        """The number of ranks with the same weights, but for those of experts: the size of DeepSpeed's `data` axis."""
+        return self.topology.num_weight_replicas
 
     @property
     def num_shards(self) -> int:
@@ -233,8 +261,22 @@ class Layout:
             f"; {crossing} of {len(pairs)} stage boundaries and the replicas of {apart} of {self.num_stages} stages "
             "cross hosts"
         )
-        return text + "".join(
+        crossings = (
             self._warn_of_crossing(axis, what, hosts, (sent or {}).get(axis, 0)) for axis, what in _WITHIN_HOSTS.items()
+        )
+        return text + "".join(crossings) + self._warn_of_experts(hosts, (sent or {}).get(EXPERTS, 0))
+
+    def _warn_of_experts(self, hosts: list[str], sent: float) -> str:
+        """A warning where expert groups span hosts, else empty."""
+        own, _ = self.topology.split_replicas(self.topology.num_expert_shares)
+        groups = [group for group in own if _spans_hosts(group, hosts)]
+        if not groups:
+            return ""
+        return (
+            f"; warning: {len(groups)} expert groups cross hosts, the first of ranks {_ranges(groups[0])}: each layer "
+            "then sends rows of its experts over the network four times a micro-batch"
+            + (f", {sent / 2**30:,.2f} GiB of a rank a step" if sent else "")
+            + ". Give an expert_parallel_size that divides the ranks of each host that have the same layers"
         )
 
     def _warn_of_crossing(self, axis: str, what: str, hosts: list[str], sent: float) -> str:
@@ -293,7 +335,13 @@ def build_layout(config: LayoutKeys, world_size: int, num_layers: int, has_accel
             f"{product} does not divide the number of started ranks, {world_size}; "
             f"{_ranks_to_start(replica, world_size, has_accelerator)}"
         )
-    topology = Topology.of(world_size, **sizes)
+    experts, num_replicas = config.expert_parallel_size, world_size // (sizes[PIPE] * sizes[TENSOR])
+    if num_replicas % experts:
+        raise UserError(
+            f"expert_parallel_size={experts} does not divide the {num_replicas} ranks that have the same layers (the "
+            "replicas x context_parallel_size), among which experts are divided; give a divisor of that"
+        )
+    topology = Topology.of(world_size, experts=experts, **sizes)
     micro_batch_size, accumulation = _batch_arithmetic(config, topology.size(DATA))
     layout = Layout(topology, micro_batch_size, accumulation, sharding_parallel_size=config.sharding_parallel_size)
     if layout.num_weight_replicas % layout.num_shards:

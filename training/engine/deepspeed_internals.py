@@ -92,6 +92,14 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     grouped = "sharding within groups"
     yield _ENGINE, ("_configure_zero_optimizer", "seq_data_parallel_group"), grouped
     yield f"{_ENGINE}._configure_zero_optimizer", ("seq_data_parallel_group",), grouped
+    experts = "partitioning experts over the ranks that have the same ones"
+    moe = ("has_moe_layers", "expert_parallel_group", "expert_data_parallel_group")
+    yield _ENGINE, ("_broadcast_model", *moe), experts
+    yield f"{_ENGINE}._configure_zero_optimizer", moe, experts
+    yield _ZERO, ("real_dp_process_group",), experts
+    yield f"{_ZERO}._configure_moe_settings", ("real_dp_process_group", "name"), experts
+    yield f"{_ZERO}.is_moe_group", ("moe",), experts
+    yield "deepspeed.moe.utils:is_moe_param", ("allreduce",), experts
     # training/engine/partitions.py, training/pipeline/weight_sharding.py
     stage_3 = ("fp32_partitioned_groups_flat", "grad_position", "get_param_id", "optimizer", "overflow")
     yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", stage_3, "reading what stage 3 holds"

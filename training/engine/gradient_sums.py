@@ -6,6 +6,8 @@ that pass still runs. At stage 2 it keeps only its own part: a bucket of each pa
 `training/engine/reduce_buckets.py` plans the buckets. They follow from the layers and are reduced in a fixed order: all
 replicas run the same collectives, although an expert may have got no token on some of them, and a parameter without a
 gradient counts as zero. What two stages share is summed over both first, after the last pass.
+The gradients of experts that ranks divide are summed over the ranks that have the same ones: what other ranks' rows add
+to them is there already (`models/experts/exchange.py`).
 
 Sums are fp32, in fp16 runs fp16. A gradient enters them through `GradientSums.add`, whatever computed it. It has three
 callers: a hook on each parameter, as soon as autograd is done with it, so that a stage never holds a second set of
@@ -33,7 +35,7 @@ from training.pipeline.module import StageModule
 from training.pipeline.schedule import Unit, UnitKind
 
 Parameter = torch.nn.Parameter
-Sent = tuple[ReduceSlice, torch.Tensor, dist.Work]  # its elements; the work to wait for
+Sent = tuple[ReduceSlice, torch.Tensor, dist.Work | None]  # its elements; the work to wait for
 
 # Elements whose squares are summed in fp32; those sums are added in fp64
 _NORM_CHUNK = 2**20
@@ -74,7 +76,12 @@ class GradientSums:
         """
         self._module, self._optimizer, self._reduce_dtype = module, optimizer, reduce_dtype
         self._groups, self._group = groups, optimizer.dp_process_group
-        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._size = dist.get_world_size(self._group)  # of which gradients are the mean, whatever they are summed over
+        self._process_groups = list(dict.fromkeys(optimizer.real_dp_process_group))
+        self._communicators = [self._process_groups.index(each) for each in optimizer.real_dp_process_group]
+        self._ranks, self._sizes = (
+            [find(each) for each in self._process_groups] for find in (dist.get_rank, dist.get_world_size)
+        )
         self._shards = shards and self._size > 1
         sum_dtype = torch.float16 if optimizer.bit16_groups[0][0].dtype is torch.float16 else torch.float32
         self._dtype, self._copies = sum_dtype, self._shards or reduce_dtype is not sum_dtype
@@ -108,15 +115,18 @@ class GradientSums:
     def _allocate(self, trained: Sequence[Parameter]) -> None:
         """Allocate the sums, and find that of each parameter that has a whole one."""
         device = trained[0].device
-        sizes = [size * (1 if self._shards else self._size) for size in self._part_sizes]
+        numbers = range(len(self._part_sizes))
+        copies = [1 if self._shards else self._sizes[each] for each in self._communicators]
+        sizes = [size * count for size, count in zip(self._part_sizes, copies, strict=True)]
         self._flat = [torch.zeros(size, dtype=self._dtype, device=device) for size in sizes]
         self.parts = self._flat
         if self._shards:
             summed = [weight for weight, _ in self._tied]
             totals = [torch.zeros(weight.shape, dtype=self._dtype, device=device) for weight in summed]
         else:
-            own = zip(self._flat, self._part_sizes, strict=True)
-            self.parts = [flat.narrow(0, self._rank * size, size) for flat, size in own]
+            self.parts = [
+                self._flat[each].narrow(0, self._find_start(each), self._part_sizes[each]) for each in numbers
+            ]
             summed = list(trained)
             totals = [
                 self._flat[group].narrow(0, start, weight.numel()).view(weight.shape)
@@ -132,7 +142,14 @@ class GradientSums:
             if self._size == 1:
                 return []
             limit = self._optimizer.reduce_bucket_size
-            return plan_buckets(parameters, self._offsets, self._part_sizes, limit, by_group=not self._shards)
+            return plan_buckets(
+                parameters,
+                self._offsets,
+                self._part_sizes,
+                limit,
+                by_group=not self._shards,
+                communicators=self._communicators,
+            )
 
         def plan_pass(parameters: Iterable[Parameter]) -> list[Bucket]:
             return plan(each for each in parameters if id(each) in self._offsets and id(each) not in tied)
@@ -246,9 +263,13 @@ class GradientSums:
             else:
                 self._optimizer.averaged_gradients[number] = SimpleNamespace(flat_partition=part)
 
+    def _find_start(self, group: int) -> int:
+        """The first element of this rank's part of a group."""
+        return self._ranks[self._communicators[group]] * self._part_sizes[group]
+
     def _view(self, parameter: Parameter, group: int) -> torch.Tensor:
         """The elements of a parameter in this rank's part of a group, flat."""
-        start = self._offsets[id(parameter)].start - self._rank * self._part_sizes[group]
+        start = self._offsets[id(parameter)].start - self._find_start(group)
         stop = min(start + parameter.numel(), self._part_sizes[group])
         return self.parts[group].narrow(0, max(start, 0), stop - max(start, 0))
 
@@ -281,13 +302,15 @@ class GradientSums:
 
     def _send(self, reduced: ReduceSlice) -> Sent:
         gradients = self._collect(reduced)
-        work = dist.reduce(gradients, group=self._group, group_dst=reduced.owner, async_op=True)
-        return reduced, gradients, work
+        if self._sizes[reduced.communicator] == 1:
+            return reduced, gradients, None
+        group = self._process_groups[reduced.communicator]
+        return reduced, gradients, dist.reduce(gradients, group=group, group_dst=reduced.owner, async_op=True)
 
     def _collect(self, reduced: ReduceSlice) -> torch.Tensor:
         """The gradients of a slice, concatenated, in the reduce dtype. One piece that has the dtype is not copied."""
         sources = [self._find_source(each) for each in reduced.ranges]
-        dtype = self._reduce_dtype
+        dtype = self._reduce_dtype if self._sizes[reduced.communicator] > 1 else self._dtype
         if len(reduced.runs) == 1 and not self._copies:
             (group, start, length), owner = reduced.runs[0], reduced.owner
             return self._flat[group].narrow(0, owner * self._part_sizes[group] + start, length)
@@ -312,8 +335,8 @@ class GradientSums:
     def _finish_sent(self) -> None:
         """Wait for what is being reduced, and take over what this rank owns of it."""
         for reduced, gradients, work in self._sent:
-            wait_for([work])
-            if reduced.owner == self._rank:
+            wait_for([] if work is None else [work])
+            if reduced.owner == self._ranks[reduced.communicator]:
                 self._take(reduced, gradients)
         self._sent = []
 

@@ -21,7 +21,16 @@ from training.engine.deepspeed_config import build_deepspeed_config, choose_redu
 from training.engine.engine import Engine, StepObserver
 from training.engine.gradient_sums import GradientSums, list_backward
 from training.engine.runner import Runner, StageWithLoss, StepGradients
-from training.engine.shard_groups import ShardGroups, join_shard_groups, shard_within
+from training.engine.shard_groups import (
+    ExpertGroups,
+    ShardGroups,
+    is_expert,
+    join_expert_groups,
+    join_shard_groups,
+    partition_experts,
+    separate_experts,
+    shard_within,
+)
 from training.optim.optimizer import OptimizerKeys, build_optimizer, declare_state, keeps_blocks
 from training.optim.parameter_groups import group_trained, separate_copies
 from training.pipeline.module import StageModule
@@ -36,7 +45,7 @@ def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trai
     settings = build_deepspeed_config(config, layout, trains, has_accelerator())
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
     groups = join_shard_groups(layout, module.global_rank) if trains else None
-    wrapped = StepEngine(module, optimizer, settings, groups)
+    wrapped = StepEngine(module, optimizer, settings, groups, join_expert_groups(module))
     configure_gc(settings)
     gradients = None
     if trains:
@@ -60,9 +69,13 @@ def group_stage(module: StageModule, config: OptimizerKeys) -> list[dict[str, An
     groups = group_trained(module, config)
     if keeps_blocks(config):
         groups = separate_copies(groups, module)
+    if module.expert_parallel.size > 1:
+        groups = separate_experts(groups, module)
     for group in groups:
         if not group["params"]:
-            group["params"].append(module.add_placeholder())
+            placeholder = module.add_placeholder()
+            placeholder.allreduce = "moe" not in group  # type: ignore[attr-defined]  # as `_mark_parameters` does
+            group["params"].append(placeholder)
     return groups
 
 
@@ -75,11 +88,13 @@ class StepEngine(DeepSpeedEngine):
         optimizer: torch.optim.Optimizer | None,
         config: dict[str, Any],
         groups: ShardGroups | None,
+        expert_groups: ExpertGroups | None,
     ) -> None:
         """Build the engine as `deepspeed.initialize` does, which would choose its pipeline engine for a
-        `PipelineModule`. groups: None where ZeRO partitions over all replicas."""
+        `PipelineModule`. groups: None where ZeRO partitions over all replicas. expert_groups: None where each rank has
+        all experts."""
         mpu = module.mpu()
-        self._shard_groups = groups  # which the constructor needs
+        self._shard_groups, self._expert_groups = groups, expert_groups  # which the constructor needs
         super().__init__(
             args=None,
             model=module,
@@ -92,8 +107,18 @@ class StepEngine(DeepSpeedEngine):
             self.set_gradient_accumulation_boundary(True)  # it sees the end of a step alone
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        with shard_within(self, self._shard_groups):
+        with shard_within(self, self._shard_groups), partition_experts(self, self._expert_groups):
             return super()._configure_zero_optimizer(optimizer)
+
+    def _broadcast_model(self) -> None:
+        """Give all ranks that have a parameter the values of the first. DeepSpeed's own would take the ranks that have
+        the same experts from global variables."""
+        if self._expert_groups is None:
+            super()._broadcast_model()
+            return
+        for parameter in self.module.parameters():
+            group = self._expert_groups.replicas if is_expert(parameter) else self.seq_data_parallel_group
+            dist.broadcast(parameter.detach().view(torch.uint8), group=group, group_src=0)
 
     def take_step(self) -> None:
         """Clip the gradients, update the weights, and count the step."""

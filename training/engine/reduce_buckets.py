@@ -1,8 +1,8 @@
 """Plans which gradients are reduced together, and to which rank each goes. Pure.
 
 ZeRO (`DeepSpeedZeroOptimizer`) concatenates a stage's trained parameters group by group, and splits each group into
-equal parts, one per rank of the group that partitions it. Gradients are reduced in buckets, each to the ranks that own
-its elements.
+equal parts, one per rank of the process group that partitions it: the replicas, or those with the same experts.
+Gradients are reduced in buckets, each to the ranks that own its elements.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class ParameterRange(NamedTuple):
 class ReduceSlice:
     """The part of a bucket that is reduced to one rank.
 
-    owner: that rank, in the process group. ranges: what is sent, concatenated. runs: where it goes in the owner's
-    parts, each as (group, start, length).
+    owner: that rank, in its process group. communicator: the number of that process group. ranges: what is sent,
+    concatenated. runs: where it goes in the owner's parts, each as (group, start, length).
     """
 
     owner: int
+    communicator: int = 0
     ranges: list[ParameterRange] = field(default_factory=list)
     runs: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -83,12 +84,14 @@ def plan_buckets(
     limit: int,
     *,
     by_group: bool = False,
+    communicators: Sequence[int] = (),
 ) -> list[Bucket]:
     """Return buckets of up to `limit` elements, or of one larger parameter, in the order in which a backward pass fills
     them.
 
     parameters: in the order of a forward pass. offsets: by the id of a parameter. part_sizes: of each group, in
     elements. by_group: a slice for each group, so that what it sends is in one piece where a group's sums are.
+    communicators: the number of the process group over which each group is split; empty where that is one.
     """
     filled: list[list[Parameter]] = []
     room = 0
@@ -98,20 +101,29 @@ def plan_buckets(
             room = limit
         filled[-1].append(parameter)
         room -= parameter.numel()
-    return [Bucket(tuple(bucket), tuple(_list_slices(bucket, offsets, part_sizes, by_group))) for bucket in filled]
+    return [
+        Bucket(tuple(bucket), tuple(_list_slices(bucket, offsets, part_sizes, by_group, communicators)))
+        for bucket in filled
+    ]
 
 
 def _list_slices(
-    bucket: Sequence[Parameter], offsets: Mapping[int, GroupOffset], part_sizes: Sequence[int], by_group: bool
+    bucket: Sequence[Parameter],
+    offsets: Mapping[int, GroupOffset],
+    part_sizes: Sequence[int],
+    by_group: bool,
+    communicators: Sequence[int],
 ) -> Iterable[ReduceSlice]:
-    slices: dict[tuple[int, int], ReduceSlice] = {}
+    slices: dict[tuple[int, int, int], ReduceSlice] = {}
     for parameter in sorted(bucket, key=lambda each: offsets[id(each)]):
         group, start = offsets[id(parameter)]
         first = 0
         while first < parameter.numel():
             owner, in_part = divmod(start + first, part_sizes[group])
             length = min(parameter.numel() - first, part_sizes[group] - in_part)
-            owned = slices.setdefault((owner, group if by_group else 0), ReduceSlice(owner))
+            communicator = communicators[group] if communicators else 0
+            key = (owner, communicator, group if by_group else 0)
+            owned = slices.setdefault(key, ReduceSlice(owner, communicator))
             owned.append(ParameterRange(parameter, first, length), group, in_part)
             first += length
     return slices.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -34,7 +33,7 @@ def open_reporters(
         folder.plan.write_text(text + "\n")
         known |= {"plan": list_figures(prediction.plan), "plan_table": text}
     loggers = build_loggers(config.logger, folder.path, known, first_step)
-    bar = ProgressBar(first_step, budget.last_step, shows_routers=any(asdict(config.moe).values()))
+    bar = ProgressBar(first_step, budget.last_step, shows_routers=config.moe.shapes_routers)
     return [MetricsFile(folder.metrics, first_step), *loggers, bar]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from models.parallel.exchanges import Exchanges
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS, Engine
 
 _IN_PIPELINE = (FORWARD, BACKWARD, WEIGHTS, *TRANSFERS)
@@ -100,12 +101,18 @@ class StageTimer:
         """Observe the engine, and reset the memory peak."""
         self._memory.start()
         self._engine.observe(self)
-        self._engine.module.sequence_part.exchanges.observer = self
+        for exchanges in self._list_exchanges():
+            exchanges.observer = self
 
     def detach(self) -> None:
         """Stop observing the engine."""
         self._engine.observe(None)
-        self._engine.module.sequence_part.exchanges.observer = None
+        for exchanges in self._list_exchanges():
+            exchanges.observer = None
+
+    def _list_exchanges(self) -> tuple[Exchanges, Exchanges]:
+        module = self._engine.module
+        return module.sequence_part.exchanges, module.expert_parallel.exchanges
 
     def before(self, unit: str) -> None:
         if unit == OPTIMIZER and self._is_running:  # else it is an evaluation

@@ -30,8 +30,8 @@ class Measured:
 
     compute + communication + wait is the step. bubble: the mean share of the pipeline's time in which a stage runs no
     pass. imbalance: by how much the stage with the longest passes exceeds the mean. weight_grad_time: the part of
-    compute_time spent on deferred weight gradients. exchange_time: the part of compute_time that attention waited for
-    the ranks that share its sequences.
+    compute_time spent on deferred weight gradients. exchange_time: the part of compute_time that layers waited for the
+    ranks that share their sequences, or their experts.
     """
 
     num_steps: int

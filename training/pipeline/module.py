@@ -24,9 +24,11 @@ from models.layers.fused_kernels import fuse_kernels
 from models.layers.layer import Layer
 from models.layers.neftune import EmbeddingNoise
 from models.losses.cross_entropy import Loss
-from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel, sum_over_ranks
+from models.parallel.shard import NO_CP, NO_EP, NO_TP, ContextParallel, ExpertParallel, TensorParallel, sum_over_ranks
 from models.sharding.context_parallel import share_sequence
-from models.sharding.tensor_parallel import list_partial_gradients, list_shard_specs, shard_module
+from models.sharding.expert_parallel import divide_experts, find_own_experts, list_expert_specs
+from models.sharding.shards import LayerShards, read_shards
+from models.sharding.tensor_parallel import list_partial_gradients, shard_module
 from models.weights.source import WeightSource
 from training.distributed.ranks import raise_together
 from training.distributed.topology import CONTEXT, PIPE, TENSOR, Topology, join_group
@@ -75,18 +77,38 @@ def join_context_parallel(topology: Topology, rank: int, parts: ContextParallel)
     return replace(parts, rank=topology.index(rank, CONTEXT), group=join_group(topology, CONTEXT))
 
 
+def join_expert_parallel(topology: Topology, rank: int) -> ExpertParallel:
+    """Return this rank's place among those that divide experts, with their process group. All ranks call it."""
+    size = topology.num_expert_shares
+    if size == 1:
+        return NO_EP
+    group = dist.new_subgroups_by_enumeration(topology.split_replicas(size)[0])[0]
+    return ExpertParallel(topology.expert_share(rank), size, group)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageRanks:
     """A rank's place in the model.
 
     topology: of all ranks. schedule: says which chunks are this rank's, and whether gradients of weights are put off.
-    parallel: the ranks that share its layers. sequence_part: those that share its sequences.
+    parallel: the ranks that share its layers. sequence_part: those that share its sequences. expert_parallel: those
+    that divide its experts.
     """
 
     topology: Topology
     schedule: Schedule
     parallel: TensorParallel = NO_TP
     sequence_part: ContextParallel = NO_CP
+    expert_parallel: ExpertParallel = NO_EP
+
+
+@dataclass(frozen=True)
+class LayerWriter:
+    """The rank that writes a layer's file: the replica with this index, and its index among the ranks that share the
+    layer."""
+
+    replica: int
+    tensor_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +162,7 @@ class StageModule(PipelineModule):
         """
         self._layers, self._source, self._ranks, self._options = list(layers), source, ranks, options
         self.rank_topology, self.parallel, self.sequence_part = ranks.topology, ranks.parallel, ranks.sequence_part
+        self.expert_parallel = ranks.expert_parallel
         self.adapter, self._schedule = options.adapter, ranks.schedule
         self.deferred = DeferredGradients()
         alpha = options.neftune_noise_alpha
@@ -301,6 +324,7 @@ class StageModule(PipelineModule):
     def _load(self, module: torch.nn.Module, index: int) -> None:
         device = get_accelerator().device_name(self.local_rank)
         shard_module(module, self._layers[index].styles, self.parallel)
+        divide_experts(module, self.expert_parallel)
         tensors = self._read(self._source, index, module)
         kept = self._layers[index].buffer_names()
         copies = {
@@ -315,7 +339,8 @@ class StageModule(PipelineModule):
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
         if self.sequence_part.size > 1:
             share_sequence(module, self.sequence_part)
-        choose_trained(module, index, self._layers[index], self.adapter, self._options.freeze, self.parallel)
+        places = self.parallel, self.expert_parallel
+        choose_trained(module, index, self._layers[index], self.adapter, self._options.freeze, *places)
         self._mark_parameters(index, module)
 
     def _mark_parameters(self, index: int, module: torch.nn.Module) -> None:
@@ -325,6 +350,8 @@ class StageModule(PipelineModule):
         for _, parameter, placement in self._place_parameters(index, module):
             # For `is_model_parallel_parameter` of deepspeed/runtime/utils.py
             parameter.model_parallel = TENSOR in placement.norm_axes  # type: ignore[attr-defined]
+            # For `is_moe_param` of deepspeed/moe/utils.py
+            parameter.allreduce = not placement.divided  # type: ignore[attr-defined]
             if TENSOR in placement.gradient_axes and parameter.requires_grad:
                 parameter.register_hook(lambda gradient: sum_over_ranks(gradient, self.parallel))
 
@@ -332,16 +359,16 @@ class StageModule(PipelineModule):
         self, index: int, module: torch.nn.Module
     ) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
         """Yield name, parameter and placement of layer `index`, which owns its weights."""
-        shard_specs, partial = list_shard_specs(module), list_partial_gradients(module)
+        shards, partial = self._read_shards(module), list_partial_gradients(module)
         stages = self._list_stages(index)
         for name, parameter in module.named_parameters():
-            spec = shard_specs.get(name)
             placement = Placement(
                 self.rank_topology,
                 stages,
-                sharded=(TENSOR,) if spec else (),
-                shard=spec.locate(parameter.shape, self.parallel) if spec else None,
+                sharded=(TENSOR,) if name in shards.tensor_specs else (),
+                shard=shards.locate(name, parameter.shape),
                 partial=(TENSOR,) if name in partial else (),
+                divided=name in shards.expert_specs,
             )
             yield name, parameter, placement
 
@@ -352,11 +379,12 @@ class StageModule(PipelineModule):
 
     def _read(self, source: WeightSource, index: int, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return this rank's shards of the layer's tensors: views of mapped files, so only what is copied is read."""
-        shard_specs = list_shard_specs(module)
-        return {
-            name: shard_specs[name].take(tensor, self.parallel) if name in shard_specs else tensor
-            for name, tensor in source.read_layer(index, self._layers[index]).items()
-        }
+        shards, layer = self._read_shards(module), self._layers[index]
+        layer = replace(layer, experts=find_own_experts(module, self.expert_parallel))
+        return {name: shards.take(name, tensor) for name, tensor in source.read_layer(index, layer).items()}
+
+    def _read_shards(self, module: torch.nn.Module) -> LayerShards:
+        return read_shards(module, self.parallel, self.expert_parallel)
 
     def copy_weights(self, source: WeightSource) -> None:
         """Load the weights of another source of the same model in place; the optimizer's master weights stay. All ranks
@@ -402,18 +430,38 @@ class StageModule(PipelineModule):
         names = state.keys() if self.adapter is None else trained
         return {name: state[name].detach() for name in names}
 
-    def gather_tensors(self, layer_module: torch.nn.Module, keeps: bool) -> dict[str, torch.Tensor] | None:
-        """Return `saved_tensors`, whole and in the host's memory, on a rank that `keeps` them; None on the others,
-        which call it too: those that share the layer, or its weights.
+    def takes_part(self, layer_module: torch.nn.Module, writer: LayerWriter) -> bool:
+        """Return whether this rank has a share of a layer that another rank writes: of its weights, or its experts."""
+        replica = self._find_replica()
+        size = self.expert_parallel.size if list_expert_specs(layer_module) else 1
+        return self.shards_weights or replica // size == writer.replica // size
+
+    def holds_whole(self, layer_module: torch.nn.Module) -> bool:
+        """Return whether this rank has all of a layer's weights, on its device."""
+        is_shared = self.parallel.size > 1 or bool(list_expert_specs(layer_module))
+        return not (is_shared or self.shards_weights)
+
+    def gather_tensors(self, layer_module: torch.nn.Module, writer: LayerWriter) -> dict[str, torch.Tensor] | None:
+        """Return `saved_tensors`, whole and in the host's memory, on the rank that writes them; None on the others that
+        take part, which call it too: those that share the layer, its weights or its experts.
         """
-        shard_specs = list_shard_specs(layer_module)
-        gathered = {}
+        shards, gathered = self._read_shards(layer_module), {}
+        keeps = self._find_replica() == writer.replica and self.parallel.rank == writer.tensor_rank
         with whole_weights(layer_module):
             for name, tensor in self.saved_tensors(layer_module).items():
-                whole = shard_specs[name].gather(tensor, self.parallel) if name in shard_specs else tensor
+                found: torch.Tensor | None = shards.gather(name, tensor)
+                if found is not None and name in shards.expert_specs:
+                    owner = writer.replica % self.expert_parallel.size
+                    found = (
+                        shards.gather_experts(name, found, owner) if self.parallel.rank == writer.tensor_rank else None
+                    )
                 if keeps:
-                    gathered[name] = whole.to("cpu", copy=True)
+                    assert found is not None
+                    gathered[name] = found.to("cpu", copy=True)
         return gathered if keeps else None
+
+    def _find_replica(self) -> int:
+        return self.rank_topology.index(self.global_rank, *self.rank_topology.weight_replica_axes)
 
     def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
         """Yield the layers of this stage: number, description, module. A shared module comes once, as the layer that

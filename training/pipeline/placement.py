@@ -11,6 +11,7 @@ along `pipe` it is in one stage, or *tied*: replicated in several. From this fol
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from models.parallel.shard import ShardLayout
@@ -23,7 +24,8 @@ class Placement:
 
     stages: those that have it; the first owns it. sharded: the axes over which it is sharded, and shard: where this
     rank's shard lies in the whole parameter. partial: of the axes that split weights, those along which it is
-    replicated though each rank's gradient is a share.
+    replicated though each rank's gradient is a share. divided: whether it is of the experts that the ranks of an expert
+    group divide, so that it is replicated along a part of the replicated axes alone.
     """
 
     topology: Topology
@@ -31,6 +33,7 @@ class Placement:
     sharded: tuple[str, ...] = ()
     shard: ShardLayout | None = None
     partial: tuple[str, ...] = ()
+    divided: bool = False
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -60,16 +63,27 @@ class Placement:
 
 
 def render_shard(shard: ShardLayout | None) -> str:
-    """Return `[stride:first+length,...]`, the name of a shard in a file; empty for a whole parameter."""
+    """Return `[stride:first+length,...]`, the name of a shard in a file, or `[first+number,.../stride:...]` of one that
+    has some of the strides alone; empty for a whole parameter."""
     if shard is None:
         return ""
-    return f"[{shard.stride}:" + ",".join(f"{first}+{length}" for first, length in shard.runs) + "]"
+    strides = f"{_render_runs(shard.strides)}/" if shard.strides else ""
+    return f"[{strides}{shard.stride}:{_render_runs(shard.runs)}]"
 
 
 def parse_shard(label: str) -> ShardLayout | None:
     """Return the shard that `render_shard` has written."""
     if not label:
         return None
-    stride, _, runs = label.removeprefix("[").removesuffix("]").partition(":")
-    pairs = (run.split("+") for run in runs.split(","))
-    return ShardLayout(int(stride), tuple((int(first), int(length)) for first, length in pairs))
+    where, _, runs = label.removeprefix("[").removesuffix("]").partition(":")
+    strides, _, stride = where.rpartition("/")
+    return ShardLayout(int(stride), _parse_runs(runs), _parse_runs(strides))
+
+
+def _render_runs(runs: Iterable[tuple[int, int]]) -> str:
+    return ",".join(f"{first}+{length}" for first, length in runs)
+
+
+def _parse_runs(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = (run.split("+") for run in text.split(",") if run)
+    return tuple((int(first), int(length)) for first, length in pairs)

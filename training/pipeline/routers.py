@@ -7,7 +7,6 @@ All of it stays on the device: a report reads it, a step does not wait. L layers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from training.pipeline.weight_sharding import whole_parameters, whole_shape
 
 AUX_LOSS, Z_LOSS = "router_aux_loss", "router_z_loss"
 MOST_LOADED, LEAST_LOADED = "expert_load_max", "expert_load_min"
+MOST_LOADED_RANK = "expert_rank_load_max"  # where ranks divide experts
 
 
 def build_router_options(
@@ -31,7 +31,8 @@ def build_router_options(
 ) -> RouterOptions | None:
     """Return the router options of a run, from its keys `moe`; None for a dense model. Raises UserError for a key that
     does not apply to the model."""
-    return fit_options(RouterOptions(**asdict(keys)), architecture, layers)
+    options = RouterOptions(keys.aux_loss_coef, keys.z_loss_coef, keys.update_router_bias)
+    return fit_options(options, architecture, layers)
 
 
 class StageRouters:
@@ -119,18 +120,21 @@ class StageRouters:
             return {}
         aux, z, num_layers = sums.tolist()
         num_layers /= self._topology.size(*self._topology.weight_replica_axes)
-        most, least = extremes.tolist()
+        most, least, most_loaded_rank = extremes.tolist()
         losses = {AUX_LOSS: aux / num_layers / num_documents} if self._options.aux_loss_coef else {}
         losses |= {Z_LOSS: z / num_layers / num_tokens} if self._options.z_loss_coef else {}
-        return {**losses, MOST_LOADED: most, LEAST_LOADED: -least}
+        rank_load = {MOST_LOADED_RANK: most_loaded_rank} if self._topology.num_expert_shares > 1 else {}
+        return {**losses, MOST_LOADED: most, LEAST_LOADED: -least, **rank_load}
 
     def _find_extremes(self) -> torch.Tensor:
-        """float64 [2], of the experts of all stages: the highest load, and the lowest times -1."""
+        """float64 [3], of the experts of all stages: the highest load, and the lowest times -1; the highest of a rank's
+        experts together."""
         counts = self._sum_over_stage(self._interval_counts).double()
-        extremes = counts.new_full((2,), -torch.inf)
+        extremes = counts.new_full((3,), -torch.inf)
         if self._blocks:
             loads = counts / counts.mean(dim=1, keepdim=True)  # 1 is an even share
-            extremes = torch.stack([loads.max(), -loads.min()])
+            rank_loads = loads.unflatten(1, (self._topology.num_expert_shares, -1)).mean(dim=2)
+            extremes = torch.stack([loads.max(), -loads.min(), rank_loads.max()])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         return extremes
 

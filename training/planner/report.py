@@ -9,6 +9,7 @@ from typing import Any
 
 from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.costs.hardware import GIB, Machine
+from training.distributed.topology import EXPERTS
 from training.objectives.registry import get_objective
 from training.planner.disk import render_disk
 from training.planner.formatting import render_cost, render_count, render_rows, render_seconds
@@ -118,6 +119,7 @@ def render_step(plan: Plan, hardware: Machine) -> list[str]:
         f"+ optimizer {render_seconds(plan.optimizer_seconds)}",
         *_render_sums(plan),
         *_render_sequences(plan, hardware),
+        *_render_experts(plan),
         f"{plan.tokens_per_second:,.0f} tokens/s with full samples, "
         f"{plan.tokens_per_second / plan.layout.world_size:,.0f} per GPU; "
         f"MFU {plan.mfu:.1%}; while computing, a GPU is assumed to reach {hardware.efficiency:.0%} of its peak",
@@ -134,6 +136,11 @@ def _render_sums(plan: Plan) -> list[str]:
         if size > 1
         else []
     )
+
+
+def _render_experts(plan: Plan) -> list[str]:
+    size, sent = plan.layout.topology.num_expert_shares, plan.sent_in_passes.get(EXPERTS, 0)
+    return [f"the {size} ranks that divide experts each send {sent / GIB:.2f} GiB of rows a step"] if size > 1 else []
 
 
 def _render_sequences(plan: Plan, hardware: Machine) -> list[str]:

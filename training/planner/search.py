@@ -3,8 +3,9 @@ best first; where the GPU is too small, with overrides that save memory and cost
 
 The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too,
 and so does the optimizer: nothing that is tried changes a gradient or an update. Where samples are long, other numbers
-of ranks that share each sequence are tried. All of them run under 1F1B, and the schedule that the config asks for; the
-best few under every other one too. With `context_parallel_mode=auto` both ways to share a sequence are tried.
+of ranks that share each sequence are tried, and of a mixture other numbers of ranks that divide experts. All of them
+run under 1F1B, and the schedule that the config asks for; the best few under every other one too. With
+`context_parallel_mode=auto` both ways to share a sequence are tried.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from errors import UserError
+from models.sharding.expert_parallel import check_expert_parallel
 from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
 from training.config.validate import check_config
@@ -60,28 +62,40 @@ SHOWN = 10  # layouts
 FINALISTS = 4  # that are tried under other schedules
 LONG = 8192  # tokens of a sample from which on its sequences are shared as well
 MOST_SHARING = 16  # ranks of a sequence
+MOST_DIVIDING = 64  # ranks of an expert group
 MOST_PASSES = 1024  # stages x micro-batches that an order is computed for here
 
 
 class Sharing(NamedTuple):
-    """How ranks share each sequence: `context_parallel_size` and `context_parallel_mode`."""
+    """How ranks share each sequence, `context_parallel_size` and `context_parallel_mode`, and how many divide experts,
+    `expert_parallel_size`."""
 
     size: int
     mode: ContextParallelMode
+    experts: int = 1
+
+    def apply(self, config: RunConfig) -> RunConfig:
+        """Return the config with these keys."""
+        return replace(
+            config,
+            context_parallel_size=self.size,
+            context_parallel_mode=self.mode,
+            expert_parallel_size=self.experts,
+        )
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A layout that was tried. keys: the config of such a run. checkpointing: mode and interval. memory_overrides: an
-    entry of `ALWAYS` or `SAVING`, by key. tries_sequences: other candidates share sequences differently. resplits: the
-    config's own split is not used."""
+    entry of `ALWAYS` or `SAVING`, by key. tried: what other candidates share differently. resplits: the config's own
+    split is not used."""
 
     keys: RunConfig
     checkpointing: tuple[CheckpointMode, int]
     memory_overrides: Mapping[str, Any]
     plan: Plan
     sharing: Sharing
-    tries_sequences: bool = False
+    tried: frozenset[str] = frozenset()
     resplits: bool = False
 
     @property
@@ -107,14 +121,16 @@ class Candidate:
         )
 
     def _list_sharing(self) -> list[str]:
-        size, mode = self.sharing
-        keys = _render("context_parallel_size", size), _render("context_parallel_mode", mode)
-        return [*keys] if self.tries_sequences else []
+        keys = dict(zip(_SHARING_KEYS, self.sharing, strict=True))
+        return [_render(key, value) for key, value in keys.items() if key in self.tried]
 
     @property
     def saving(self) -> str:
         """`memory_overrides` as text, for a column."""
         return " ".join(_render(key, value) for key, value in self.memory_overrides.items()) or "-"
+
+
+_SHARING_KEYS = ("context_parallel_size", "context_parallel_mode", "expert_parallel_size")
 
 
 def _render(key: str, value: Any) -> str:
@@ -152,15 +168,13 @@ class _Search:
         self._world_size = config.world_size
         self.global_batch_size = _global_batch_size(config, self._world_size, len(model.layers))
         self.sharings = list_sharings(config, model, self._world_size)
+        self._tried = _list_tried(self.sharings)
         self._models = {sharing: self._share(sharing) for sharing in self.sharings}
 
     def _share(self, sharing: Sharing) -> ResolvedModel:
-        """The model with its sequences shared in this way."""
-        own = Sharing(self._config.context_parallel_size, self._config.context_parallel_mode)
-        if sharing == own:
-            return self._model
-        keys = replace(self._config, context_parallel_size=sharing.size, context_parallel_mode=sharing.mode)
-        return self._model.share_sequences(keys)
+        """The model with its sequences and experts shared in this way."""
+        keys = sharing.apply(self._config)
+        return self._model if keys == self._config else self._model.share(keys)
 
     def drop_refused(self, ranked: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates without those, among the best that are shown, whose keys the run would refuse. Raises
@@ -189,7 +203,9 @@ class _Search:
         given[CONTEXT] = sharing.size
         replica = self._world_size // math.prod(given.values())
         for num_stages, micro_batch_size in _list_layouts(replica, self._num_layers, total):
-            topology = Topology.of(self._world_size, **given, **{PIPE: num_stages})
+            if replica // num_stages * sharing.size % sharing.experts:
+                continue
+            topology = Topology.of(self._world_size, experts=sharing.experts, **given, **{PIPE: num_stages})
             layout = Layout(topology, micro_batch_size, total // (micro_batch_size * topology.size(DATA)))
             yield from _list_schedules(layout, self._config, self._num_layers)
 
@@ -258,9 +274,7 @@ class _Search:
         self, layout: Layout, sharing: Sharing, mode: CheckpointMode, interval: int, memory_overrides: Mapping[str, Any]
     ) -> RunConfig:
         return replace(
-            self._config,
-            context_parallel_size=sharing.size,
-            context_parallel_mode=sharing.mode,
+            sharing.apply(self._config),
             num_stages=layout.num_stages,
             micro_batch_size=layout.micro_batch_size,
             gradient_accumulation_steps=None,
@@ -281,14 +295,42 @@ class _Search:
         if layout.num_chunks == 1 and _may_fit_otherwise(plan, self._config):
             target = replace(target, machine=self._machine)
             plan = plan_resolved(place_layers(model, keys, layout, target), self._machine)
-        return Candidate(
-            keys, (mode, interval), memory_overrides, plan, sharing, len(self.sharings) > 1, self._resplits
-        )
+        return Candidate(keys, (mode, interval), memory_overrides, plan, sharing, self._tried, self._resplits)
+
+
+def _list_tried(sharings: Sequence[Sharing]) -> frozenset[str]:
+    """Return the keys that the candidates differ in; of sequences both or none."""
+    experts = {sharing.experts for sharing in sharings}
+    sequences = {(sharing.size, sharing.mode) for sharing in sharings}
+    return frozenset(_SHARING_KEYS[:2] * (len(sequences) > 1) + _SHARING_KEYS[2:] * (len(experts) > 1))
 
 
 def list_sharings(config: RunConfig, model: ResolvedModel, world_size: int) -> list[Sharing]:
-    """Return the ways to share a sequence that the model, the row's length and the other keys allow: over the config's
-    own number of ranks, then powers of two, each in the config's mode or, where that is `auto`, in both."""
+    """Return each way to share sequences with each way to divide experts."""
+    return [
+        sharing._replace(experts=experts)
+        for sharing in _list_sequence_sharings(config, model, world_size)
+        for experts in _list_expert_sizes(config, model, world_size)
+    ]
+
+
+def _list_expert_sizes(config: RunConfig, model: ResolvedModel, world_size: int) -> list[int]:
+    """The numbers of ranks that may divide experts, by the model and the other keys: the config's own, then powers of
+    two. A layout may have too few replicas for them."""
+    own, most = config.expert_parallel_size, min(MOST_DIVIDING, world_size // config.tensor_parallel_size)
+    found = []
+    for size in dict.fromkeys([own, *(2**exponent for exponent in range(most.bit_length()))]):
+        keys = replace(config, expert_parallel_size=size)
+        with suppress(UserError):
+            check_together(Run(keys))
+            check_expert_parallel(model.architecture, model.layers, size)
+            found.append(size)
+    return found or [own]
+
+
+def _list_sequence_sharings(config: RunConfig, model: ResolvedModel, world_size: int) -> list[Sharing]:
+    """The ways to share a sequence that the model, the row's length and the other keys allow: over the config's own
+    number of ranks, then powers of two, each in the config's mode or, where that is `auto`, in both."""
     own = config.context_parallel_size
     most = min(MOST_SHARING, world_size // config.tensor_parallel_size)
     powers = [2**exponent for exponent in range(most.bit_length())] if config.max_seq_length >= LONG else []

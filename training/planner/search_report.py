@@ -29,10 +29,12 @@ def render_search(
     if not fitting:
         raise UserError(_nothing_fits(candidates[0], config, hardware, remedies))
     shares = any(candidate.sharing.size > 1 for candidate in fitting[:SHOWN])
+    divides = any(candidate.sharing.experts > 1 for candidate in fitting[:SHOWN])
     header = (
         "pp",
         *(["cp", "mode"] if shares else []),
         "dp",
+        *(["ep"] if divides else []),
         "schedule",
         "micro-batch",
         "micro-batches",
@@ -44,7 +46,7 @@ def render_search(
         "tokens/s",
         "MFU",
     )
-    rows = [_row(candidate, shares) for candidate in fitting[:SHOWN]]
+    rows = [_row(candidate, shares, divides) for candidate in fitting[:SHOWN]]
     return "\n".join(
         [
             f"{len(fitting)} of {len(candidates)} layouts fit {config.world_size} x {hardware.name}; "
@@ -57,15 +59,15 @@ def render_search(
     )
 
 
-def _row(candidate: Candidate, shares: bool) -> tuple[str, ...]:
-    """shares: with the columns of the ranks that share a sequence."""
+def _row(candidate: Candidate, shares: bool, divides: bool) -> tuple[str, ...]:
+    """shares, divides: with the columns of the ranks that share a sequence, and of those that divide experts."""
     plan, (mode, interval) = candidate.plan, candidate.checkpointing
     layout = plan.layout
     names = {"grouped": str(interval), "every": f"every {interval}", "selective": "selective"}
     return (
         str(layout.num_stages), *([str(candidate.sharing.size), candidate.sharing.mode.value] if shares else []),
-        str(layout.dp_size), layout.schedule, str(layout.micro_batch_size),
-        str(layout.gradient_accumulation_steps), names[mode.value], candidate.saving,
+        str(layout.dp_size), *([str(candidate.sharing.experts)] if divides else []), layout.schedule,
+        str(layout.micro_batch_size), str(layout.gradient_accumulation_steps), names[mode.value], candidate.saving,
         f"{plan.fullest.memory.peak / GIB:.1f}",
         f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds),
         f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
 from models.layers.layer import Layer
-from models.parallel.shard import ContextParallel, TensorParallel
+from models.parallel.shard import ContextParallel, ExpertParallel, LayerRanks, TensorParallel
 from training.config.precision import DTYPES
 from training.config.schema import FusedKernels, RunConfig
 from training.costs.cost import LayerCost, Passes, count_layers
@@ -22,8 +22,8 @@ from training.pipeline.schedules import find_schedule
 
 
 class LayerCounts:
-    """Costs and weights of the layers of one model, under the keys that shape them: precision, adapter, tensor and
-    context parallelism."""
+    """Costs and weights of the layers of one model, under the keys that shape them: precision, adapter, tensor,
+    context and expert parallelism."""
 
     def __init__(
         self,
@@ -58,8 +58,11 @@ class LayerCounts:
             MicroBatchShape(rows, seq_length, DTYPES[config.precision]),
             adapter=self._adapter,
             freeze=config.freeze,
-            parallel=TensorParallel(size=config.tensor_parallel_size, splits_sequence=config.sequence_parallel),
-            parts=self._parts,
+            ranks=LayerRanks(
+                TensorParallel(size=config.tensor_parallel_size, splits_sequence=config.sequence_parallel),
+                self._parts,
+                ExpertParallel(size=config.expert_parallel_size),
+            ),
             passes=Passes(splits_backward, fuses=config.compile or config.fused_kernels is FusedKernels.auto),
         )
 

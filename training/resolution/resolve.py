@@ -27,6 +27,7 @@ from models.experts.router import RouterOptions
 from models.layers.layer import Layer
 from models.layers.wrapped import Wrapper
 from models.parallel.shard import ContextParallel
+from models.sharding.expert_parallel import check_expert_parallel
 from models.sharding.tensor_parallel import shard_layers
 from models.weights.source import DescribedModel, get_whole_config
 from training.config.incompatible import Run, check_together
@@ -75,9 +76,9 @@ class ResolvedModel:
     callbacks: Sequence[tuple[str, Any]]
     counts: LayerCounts
 
-    def share_sequences(self, config: RunConfig) -> ResolvedModel:
-        """Return the model of a plan with its sequences over as many ranks as `config` says, all other keys alike.
-        Raises UserError where they cannot be shared."""
+    def share(self, config: RunConfig) -> ResolvedModel:
+        """Return the model of a plan with its sequences and experts over as many ranks as `config` says, all other keys
+        alike. Raises UserError where sequences cannot be shared."""
         parts = check_run_sequences(config, self.architecture, self.layers)
         counts = LayerCounts(config, self.architecture, self.layers, self.adapter, parts, lambda: self.layers)
         return replace(self, config=config, parts=parts, counts=counts)
@@ -124,6 +125,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
     objective, architecture = get_objective(config), complete_architecture(config, model, target)
     layers = _build_sharded(config, architecture, model)
     parts = check_run_sequences(config, architecture, layers)
+    check_expert_parallel(architecture, layers, config.expert_parallel_size)
     check_freeze(config.freeze, layers)
     adapter = None if config.evaluate_only else _resolve_adapter(config, model, layers, target)
     if not config.evaluate_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,20 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     del source._files["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     with pytest.raises(UserError, match=r"missing tensors: 1, first 'model.layers.1.block_sparse_moe.experts.3.w2"):
         source.check_complete(build_layers(source.config))
+
+
+def test_experts_that_another_rank_has_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, prefix = open_weights(str(save_family(tmp_path, "mixtral"))), "model.layers.1.block_sparse_moe.experts."
+    layer, read = build_layers(source.config)[2], []
+    read_stored = source._read_stored
+    monkeypatch.setattr(source, "_read_stored", lambda name: (read.append(name), read_stored(name))[1])
+    whole = source.read_layer(2, layer)
+    assert {name.removeprefix(prefix)[0] for name in read if name.startswith(prefix)} == set("01234567")
+    read.clear()
+    own = source.read_layer(2, replace(layer, experts=range(2, 4)))
+    assert {name.removeprefix(prefix)[0] for name in read if name.startswith(prefix)} == set("23")
+    stacks = [name for name in own if "experts." in name]
+    assert len(stacks) == 2 and all(torch.equal(own[name][2:4], whole[name][2:4]) for name in stacks)
 
 
 def test_a_tensor_cut_within_a_row_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -12,12 +14,14 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from support.families import save_family
 from support.tiny import save_llama
 
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.conversion.convert import convert_to_pipeline, export_hugging_face
 from models.storage.hub import describe_place
+from models.weights.hugging_face_folder import HuggingFaceFolder
 from models.weights.sources import open_weights
 
 MODEL = "model.safetensors"
@@ -286,3 +290,19 @@ def test_a_place_is_a_path_or_a_commit(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
     assert describe_place(snapshot) == "org/name@0123abcd"
     assert describe_place(tmp_path / "model") == f"{tmp_path}/model"
+
+
+def test_of_a_stack_the_given_experts_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_weights(str(save_family(tmp_path, "mixtral")))
+    layer = next(layer for layer in build_layers(source.config) if any("experts" in name for name in layer.shapes()))
+    whole = source.read_layer(1, layer)
+    stacks, names = [name for name in whole if "experts" in name], []
+    read = HuggingFaceFolder._read_stored
+    monkeypatch.setattr(HuggingFaceFolder, "_read_stored", lambda self, name: names.append(name) or read(self, name))
+    own = range(2, 4)
+    tensors = source.read_layer(1, replace(layer, experts=dict.fromkeys(stacks, own)))
+    numbers = {int(match[1]) for name in names if (match := re.search(r"experts\.(\d+)\.", name))}
+    assert len(stacks) == 2 and numbers == set(own)
+    for name, tensor in tensors.items():
+        taken = slice(own.start, own.stop) if name in stacks else slice(None)
+        assert torch.equal(tensor[taken], whole[name][taken]), name

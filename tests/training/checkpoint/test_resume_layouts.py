@@ -26,7 +26,9 @@ STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
 IN_RING = {f"{layout} in a ring": sizes for layout, sizes in CONTEXT_PARALLEL.items()}  # context_parallel_mode=ring
 IN_PARTS = {"tp2 in parts": (1, 2), "tp2xpp2 in parts": (2, 4)}  # sequence_parallel=true
-ALL_LAYOUTS = LAYOUTS | TENSOR_PARALLEL | IN_PARTS | CONTEXT_PARALLEL | IN_RING | SHARDED
+# with expert_parallel_size=2, and where the name says so other keys
+EXPERT_PARALLEL = {"ep2": (1, 2), "ep2xpp2": (2, 4), "ep2xcp2": (1, 2), "ep2xtp2": (1, 4), "stage2xep2": (1, 2)}
+ALL_LAYOUTS = LAYOUTS | TENSOR_PARALLEL | IN_PARTS | CONTEXT_PARALLEL | IN_RING | SHARDED | EXPERT_PARALLEL
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
 ACROSS = (*TENSOR_PARALLEL, "pp2", "pp1xdp2")
 EVERY_PAIR += [
@@ -91,11 +93,12 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
             done[name] = root / name
             num_stages, world_size = ALL_LAYOUTS[layout]
             defaults = (
-                f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL | IN_PARTS else 1}",
+                f"tensor_parallel_size={2 if 'tp2' in layout else 1}",
+                f"expert_parallel_size={2 if layout in EXPERT_PARALLEL else 1}",
                 f"sequence_parallel={str(layout in IN_PARTS).lower()}",
-                f"context_parallel_size={2 if layout in CONTEXT_PARALLEL | IN_RING else 1}",
+                f"context_parallel_size={2 if 'cp2' in layout else 1}",
                 f"context_parallel_mode={'ring' if layout in IN_RING else 'auto'}",
-                f"zero_stage={layout[len('stage')] if layout in SHARDED else 1}",
+                f"zero_stage={layout[len('stage')] if layout.startswith('stage') else 1}",
                 f"sharding_parallel_size={2 if layout.endswith('by 2') else 'null'}",
                 f"output_dir={root / name}",
                 "optimizer=adamw",
@@ -215,6 +218,19 @@ def test_zero_stages_continue_at_every_other_layout(run, saved: str, resumed: st
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("saved, resumed", EXPERT_PAIRS, ids=str)
 def test_mixtures_and_their_adapters_continue_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
+
+
+EXPERT_SIDES = [
+    ("ep2", "pp2"), ("pp2", "ep2"), ("ep2", "ep2xpp2"), ("ep2xpp2", "pp1"), ("tp2", "ep2"), ("ep2xcp2", "tp2"),
+    ("ep2xtp2", "ep2"), ("pp1xdp2", "ep2xtp2"), ("stage2xep2", "pp2xdp2"), ("ep2xpp2", "stage2xep2"),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("saved, resumed", EXPERT_SIDES, ids=str)
+def test_divided_experts_continue_at_every_other_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 

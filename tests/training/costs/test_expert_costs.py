@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from models.architecture.lookup import build_layers
 from models.experts.grouped import GROUPED
 from models.layers.layer import Layer
+from models.parallel.shard import ExpertParallel, LayerRanks
 from training.costs.cost import LayerCost, count_layers
 from training.costs.micro_batch import MicroBatchShape
 from training.pipeline.partition import compute_work, split_layers, weigh_layers
@@ -96,6 +97,23 @@ def test_selective_keeps_the_products_of_the_experts() -> None:
     config.num_experts_per_tok += 1
     more = count(config, torch.float32).kept_bytes - kept
     assert more == B * T * (2 * config.intermediate_size + config.hidden_size) * 4
+
+
+def test_divided_experts_take_a_part_of_the_memory_and_as_much_work() -> None:
+    """The rows of all ranks go through a rank's experts. Under `selective` what has arrived is kept, there and back."""
+    config = build_config("mixtral")
+    layers, batch = build_layers(config), MicroBatchShape(B, T, torch.float32)
+    index = find_sparse(config, layers)
+    whole = count_layers(layers, config, batch)[index]
+    cost = count_layers(layers, config, batch, ranks=LayerRanks(expert_parallel=ExpertParallel(size=4)))[index]
+    expert_params = 3 * config.hidden_size * config.intermediate_size
+    assert not cost.is_estimated and cost.num_divided == 2 * expert_params
+    assert whole.num_parameters - cost.num_parameters == 6 * expert_params
+    for name in ("forward_flops", "backward_flops", "num_active", "total_parameters", "total_trainable"):
+        assert getattr(cost, name) == getattr(whole, name), name
+    assert (cost.sent_rows, whole.sent_rows) == (2, 0)
+    rows_and_results = 2 * 2 * B * T * config.hidden_size * 4
+    assert cost.kept_bytes - whole.kept_bytes == pytest.approx(rows_and_results, rel=0.05)  # and their weights
 
 
 def test_a_split_is_balanced_by_the_experts_that_a_token_chooses() -> None:

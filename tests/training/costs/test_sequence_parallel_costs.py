@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from errors import UserError
 from models.architecture.lookup import build_layers
-from models.parallel.shard import TensorParallel
+from models.parallel.shard import LayerRanks, TensorParallel
 from models.sharding.sequence_obstacles import check_sequence_parts
 from models.sharding.tensor_parallel import shard_layers
 from training.costs.cost import LayerCost, count_layers
@@ -25,7 +25,7 @@ CONFIG = LlamaConfig(
 def count_decoder_layer(size: int, splits: bool) -> LayerCost:
     costs = count_layers(
         shard_layers(CONFIG, build_layers(CONFIG), size), CONFIG, MicroBatchShape(2, 64, torch.float32),
-        parallel=TensorParallel(size=size, splits_sequence=splits),
+        ranks=LayerRanks(TensorParallel(size=size, splits_sequence=splits)),
     )  # fmt: skip
     return costs[1]
 

@@ -8,7 +8,7 @@ import pytest
 from support.configs import build_config
 
 from errors import UserError
-from training.distributed.topology import CONTEXT, DATA, PIPE, TENSOR, Layout, Topology, build_layout
+from training.distributed.topology import CONTEXT, DATA, EXPERTS, PIPE, TENSOR, Layout, Topology, build_layout
 from training.pipeline.schedules import build_schedule
 from training.planner.run import check_world_size
 
@@ -142,6 +142,14 @@ def test_a_group_that_crosses_hosts_is_reported_with_the_cost() -> None:
     assert "ranks on each host" not in describe_placement(both, [host for host in "abcd" for _ in range(4)])
 
 
+def test_an_expert_group_that_crosses_hosts_is_reported_with_the_cost() -> None:
+    layout = Layout(Topology.of(8, experts=4), micro_batch_size=1, gradient_accumulation_steps=1)
+    assert "warning" not in describe_placement(layout, ["a"] * 4 + ["b"] * 4)
+    text = describe_placement(layout, ["a"] * 6 + ["b"] * 2, {EXPERTS: 3 * 2**29})
+    assert "; warning: 1 expert groups cross hosts, the first of ranks 4-7: each layer then sends rows" in text
+    assert "four times a micro-batch, 1.50 GiB of a rank a step. Give an expert_parallel_size that divides" in text
+
+
 def test_a_rank_is_named_by_its_place() -> None:
     layout = Layout(Topology.of(8, pipe=2, context=2, tensor=2), 1, 1)
     assert [layout.name_rank(rank) for rank in (0, 5, 6)] == ["0 (pp0 cp0 tp0)", "5 (pp1 cp0 tp1)", "6 (pp1 cp1 tp0)"]
@@ -236,6 +244,24 @@ def test_a_contradiction_names_the_keys_and_the_way_out(name: str) -> None:
     with pytest.raises(UserError) as caught:
         build(*overrides, **options)
     assert message in str(caught.value)
+
+
+def test_expert_groups_are_neighbours_among_ranks_with_the_same_layers() -> None:
+    keys = ("num_stages=2", "context_parallel_size=2", "tensor_parallel_size=2", "micro_batch_size=1")
+    keys += ("global_batch_size=4", "expert_parallel_size=2")
+    layout = build_layout(build_config(*keys), 16, 8, False)
+    topology = layout.topology
+    own, replicas = topology.split_replicas(topology.num_expert_shares)
+    assert own[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]] and replicas[:4] == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert all([topology.expert_share(rank) for rank in group] == [0, 1] for group in own)
+    assert (layout.dp_size, layout.num_weight_replicas) == (2, 4)
+    assert layout.describe().startswith("tp2 x cp2 x pp2 x dp2, ep2 = 16 ranks")
+    for size, message in (
+        (3, "expert_parallel_size=3 does not divide the 4 ranks that have the same layers"),
+        (8, "=8"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_layout(build_config(*keys, f"expert_parallel_size={size}"), 16, 8, False)
 
 
 def test_shard_groups_are_neighbours() -> None:

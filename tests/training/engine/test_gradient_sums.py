@@ -306,8 +306,8 @@ def sum_two_steps(shards: bool, reduce_dtype: torch.dtype) -> tuple[list[torch.T
     optimizer = SimpleNamespace(
         bit16_groups=groups, averaged_gradients={}, reduce_bucket_size=16, partition_size=sizes, cpu_offload=False,
         params_in_partition=[list_held(group, size, rank) for group, size in zip(groups, sizes)],
-        dp_process_group=dist.group.WORLD, _grad_acc_hooks=[], check_grad_overflow=False, check_overflow=None,
-        scaled_global_norm=None,
+        dp_process_group=dist.group.WORLD, real_dp_process_group=[dist.group.WORLD] * len(groups), _grad_acc_hooks=[],
+        check_grad_overflow=False, check_overflow=None, scaled_global_norm=None,
     )  # fmt: skip
     alone = dist.new_subgroups(1)[0]
     # A stage of one layer that has them all

@@ -49,6 +49,15 @@ def test_buckets_hold_each_element_once_and_no_more_than_fits() -> None:
     assert len(sent) == sum(each.numel() for each in parameters) and all(len(found) == 1 for found in sent.values())
 
 
+def test_a_slice_goes_to_one_rank_of_one_process_group() -> None:
+    """Experts, in a group of their own, are split over fewer ranks than all else."""
+    whole, expert = (torch.nn.Parameter(torch.zeros(length)) for length in (8, 6))
+    offsets = {id(whole): GroupOffset(0, 0), id(expert): GroupOffset(1, 0)}
+    (bucket,) = plan_buckets([whole, expert], offsets, [2, 3], limit=16, communicators=[0, 1])
+    sent = [(each.communicator, each.owner, [run[2] for run in each.runs]) for each in bucket.slices]
+    assert sent == [*((0, owner, [2]) for owner in range(4)), *((1, owner, [3]) for owner in range(2))]
+
+
 @pytest.mark.parametrize("schedule", [OneForwardOneBackward(2, 4), Interleaved(2, 4, 2), ZeroBubble(2, 4)], ids=repr)
 @pytest.mark.parametrize("stage_id", [0, 1])
 def test_sums_are_reduced_once_in_the_last_pass_that_adds_to_them(schedule: Schedule, stage_id: int) -> None:

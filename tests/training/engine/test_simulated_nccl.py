@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.nccl_player import play
-from support.rank_programs import PASSES, Kernel, Wait, record
+from support.rank_programs import EXPERTS, PASSES, REPLICAS, SAME_EXPERTS, Kernel, Wait, record
 
 from training.pipeline.exchanges import find_sender, plan_exchanges
 from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule
@@ -56,6 +56,17 @@ def test_replicas_end(way: str, zero_stage: int, meets_in_passes: bool) -> None:
         reduced = sum(isinstance(call, Kernel) and call.stream == "replicas" for call in programs[0])
         passes = schedule.num_micro_batches if zero_stage == 2 else 1
         assert reduced == len(schedule.list_chunks(0)) * passes
+        assert not any(play(programs, **WAYS[way], seed=seed)), schedule
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_that_divide_experts_end(way: str, zero_stage: int) -> None:
+    """Each pass meets the ranks of its expert group; gradients are reduced over two kinds of groups."""
+    for seed, schedule in enumerate(list_schedules(2)):
+        programs = record(schedule, num_replicas=4, zero_stage=zero_stage, expert_parallel_size=2)
+        streams = [call.stream for call in programs[0] if isinstance(call, Kernel)]
+        assert streams.count(SAME_EXPERTS) == streams.count(REPLICAS) > 0 < streams.count(EXPERTS)
         assert not any(play(programs, **WAYS[way], seed=seed)), schedule
 
 

@@ -40,7 +40,9 @@ LOSSES = (f"moe.aux_loss_coef={AUX}", f"moe.z_loss_coef={Z}")
 MOVING = (f"moe.update_router_bias={SPEED}",)
 PACKED = ("data.packing=true", "max_seq_length=160")
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "dp2": (1, 2), "tp2": (1, 2), "tp2xpp2": (2, 4), "pp2xdp2": (2, 4)}
-LAYOUTS |= CONTEXT_PARALLEL | ZERO_LAYOUTS
+EXPERT_PARALLEL = {"ep2": (1, 2), "ep2xpp2": (2, 4)}  # with expert_parallel_size=2
+LAYOUTS |= CONTEXT_PARALLEL | ZERO_LAYOUTS | EXPERT_PARALLEL
+OF_RANKS = "expert_rank_load_max"  # of which an oracle in one process knows nothing
 REPORTED = ("router_aux_loss", "router_z_loss", "expert_load_max", "expert_load_min")
 # Keys that say what is computed, which an oracle reads; the others say how.
 OF_ORACLE = ("data", "max_seq_length", "tokenizer", "learning_rate", "task")
@@ -65,6 +67,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
         given += ("tensor_parallel_size=2",) if "tp2" in layout else ()
         given += (f"zero_stage={layout[-1]}",) if layout in ZERO_LAYOUTS else ()
         given += ("context_parallel_size=2",) if layout in CONTEXT_PARALLEL else ()
+        given += ("expert_parallel_size=2",) if layout in EXPERT_PARALLEL else ()
         workdir = root / ("pairs" if prefers else "packed" if PACKED[0] in overrides else "records")
         return Case(folder, pairs if prefers else records, workdir, num_stages, world_size, steps, given)
 
@@ -86,6 +89,8 @@ def compare(results: list[dict[str, Any]], case: Case, speed: float = 0.0) -> No
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
     for result in results:
+        most_loaded = result["routed"].pop(OF_RANKS, 1)
+        assert 1 <= most_loaded <= result["routed"]["expert_load_max"]
         assert result["routed"] == pytest.approx(oracle["routed"], rel=BOUND)
 
 
@@ -103,6 +108,8 @@ def compare(results: list[dict[str, Any]], case: Case, speed: float = 0.0) -> No
                 ("pp2", ()),
                 ("dp2", SELECTIVE),
                 ("dp2", PACKED),
+                ("ep2", PACKED),
+                ("ep2xpp2", (CHECKPOINTED, *PACKED)),
                 ("tp2xpp2", (CHECKPOINTED, *PACKED)),
                 ("pp2xdp2", ("micro_batch_size=1",)),
                 ("zero2", (CHECKPOINTED,)),
@@ -113,6 +120,7 @@ def compare(results: list[dict[str, Any]], case: Case, speed: float = 0.0) -> No
         pytest.param("mixtral", "pp2", (CHECKPOINTED,), marks=full),
         pytest.param("minimax_m2", "pp2", PACKED, marks=full),
         pytest.param("gpt_oss", "tp2", (), marks=full),
+        pytest.param("gpt_oss", "ep2xpp2", PACKED, marks=full),
         pytest.param("deepseek_v3", "cp2", (), marks=full),
         pytest.param("deepseek_v3", "cp2xpp2", (CHECKPOINTED, *PACKED), marks=full),
         pytest.param("gpt_oss", "cp2", (*SELECTIVE, *PACKED), marks=full),
@@ -138,6 +146,10 @@ def test_gradients_are_those_of_each_document_alone(
         *(pytest.param("deepseek_v3", layout, (CHECKPOINTED,), marks=full) for layout in ZERO_LAYOUTS),
         pytest.param("ernie4_5_moe", "zero3", (), marks=full),
         pytest.param("deepseek_v3", "cp2", SELECTIVE, marks=full),
+        pytest.param("deepseek_v3", "ep2", SELECTIVE, marks=full),
+        pytest.param("deepseek_v3", "ep2xpp2", (), marks=full),
+        pytest.param("minimax_m2", "ep2xpp2", (CHECKPOINTED,), marks=full),
+        pytest.param("ernie4_5_moe", "ep2", (), marks=full),
         pytest.param("ernie4_5_moe", "pp2", (), marks=full),
     ],
 )

@@ -64,7 +64,9 @@ def test_names_on_disk_stay_as_they_were() -> None:
     assert label(None) == "model.norm.weight@7"
     assert label(SHARD) == "model.norm.weight[80:40+40]@7"
     assert label(ShardLayout(9, ((0, 2), (5, 1)))) == "model.norm.weight[9:0+2,5+1]@7"
-    for shard in (None, SHARD, ShardLayout(9, ((0, 2), (5, 1)))):
+    runs_of_strides = ShardLayout(9, ((0, 2), (5, 1)), strides=((2, 2), (7, 1)))
+    assert label(runs_of_strides) == "model.norm.weight[2+2,7+1/9:0+2,5+1]@7"
+    for shard in (None, SHARD, ShardLayout(9, ((0, 2), (5, 1))), runs_of_strides):
         assert parse_shard(render_shard(shard)) == shard
     assert [file_name(RANKS, rank) for rank in (0, 7)] == [
         "optimizer-stage_00-dp_00-tp_00.safetensors",

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.cases import Case, build_engine
+from support.families import save_family
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
@@ -234,6 +235,29 @@ def test_predicted_and_real_peak(
     compare_peaks(workers, root, tmp_path, num_stages, overrides, monkeypatch, BUCKET)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("precision=fp32", *RECOMPUTED),
+        ("precision=bf16", "activation_checkpoint_interval=0"),
+        ("precision=bf16", *RECOMPUTED, "activation_checkpoint_mode=selective"),
+        ("precision=bf16", *RECOMPUTED, "zero_stage=2"),
+    ],
+    ids=lambda overrides: "-".join(key.rpartition("=")[2] for key in overrides),
+)
+def test_divided_experts(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = root / "experts"
+    if not folder.exists():
+        sizes = {"hidden_size": 192, "moe_intermediate_size": 128, "num_experts": 16, "mlp_only_layers": []}
+        save_tokenizer(save_family(folder, "qwen3_moe", **sizes))
+    keys = ("expert_parallel_size=2", *overrides)
+    compare_peaks(workers, root, tmp_path, 1, keys, monkeypatch, BUCKET, model="experts")
+
+
 @pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_matrices_larger_than_a_bucket(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
@@ -243,7 +267,7 @@ def test_matrices_larger_than_a_bucket(
 
 def compare_peaks(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch, bucket: int,
+    monkeypatch: pytest.MonkeyPatch, bucket: int, model: str = "hf",
 ) -> None:  # fmt: skip
     monkeypatch.setattr("training.cost_terms.model_states.REDUCE_BUCKET", bucket)
     monkeypatch.setattr(chunks, "CHUNK_SIZE", SMALL_BUCKET)
@@ -253,10 +277,10 @@ def compare_peaks(
     replicas = 2 if "zero_stage=2" in overrides else 2 // num_stages  # which have a part each of the gradients
     world_size = width * num_stages * replicas
     case = Case(
-        root / "hf", root / "train.jsonl", tmp_path, num_stages, world_size,
+        root / model, root / "train.jsonl", tmp_path, num_stages, world_size,
         overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
     )  # fmt: skip
-    run = resolve(case.config(), open_weights(str(root / "hf")), Target(world_size, has_accelerator=False))
+    run = resolve(case.config(), open_weights(str(root / model)), Target(world_size, has_accelerator=False))
     plan = plan_resolved(run, GPU)
     peaks = workers(world_size).run(train_counted, case, bucket)
     for rank, real in enumerate(peaks):

@@ -169,7 +169,7 @@ def test_sequences_are_shared_where_samples_are_long() -> None:
         """The modes that are tried, by size."""
         config = build("world_size=8", *overrides)
         found: dict[int, list[str]] = {}
-        for size, mode in list_sharings(
+        for size, mode, _ in list_sharings(
             config,
             resolve_planned(replace(config, context_parallel_size=1, context_parallel_mode=ContextParallelMode.auto)),
             8,
@@ -209,3 +209,18 @@ def test_what_the_run_would_refuse_is_not_offered(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(incompatible, "INCOMPATIBLE", (*INCOMPATIBLE, Pair(taken, much, "of a test", "give another")))
     offered = search_config(config)[:SHOWN]
     assert len(offered) == SHOWN and best.checkpointing not in [candidate.checkpointing for candidate in offered]
+
+
+@pytest.mark.full
+def test_the_overrides_divide_experts_too() -> None:
+    mixture = ("world_size=8", "hardware=h200", "model=mixtral_8x7b", "global_batch_size=8")
+    config = build(*mixture)
+    found = search_config(config)
+    assert {candidate.sharing.experts for candidate in found} == {1, 2, 4, 8}
+    assert all(candidate.plan.layout.num_weight_replicas % candidate.sharing.experts == 0 for candidate in found)
+    best = next(candidate for candidate in found if candidate.sharing.experts > 1)
+    assert f"expert_parallel_size={best.sharing.experts}" in best.overrides
+    plan = plan_config(build(*mixture, *best.overrides))
+    assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
+    compiled = replace(config, compile=True)  # with which experts are not divided
+    assert {sharing.experts for sharing in list_sharings(compiled, resolve_planned(compiled), 8)} == {1}

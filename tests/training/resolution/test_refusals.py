@@ -114,6 +114,7 @@ def test_who_refuses_a_pair(
         ("num_stages=24",),
         ("tensor_parallel_size=3",),
         ("context_parallel_size=2", "max_seq_length=33"),
+        ("expert_parallel_size=2",),
         ("moe.aux_loss_coef=1",),
         ("rope_parameters.rope_type=yarn",),
         ("partition_method=nonsense",),

@@ -1,0 +1,59 @@
+"""The plan of ranks that divide experts: rows sent, the wait for the most loaded rank, state and reduction by kind."""
+
+from __future__ import annotations
+
+import pytest
+from support.configs import build_config
+
+from training.config.schema import Device
+from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.expert_parallel import compute_exchanges
+from training.cost_terms.replicas import compute_reduction
+from training.costs.cost import LayerCost
+from training.costs.hardware import Machine
+from training.distributed.topology import DATA, EXPERTS, Layout, Topology
+
+RANKS, SHARES, TOKENS, WIDTH = 8, 4, 1000, 64
+GPU = Machine(
+    name="round", device=Device.cuda, cards_per_node=8, memory=100, usable_memory=1, peak_flops={"bf16": 1e12},
+    efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=100,
+    host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
+)  # fmt: skip
+DENSE, DIVIDED = 1000, 600  # trained elements of a rank
+HIDDEN = TOKENS * WIDTH * 2  # bytes, in bf16
+LAYER = LayerCost(
+    name="x", num_parameters=DENSE + DIVIDED, num_trainable=DENSE + DIVIDED, num_active=1, largest_trainable=1,
+    forward_flops=1e9, attention_width=0, saved_bytes=1, output_bytes=HIDDEN, num_divided=DIVIDED, sent_rows=2,
+    divided_flops=4e8,
+)  # fmt: skip
+
+
+def build_stage(*keys: str) -> Stage:
+    plain = ("precision=bf16", f"max_seq_length={TOKENS}", "micro_batch_size=1", "activation_checkpoint_interval=1")
+    layout = Layout(Topology.of(RANKS, experts=SHARES), 1, 1)
+    return Stage(PlannedRun(build_config(*plain, *keys), layout, 50, GPU), 0, [LAYER, LAYER], [range(2)])
+
+
+@pytest.mark.parametrize(("mode", "repeats"), [("grouped", 1), ("selective", 0)])
+def test_rows_go_there_and_back_in_each_pass(mode: str, repeats: int) -> None:
+    """The second layer is the head, which is not recomputed."""
+    cost = compute_exchanges(build_stage(f"activation_checkpoint_mode={mode}").chunks[0])
+    one_layer = 2 * 2 * HIDDEN * (SHARES - 1) / SHARES
+    assert cost.forward_sent[EXPERTS] == 2 * one_layer
+    assert cost.backward_sent[EXPERTS] == (2 + repeats) * one_layer
+    assert (cost.forward_seconds, cost.backward_seconds) == (0, 0)
+
+
+def test_all_wait_for_the_most_loaded_rank() -> None:
+    even, uneven = (compute_exchanges(build_stage(*keys).chunks[0]) for keys in ((), ("moe.imbalance=1.5",)))
+    assert uneven.forward_sent[EXPERTS] == 1.5 * even.forward_sent[EXPERTS]
+    products = 4e8 * TOKENS / 1e12  # of one layer forward
+    assert uneven.forward_seconds == pytest.approx(0.5 * 2 * products)
+    assert uneven.backward_seconds == pytest.approx(0.5 * (2 * 2 + 1) * products)
+
+
+def test_experts_are_reduced_over_the_ranks_that_have_the_same_ones() -> None:
+    stage, same = build_stage(), RANKS // SHARES
+    assert stage.num_in_part == 2 * DENSE // RANKS + 2 * DIVIDED // same
+    sent = (4 + 2) * 2 * (DENSE * (RANKS - 1) / RANKS + DIVIDED * (same - 1) / same)  # sums in fp32, weights in bf16
+    assert compute_reduction(stage).reduce_sent[DATA] == pytest.approx(sent)

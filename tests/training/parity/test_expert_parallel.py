@@ -1,0 +1,194 @@
+"""Experts divided among ranks: gradients, and losses, norms and weights of five SGD steps, are those of the plain
+Hugging Face model in one process; alone, and with stages, replicas, shards of layers and parts of sequences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.adapters import make_adapter, to_peft_weights
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    CLIPPED,
+    EVERY_SECOND,
+    SELECTIVE,
+    Case,
+    merge,
+    train_case,
+    train_oracle,
+    train_run,
+    worst_difference,
+)
+from support.families import FAMILIES, MIXTURES, save_family
+from support.parity_table import LARGE
+from support.runs import export_of, read_metrics
+from support.tiny import save_records, save_tokenizer
+from support.workers import WorkerGroup
+from transformers import AutoModelForCausalLM
+
+# expert_parallel_size, stages, ranks, and other keys
+LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
+    "whole": (1, 1, 2, ()),
+    "ep2": (2, 1, 2, ()),
+    "ep4": (4, 1, 4, ()),
+    "ep2xdp2": (2, 1, 4, ()),
+    "ep2xpp2": (2, 2, 4, ()),
+    "ep2xcp2": (2, 1, 2, ("context_parallel_size=2",)),
+    "ep4xcp2": (4, 1, 4, ("context_parallel_size=2",)),
+    "ep2xtp2": (2, 1, 4, ("tensor_parallel_size=2",)),
+}
+STEPS = ("learning_rate=0.05", CLIPPED)
+GRADIENTS = (f"learning_rate={LARGE}", "max_grad_norm=0")  # one step so long that the new weights are the gradients
+WITH_FILES = ("deepseek_v3", "gpt_oss", "llama4_text")
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
+full = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
+    """case(family, layout, *overrides, steps): its model is made on first use, the records once."""
+    root = tmp_path_factory.mktemp("experts")
+    records = save_records(root / "train.jsonl", 40)
+    save_tokenizer(root / "tokenizer")
+
+    def case(family: str, layout: str, *overrides: str, steps: int = 5) -> Case:
+        folder = root / family
+        if not folder.exists():
+            save_family(folder, family, tied=False)
+        size, num_stages, world_size, keys = LAYOUTS[layout]
+        given = (f"tokenizer_name_or_path={root}/tokenizer", f"expert_parallel_size={size}", *keys, *overrides)
+        return Case(folder, records, root, num_stages, world_size, steps, given)
+
+    return case
+
+
+def compare(workers: Callable[[int], WorkerGroup], case: Case, model: torch.nn.Module | None = None) -> None:
+    result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case, model)
+    worst, name = worst_difference(result["weights"], oracle["weights"])
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "overrides"),
+    [
+        ("qwen3_moe", "ep2", ()),
+        *(
+            pytest.param(family, "ep2xpp2", (f"schedule={schedule}",), marks=full)
+            for family in (*WITH_FILES, "qwen3_moe")
+            for schedule in SCHEDULES
+        ),
+        *(
+            pytest.param("deepseek_v3", layout, overrides, marks=full)
+            for layout, overrides in (
+                ("ep4", ()),
+                ("ep2xdp2", ()),
+                ("ep2xcp2", ()),
+                ("ep4xcp2", (CHECKPOINTED,)),
+                ("ep2xtp2", ()),
+                ("ep2", (CHECKPOINTED,)),
+                ("ep2", SELECTIVE),
+                ("ep2xpp2", (*SELECTIVE, "schedule=zero_bubble")),
+                ("ep2xdp2", ("zero_stage=2", CHECKPOINTED)),
+                ("ep2", ("zero_stage=2",)),
+                ("ep2xpp2", ("zero_stage=2", "schedule=interleaved")),
+                ("ep2xdp2", ("offload_optimizer=cpu",)),
+            )
+        ),
+        *(
+            pytest.param("gpt_oss", layout, overrides, marks=full)
+            for layout, overrides in (
+                ("ep4", ()),
+                ("ep2xdp2", EVERY_SECOND),
+                ("ep2xcp2", ()),
+                ("ep2xtp2", ()),
+                ("ep2xpp2", ("schedule=zero_bubble", CHECKPOINTED, "zero_stage=2")),
+            )
+        ),
+        *(
+            pytest.param("llama4_text", layout, overrides, marks=full)
+            for layout, overrides in (("ep4", SELECTIVE), ("ep2xdp2", ()), ("ep2xtp2", ()))
+        ),
+    ],
+)
+def test_five_sgd_steps_equal_hugging_face(
+    workers, material, family: str, layout: str, overrides: tuple[str, ...]
+) -> None:
+    compare(workers, material(family, layout, *STEPS, *overrides))
+
+
+@full
+@pytest.mark.parametrize("family", sorted({*MIXTURES, *WITH_FILES} & {*MIXTURES, *FAMILIES}))
+def test_gradients_of_every_mixture_equal_hugging_face(workers, material, family: str) -> None:
+    compare(workers, material(family, "ep2", *GRADIENTS, steps=1))
+
+
+@full
+@pytest.mark.parametrize(
+    ("family", "layout", "frozen"),
+    [
+        ("qwen3_moe", "ep2xdp2", "experts[.]"),
+        ("qwen3_moe", "ep2xdp2", "(self_attn|mlp[.]gate[.])"),
+        ("qwen3_moe", "ep2xdp2", "embed_tokens|layers[.][01][.]"),
+        ("deepseek_v3", "ep2xpp2", "experts[.]"),
+        ("gpt_oss", "ep2", "experts[.]"),
+    ],
+)
+def test_frozen_weights(workers, material, family: str, layout: str, frozen: str) -> None:
+    """Experts, what is around them, and all before them: then no gradient goes back through their exchange."""
+    case = material(family, layout, *STEPS, f"freeze=['{frozen}']")
+    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not re.search(frozen, name))
+    compare(workers, case, model)
+
+
+@full
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("deepseek_v3", "ep2"),
+        ("llama4_text", "ep2xpp2"),
+        ("qwen3_moe", "ep2xdp2"),
+        ("deepseek_v3", "ep2xtp2"),
+        ("gpt_oss", "ep4"),
+    ],
+)
+def test_lora_on_experts_equals_peft(workers, material, tmp_path: Path, family: str, layout: str) -> None:
+    given = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CHECKPOINTED, *STEPS)
+    case = material(family, layout, *given)
+    model = make_adapter(tmp_path / "adapter", case.model)
+    result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case, model)
+    worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+def read_steps(output_dir: Path) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, gradient norm)."""
+    steps = (record for record in read_metrics(output_dir) if "loss" in record)
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in steps}
+
+
+def test_a_run_saves_exports_and_continues_with_whole_experts(workers, material, tmp_path: Path) -> None:
+    """Its checkpoint is that of any other run, and continues with whole experts; its export, read into divided experts
+    and exported again, is the same, bit for bit."""
+    keys = ("learning_rate=1e-3", "optimizer=adamw", "logging_steps=1", "save_steps=2", f"data.cache_dir={tmp_path}/c")
+    case = material("qwen3_moe", "ep2", *keys, f"output_dir={tmp_path}/ep2", steps=4)
+    workers(2).run(train_run, case)
+    begun = tmp_path / "ep2" / "checkpoints" / "global_step2"
+    again = material("qwen3_moe", "whole", *keys, f"output_dir={tmp_path}/again", f"resume={begun}", steps=4)
+    workers(2).run(train_run, again)
+    found, expected = (read_steps(tmp_path / name) for name in ("again", "ep2"))
+    assert list(found) == [3, 4] and all(found[step] == pytest.approx(expected[step], rel=BOUND) for step in found)
+    steps = ("learning_rate=0", f"model_name_or_path={tmp_path}/ep2/hf", f"data.cache_dir={tmp_path}/c")
+    copy = material("qwen3_moe", "ep2", *keys, *steps, f"output_dir={tmp_path}/copy", steps=1)
+    workers(2).run(train_run, copy)
+    original, exported = (export_of(tmp_path / name) for name in ("ep2", "copy"))
+    assert original.keys() == exported.keys() and all(torch.equal(original[key], exported[key]) for key in original)
