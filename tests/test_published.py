@@ -1,14 +1,27 @@
-"""The benchmark of published runs adds to a plan what each row declares: counted by hand."""
+"""The benchmark of published runs adds to a plan what each row declares: counted by hand, or on the layers that a plan
+counts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
-from benchmarks.published_parts.frameworks import LOGIT_BYTES, NORMS, adjust_costs, count_loss_bytes
+from benchmarks.published_parts.frameworks import (
+    EAGER_MOVED,
+    FUSED_MOVED,
+    LOGIT_BYTES,
+    NORMS,
+    adjust_costs,
+    count_loss_bytes,
+)
 from benchmarks.published_parts.rows import OUT_OF_MEMORY, RUNS, PublishedRun, find_obstacle, read_runs
-from training.costs.cost import LayerCost
+from models.architecture.lookup import build_layers
+from training.costs.cost import LayerCost, count_layers
+from training.costs.micro_batch import MicroBatchShape
+from training.costs.traffic import Traffic
 
 DECODER = LayerCost(
     name="decoder", num_parameters=1, num_trainable=1, num_active=1, largest_trainable=1, forward_flops=1.0,
@@ -52,3 +65,33 @@ def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
     assert saved(replace(run, kernels="fused")) == (16 - 8) * 64 * 200
     assert saved(replace(run, kernels="fused", sequence_parallel=1)) == (16 - 8) * 64 * 200 / 2
     assert saved(replace(run, attention="fused_softmax")) == ((16 - 12) * 64 + (6 - 2) * 8 * 100 / 2) * 200
+
+
+def test_attention_takes_the_time_of_its_kernels(rows: list[PublishedRun]) -> None:
+    run = replace(rows[0], family="gpt", micro_batch=2, seq=100, cp=1, heads=8, tp=2, kernels="eager")
+    moves = Traffic(10**9, 5)
+    layer = replace(DECODER, forward_flops=9.0, attention_flops=2.0, forward_traffic=moves, backward_traffic=moves)
+    (flash1,) = adjust_costs(replace(run, attention="flash1"), [layer])
+    assert flash1.attention_flops == 4 and flash1.forward_flops - flash1.attention_flops == 9 - 2
+    assert flash1.backward_flops - 2 * flash1.attention_flops == layer.backward_flops - 2 * layer.attention_flops
+    scores = 2 * 8 * 100 * 100 // 2
+    (softmax,) = adjust_costs(replace(run, attention="fused_softmax"), [layer])
+    assert moves.moved - softmax.forward_traffic.moved == (EAGER_MOVED[0] - FUSED_MOVED[0]) * scores
+    assert moves.moved - softmax.backward_traffic.moved == (EAGER_MOVED[1] - FUSED_MOVED[1]) * scores
+    for declared in ({"attention": "flash"}, {"attention": "fused_softmax", "kernels": "fused"}):
+        assert adjust_costs(replace(run, **declared), [layer]) == [layer]
+
+
+def test_what_eager_scores_move_is_what_the_plan_counts() -> None:
+    """The part that grows with the square of the sequence, of a score; without products and the mask of all heads."""
+    config = LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config._attn_implementation = "eager"
+
+    def count(length: int) -> tuple[int, int]:
+        layer = count_layers(build_layers(config), config, MicroBatchShape(1, length, torch.bfloat16))[1]
+        return layer.forward_traffic.moved, layer.backward_traffic.moved
+
+    short, middle, long = count(64), count(128), count(256)
+    square = [((c - b) / 128 - (b - a) / 64) / 192 / 4 for a, b, c in zip(short, middle, long, strict=True)]
+    mask, products = 2 / 4, (2 + 2, 4 * 2)
+    assert square == [EAGER_MOVED[0] + products[0] + mask, EAGER_MOVED[1] + products[1]]

@@ -1,5 +1,5 @@
-"""The memory that other systems take where this project takes more or less, by what a row declares: its kernels, its
-loss and the dtype of its gradients.
+"""Differences between other systems and this project, by what a row declares: in memory by its kernels, its loss and
+the dtype of its gradients, in time by its attention.
 
 B T tokens of a micro-batch, D hidden, V vocabulary, H heads, t ranks of tensor parallelism.
 """
@@ -28,10 +28,15 @@ RECEIVED, SENT = 2, 2
 NORMS_HERE, NORMS = 16, {"eager": 12, "fused_norm": 8, "fused": 8}
 # Bytes of an attention score: softmax in fp32 and its result in 16 bits, or that alone
 SCORES_HERE, FUSED_SCORES = {"llama": 6}, 2
+# Bytes of an attention score that passes move besides products. Eager, in single kernels: scaled, masked, cast, softmax
+# in fp32, cast; and the same back, but for the mask. In one kernel (Megatron's scaled masked softmax): read and
+# written; back, two read and one written
+EAGER_MOVED, FUSED_MOVED = (28, 28), (4, 6)
+FLASH1_SECONDS = 2  # times those of FlashAttention-2 (2307.08691, abstract)
 
 
 def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost]) -> list[LayerCost]:
-    """Return the costs of a row's layers with the activations that its system keeps."""
+    """Return the costs of a row's layers with the activations that its system keeps, and the time of its attention."""
     assert run.micro_batch is not None and run.hidden is not None and run.heads is not None and run.tp is not None
     tokens = run.micro_batch * run.seq // run.cp
     excess = 0.0
@@ -41,10 +46,28 @@ def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost]) -> list[LayerCos
     if run.attention == "fused_softmax":
         excess += (SCORES_HERE.get(run.family, FUSED_SCORES) - FUSED_SCORES) * run.heads * run.seq / run.tp
     adjusted = {
-        id(cost): replace(cost, saved_bytes=cost.saved_bytes - round(excess * tokens)) if cost.attention_width else cost
+        id(cost): _time_attention(run, replace(cost, saved_bytes=cost.saved_bytes - round(excess * tokens)))
+        if cost.attention_width
+        else cost
         for cost in costs
     }
     return [adjusted[id(cost)] for cost in costs]
+
+
+def _time_attention(run: PublishedRun, cost: LayerCost) -> LayerCost:
+    if run.attention == "flash1":
+        more = (FLASH1_SECONDS - 1) * cost.attention_flops
+        return replace(cost, attention_flops=cost.attention_flops + more, forward_flops=cost.forward_flops + more)
+    if run.attention != "fused_softmax" or run.kernels != "eager":  # where kernels are fused, softmax is one of them
+        return cost
+    assert run.micro_batch is not None and run.heads is not None and run.tp is not None
+    scores = run.micro_batch * run.heads * run.seq * (run.seq // run.cp) // run.tp
+    forward, backward = (scores * (eager - fused) for eager, fused in zip(EAGER_MOVED, FUSED_MOVED, strict=True))
+    return replace(
+        cost,
+        forward_traffic=replace(cost.forward_traffic, moved=cost.forward_traffic.moved - forward),
+        backward_traffic=replace(cost.backward_traffic, moved=cost.backward_traffic.moved - backward),
+    )
 
 
 def count_memory(run: PublishedRun, plan: Plan) -> float:

@@ -9,13 +9,17 @@ from training.distributed.topology import TENSOR
 
 
 def compute_sums(chunk: Chunk) -> PassCost:
-    """Return the bytes of all-reduces on a ring; recomputed layers repeat those of their forward pass."""
+    """Return the bytes and steps of all-reduces on a ring; recomputed layers repeat those of their forward pass."""
     size = chunk.run.layout.tensor_parallel_size
-    one_sum = 2 * (size - 1) / size * chunk.block_bytes
     forward = sum(layer.forward_sums for layer in chunk.layers)
     again = sum(layer.forward_sums for layer in chunk.list_recomputed())
     backward = sum(layer.backward_sums + layer.regathers / 2 for layer in chunk.layers) + again
-    return PassCost(forward_sent=Sent({TENSOR: forward * one_sum}), backward_sent=Sent({TENSOR: backward * one_sum}))
+    return PassCost(forward_sent=_send(forward, chunk, size), backward_sent=_send(backward, chunk, size))
+
+
+def _send(num_sums: float, chunk: Chunk, size: int) -> Sent:
+    steps = num_sums * 2 * (size - 1)
+    return Sent({TENSOR: steps / size * chunk.block_bytes}, {TENSOR: steps})
 
 
 TENSOR_PARALLEL = CostTerm(chunk_cost=compute_sums)

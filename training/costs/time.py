@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from training.config.schema import Device
 from training.costs.hardware import GB, Machine
 from training.costs.memory import Summed
 from training.distributed.sharding import list_shard_groups
@@ -15,14 +16,26 @@ from training.distributed.topology import CONTEXT, EXPERTS, PIPE, TENSOR, Layout
 
 # Where ZeRO shards over groups of replicas: the axis of a group, and that of the ranks with the same shard
 SHARDS, SAME_SHARD = "shards", "same shard"
+# Seconds of a step around a ring, whatever it sends, on a node and between nodes (NCCL's own estimates for large
+# messages: src/graph/tuning.cc, `hwLat`, ring, simple, NVLink and network)
+NODE_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
 
 
 class Sent(dict[str, float]):
     """Bytes that a rank sends over each axis of the topology, by the axis's name; and over `SHARDS`, `SAME_SHARD` and
-    `EXPERTS`."""
+    `EXPERTS`. steps: by axis, those around a ring, of which a collective over n ranks takes n - 1, an all-reduce twice
+    as many."""
+
+    def __init__(self, nbytes: Mapping[str, float] | None = None, steps: Mapping[str, float] | None = None) -> None:
+        super().__init__(nbytes or {})
+        self.steps = dict(steps or {})
 
     def __add__(self, other: Sent) -> Sent:
-        return Sent({axis: self.get(axis, 0) + other.get(axis, 0) for axis in (*self, *other)})
+        return Sent(_add(self, other), _add(self.steps, other.steps))
+
+
+def _add(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    return {axis: left.get(axis, 0) + right.get(axis, 0) for axis in (*left, *right)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +69,18 @@ class StepCost(Summed):
 def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware: Machine) -> float:
     """Return the seconds to send `sent`, one axis after the other."""
     links = {axis: find_bandwidth(axis, layout, stage_id, hardware) * GB for axis, nbytes in sent.items() if nbytes}
-    return sum((sent[axis] / link for axis, link in links.items()), start=0.0)
+    latencies = {axis: find_latency(axis, layout, stage_id, hardware) for axis, steps in sent.steps.items() if steps}
+    waiting = sum((sent.steps[axis] * latency for axis, latency in latencies.items()), start=0.0)
+    return sum((sent[axis] / link for axis, link in links.items()), start=waiting)
+
+
+def find_latency(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:
+    """Return the mean seconds of a step around a ring along an axis, without sending: of GPUs. Where g ranks of a group
+    are on each node, one step of g is between nodes."""
+    if hardware.device is not Device.cuda:
+        return 0.0
+    num_links = _count_links(axis, layout, stage_id, hardware.cards_per_node)
+    return NODE_LATENCY + ((NETWORK_LATENCY - NODE_LATENCY) / num_links if num_links else 0.0)
 
 
 def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 SENDING = "exchange_rows"  # `models.experts.exchange`; timed by what it sends
-WITHOUT_KERNEL = ("empty", "detach", "alias", "lift_fresh")  # allocations, and names of tensors that exist
+# Allocations, and names of tensors that exist
+WITHOUT_KERNEL = ("empty", "detach", "alias", "lift_fresh", "_unsafe_view")
 
 
 @dataclass(frozen=True)

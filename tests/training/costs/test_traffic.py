@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.experts.exchange import exchange_rows
 from training.config.schema import Device
 from training.costs.hardware import GB, Machine
 from training.costs.kernels import ATTENTION_BACKWARD, ATTENTION_RATE, LAUNCH_SECONDS, STREAM_RATE, time_kernels
@@ -39,11 +40,12 @@ class Block(nn.Module):
     ],
 )
 def test_what_a_forward_pass_moves(fuses: bool, moved: int, kernels: int) -> None:
-    with torch.device("meta"):
-        block, x = Block(), torch.empty(N, D)
-    with TrafficCounter(fuses) as counter, torch.no_grad():
-        block(x)
-    assert counter.finish() == Traffic(4 * moved * ELEMENTS, kernels)
+    for shape in ((N, D), (2, N // 2, D)):  # a product of more than two dimensions is one of two, and a view
+        with torch.device("meta"):
+            block, x = Block(), torch.empty(*shape)
+        with TrafficCounter(fuses) as counter, torch.no_grad():
+            block(x)
+        assert counter.finish() == Traffic(4 * moved * ELEMENTS, kernels)
 
 
 def test_fused_kernels_make_again_what_they_did_not_write() -> None:
@@ -66,6 +68,13 @@ def test_views_and_allocations_move_nothing() -> None:
         x.view(D, N).t().expand(3, N, D)
         torch.empty_like(x)
     assert counter.finish() == Traffic()
+
+
+def test_rows_for_other_ranks_go_through_memory() -> None:
+    rows, splits = torch.empty(N, D, device="meta"), torch.empty(2, 2, dtype=torch.int64, device="meta")
+    with TrafficCounter(fuses=True) as counter:
+        exchange_rows(torch.relu(rows), splits, False, "").relu()
+    assert counter.finish() == Traffic(4 * (2 + 2) * ELEMENTS, 3)  # on both sides read and written
 
 
 def test_scores_are_moved_by_their_products_too() -> None:

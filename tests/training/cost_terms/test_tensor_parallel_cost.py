@@ -1,0 +1,59 @@
+"""The plan of ranks that share layers: bytes and steps of their all-reduces, and the seconds that both take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.configs import build_config
+
+from training.config.schema import Device
+from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.tensor_parallel import compute_sums
+from training.costs.cost import LayerCost
+from training.costs.hardware import GB, Machine
+from training.costs.time import NETWORK_LATENCY, NODE_LATENCY, compute_sending_seconds
+from training.distributed.topology import TENSOR, Layout, Topology
+
+SIZE, TOKENS, WIDTH = 4, 1000, 64
+HIDDEN = TOKENS * WIDTH * 2  # bytes, in bf16
+GPU = Machine(
+    name="round", device=Device.cuda, cards_per_node=8, memory=100, usable_memory=1, peak_flops={"bf16": 1e12},
+    efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=100,
+    host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
+)  # fmt: skip
+LAYER = LayerCost(
+    name="x", num_parameters=1, num_trainable=1, num_active=1, largest_trainable=1, forward_flops=1e9,
+    attention_width=0, saved_bytes=1, output_bytes=HIDDEN, forward_sums=2, backward_sums=2,
+)  # fmt: skip
+LAYOUT = Layout(Topology.of(SIZE, tensor=SIZE), 1, 1)
+
+
+def test_an_all_reduce_is_two_rounds_of_a_ring() -> None:
+    """The second layer is the head, which is not recomputed."""
+    keys = ("precision=bf16", f"max_seq_length={TOKENS}", "activation_checkpoint_interval=1")
+    config = build_config("micro_batch_size=1", f"tensor_parallel_size={SIZE}", *keys)
+    cost = compute_sums(Stage(PlannedRun(config, LAYOUT, 50, GPU), 0, [LAYER, LAYER], [range(2)]).chunks[0])
+    for sent, num_sums in ((cost.forward_sent, 4), (cost.backward_sent, 4 + 2)):
+        assert sent == {TENSOR: num_sums * 2 * (SIZE - 1) / SIZE * HIDDEN}
+        assert sent.steps == {TENSOR: num_sums * 2 * (SIZE - 1)}
+    both = cost.forward_sent + cost.backward_sent
+    assert both.steps == {TENSOR: 10 * 2 * (SIZE - 1)}
+
+
+@pytest.mark.parametrize(
+    ("device", "cards_per_node", "link", "latency"),
+    [
+        (Device.cuda, 8, 100, NODE_LATENCY),
+        (Device.cuda, 2, 20, (NODE_LATENCY + NETWORK_LATENCY) / 2),  # two ranks on a node: every second step is between
+        (Device.cuda, 1, 10, NETWORK_LATENCY),
+        (Device.cpu, 8, 100, 0),
+    ],
+)
+def test_each_step_waits_for_the_link(device: Device, cards_per_node: int, link: float, latency: float) -> None:
+    keys = ("precision=bf16", f"max_seq_length={TOKENS}", "activation_checkpoint_interval=0")
+    config = build_config("micro_batch_size=1", f"tensor_parallel_size={SIZE}", *keys)
+    machine = replace(GPU, device=device, cards_per_node=cards_per_node)
+    sent = compute_sums(Stage(PlannedRun(config, LAYOUT, 50, machine), 0, [LAYER], [range(1)]).chunks[0]).forward_sent
+    seconds = sent[TENSOR] / (link * GB) + 12 * latency
+    assert compute_sending_seconds(sent, LAYOUT, 0, machine) == pytest.approx(seconds)
