@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from errors import UserError
 from training.config.schema import RunConfig
 from training.costs.hardware import GIB, Machine
-from training.planner.formatting import render_rows, render_seconds
+from training.planner.formatting import render_cost, render_rows, render_seconds
 from training.planner.remedies import Remedy, describe_remedies
 from training.planner.report import largest_kind
 from training.planner.search import SHOWN, Candidate
+
+MARGIN = 0.1  # of tokens/s: of published runs, two layouts so near are often in the other order (docs/plan.md)
 
 
 def render_search(
@@ -20,8 +22,9 @@ def render_search(
     width: int | None = None,
     remedies: Sequence[Remedy] = (),
 ) -> str:
-    """Return the table of the best layouts and the overrides of the first. width: as in `render_rows`. remedies: of the
-    first where none fits.
+    """Return the table of the best layouts, with the price of a billion tokens where that of a GPU is known, how many
+    are too near to the first to be told apart, and the overrides of the first. width: as in `render_rows`. remedies: of
+    the first where none fits.
 
     Raises UserError when none fits, with what the nearest one lacks.
     """
@@ -45,8 +48,12 @@ def render_search(
         "step",
         "tokens/s",
         "MFU",
+        *(["1B tokens cost"] if hardware.price_per_hour is not None else []),
     )
-    rows = [_row(candidate, shares, divides) for candidate in fitting[:SHOWN]]
+    rows = [
+        (*_row(candidate, shares, divides), *_price(candidate, hardware.price_per_hour))
+        for candidate in fitting[:SHOWN]
+    ]
     return "\n".join(
         [
             f"{len(fitting)} of {len(candidates)} layouts fit {config.world_size} x {hardware.name}; "
@@ -54,9 +61,20 @@ def render_search(
             "",
             *render_rows(header, rows, width),
             "",
+            *_render_margin(fitting),
             f"use: {' '.join(fitting[0].overrides)}",
         ]
     )
+
+
+def _price(candidate: Candidate, price_per_hour: float | None) -> tuple[str, ...]:
+    return () if price_per_hour is None else (render_cost(candidate.plan.compute_cost(1e9, price_per_hour)),)
+
+
+def _render_margin(fitting: Sequence[Candidate]) -> list[str]:
+    slowest = (1 - MARGIN) * fitting[0].plan.tokens_per_second
+    near = sum(candidate.plan.tokens_per_second > slowest for candidate in fitting[1:])
+    return [f"within {MARGIN:.0%} of the first: {near}, which a plan cannot tell apart from it"] if near else []
 
 
 def _row(candidate: Candidate, shares: bool, divides: bool) -> tuple[str, ...]:

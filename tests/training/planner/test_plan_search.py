@@ -17,7 +17,7 @@ from training.config.incompatible import INCOMPATIBLE, Feature, Pair
 from training.config.schema import ContextParallelMode, RunConfig, to_typed
 from training.planner.run import plan_run, resolve_planned
 from training.planner.search import CHECKPOINTING, FINALISTS, SHOWN, Candidate, list_sharings
-from training.planner.search_report import render_search
+from training.planner.search_report import MARGIN, render_search
 
 KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
@@ -67,11 +67,20 @@ def test_the_best_are_tried_without_a_bubble_too_and_win() -> None:
 
 
 def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
-    found = search_config(build("world_size=8", "hardware=a100_40g"))
+    config = build("world_size=8", "hardware=a100_40g")
+    found = search_config(config)
     fits = [candidate.plan.fits for candidate in found]
     assert fits == sorted(fits, reverse=True) and 0 < sum(fits) < len(fits)
     speeds = [candidate.plan.tokens_per_second for candidate in found if candidate.plan.fits]
     assert speeds == sorted(speeds, reverse=True)
+    near = sum(speed > (1 - MARGIN) * speeds[0] for speed in speeds[1:])
+    text = render_search(found, config, config.hardware)
+    assert near > 0 and f"within 10% of the first: {near}, which" in text and "cost" not in text
+    priced = render_search(found, config, replace(config.hardware, price_per_hour=2.0))
+    first = priced.splitlines()[3]
+    assert "1B tokens cost" in priced and float(first.split()[-1].replace(",", "")) == pytest.approx(
+        2 * 8 * 1e9 / speeds[0] / 3600, rel=0.01
+    )
 
 
 def test_the_overrides_make_the_plan_that_was_ranked() -> None:
