@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import filecmp
+import json
 import os
 import secrets
 from collections.abc import Callable
@@ -51,6 +52,15 @@ def write_atomically(file: Path, content: str | Callable[[Any], object], writer:
         os.fsync(stream.fileno())
     os.replace(temporary, file)
     sync_to_disk(file.parent)
+
+
+def write_page(file: Path, template: Path, content: object) -> None:
+    """Writes an HTML page that holds its data. template: it has the word DATA, in a script element of the type
+    application/json, where `content` belongs. Raises ValueError for a number that is not finite, which no browser
+    reads."""
+    # In a script element only this character could end the JSON early.
+    data = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
+    write_atomically(file, template.read_text().replace("DATA", data, 1))
 
 
 def publish_changed(staged: Path, folder: Path) -> None:

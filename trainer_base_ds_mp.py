@@ -18,7 +18,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments
+from training.cli.command_line import asks_for_completion, asks_for_sweep, check_command_line, clean_arguments
+from training.cli.help import render_help
 from training.cli.sweep import build_launch, plan_sweep, run_sweep
 from training.config.schema import register_schema
 from training.distributed.host_share import set_allocator_defaults
@@ -79,6 +80,12 @@ def main() -> None:
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(render_help())
+        return
+    if asks_for_completion(sys.argv[1:]):
+        run_composed()  # Hydra prints, and runs nothing
+        return
     with exit_on_user_error(ranks, reports=ranks.is_main):
         check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG, check_names)
     run_composed()

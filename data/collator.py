@@ -94,6 +94,20 @@ def unshift_targets(targets: Tensor) -> Tensor:
     return pad(targets[:, :-1], (1, 0), value=IGNORE_INDEX)
 
 
+def number_documents(rows: NumpyRows, shape: Shape) -> Tensor:
+    """Return int64 [B, T]: at the last token of each document its number in the micro-batch, from 0, else -100.
+
+    rows: the document of each token in its row, from 1.
+    """
+    numbered = np.full(shape, IGNORE_INDEX, np.int64)
+    number = 0
+    for row, documents in zip(numbered, rows):
+        ends = np.flatnonzero(np.diff(documents, append=0))
+        row[ends] = np.arange(number, number + len(ends))
+        number += len(ends)
+    return torch.from_numpy(numbered)
+
+
 def index_targets(targets: Tensor) -> Tensor:
     """Return the indices of the targets in the flattened [B, T], int64 [N]."""
     return (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)

@@ -82,6 +82,23 @@ class PadTo(Enum):
     max_seq_length = "max_seq_length"
 
 
+class RowTargets(Enum):
+    """The targets of a row. `next_tokens`: at each position the token that follows. `last_tokens`: its documents, each
+    at its last token."""
+
+    next_tokens = "next_tokens"
+    last_tokens = "last_tokens"
+
+
+class ProblemType(Enum):
+    """The meaning of the labels of a record, in the words of `transformers`: one class, any number of classes, or
+    numbers."""
+
+    single_label_classification = "single_label_classification"
+    multi_label_classification = "multi_label_classification"
+    regression = "regression"
+
+
 class MeanOver(Enum):
     """The terms that the loss of a global batch is a mean over.
 

@@ -1,8 +1,8 @@
 """The samples that encoders make of records: token ids, and labels aligned with them as in Hugging Face.
 
 `labels[t]` is `input_ids[t]` where token t is a target and -100 where it is not; the loader shifts them into targets.
-So the first token of a sample is never predicted, and targets are counted after the shift. A kind of data is a class
-that implements `Encoder`.
+So the first token of a sample is never predicted, and targets are counted after the shift. A sample with a `label` is
+one target, as a whole. A kind of data is a class that implements `Encoder`.
 """
 
 from typing import NotRequired, Protocol, TypedDict
@@ -19,6 +19,7 @@ class Sample(TypedDict):
     input_ids: list[int]  # [T]
     labels: list[int]  # [T]
     desirable: NotRequired[bool]  # of kinds whose answers carry such a label
+    label: NotRequired[list[int] | list[float]]  # of kinds that label whole documents; as many numbers for each
 
 
 Pair = tuple[Sample, Sample]  # chosen, rejected
@@ -34,6 +35,10 @@ class Encoder(Protocol):
         ...
 
 
-def count_targets(labels: list[int]) -> int:
-    """Return the number of tokens that carry loss, after the shift. Counted in C: this is called for every sample."""
+def count_targets(sample: Sample) -> int:
+    """Return the number of targets of a sample: of tokens that carry loss, after the shift, or 1 where it is labelled
+    as a whole. Counted in C: this is called for every sample."""
+    if "label" in sample:
+        return 1
+    labels = sample["labels"]
     return len(labels) - labels.count(IGNORE_INDEX) - (labels[0] != IGNORE_INDEX)

@@ -41,7 +41,7 @@ from data.encoders.rendering import RECORD_KWARGS, read_template_kwargs  # noqa:
 from data.encoders.turns import find_stop_tokens  # noqa: E402
 from errors import UserError  # noqa: E402
 from models.architecture.lookup import build_layers  # noqa: E402
-from models.layers.score_head import is_reward_model  # noqa: E402
+from models.heads.table import find_head  # noqa: E402
 from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from models.weights.vocabulary import add_end, open_tokenizer  # noqa: E402
@@ -63,11 +63,11 @@ class Prompt:
 
 def load_model(source: WeightSource) -> PreTrainedModel:
     """Returns the Hugging Face model with the weights of `source` in their dtype, an adapter merged in. Of a wrapped
-    model only the text model is loaded. Raises UserError for a reward model or missing weights."""
-    if is_reward_model(source.config):
+    model only the text model is loaded. Raises UserError for a model without an LM head or missing weights."""
+    if (head := find_head(source.config)) is not None:
         raise UserError(
-            f"{source.path} is a reward model ({source.config.architectures[0]}): it scores text and writes none; load "
-            "it with AutoModelForSequenceClassification"
+            f"{source.path} is a {head.words} ({source.config.architectures[0]}): it writes no text; load it with "
+            f"{head.loaded_with}"
         )
     layers = build_layers(source.config, source.wrapper)
     source.check_complete(layers)

@@ -1,62 +1,55 @@
-"""Prints a short table of a run, and draws its loss, from its `metrics.jsonl`.
+"""Prints a short table of each run, and writes a page with its curves: of several runs, one that compares them.
 
-python scripts/report.py --output_dir outputs/demo         # also writes outputs/demo/loss.png
+    python scripts/report.py outputs/demo                               # writes outputs/demo/report.html again
+    python scripts/report.py outputs/a outputs/b --output compared.html
+
+The page is one file, without server or network. A run keeps its own up to date; docs/configure.md says what is on it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 from pathlib import Path
-from typing import Any
 
-import matplotlib
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from errors import UserError  # noqa: E402
+from training.checkpoint.run_folder import RunFolder  # noqa: E402
+from training.observability.run_page import RunHistory, read_history, write_run_page  # noqa: E402
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, required=True)
-    output_dir = parser.parse_args().output_dir
-    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    training = [record for record in records if "loss" in record]
-    evaluations = [record for record in records if "eval_loss" in record]
-    picture = output_dir / "loss.png"
-    plot_loss(training, evaluations, picture)
-    print_table(training, evaluations, output_dir, picture)
+    parser.add_argument("output_dir", type=Path, nargs="+", help="of a run")
+    parser.add_argument("--output", type=Path, help="the page; default: report.html of the one run, or here")
+    arguments = parser.parse_args()
+    try:
+        runs = [(folder, read_history(folder)) for folder in map(RunFolder, arguments.output_dir)]
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    page = arguments.output or (runs[0][0].report if len(runs) == 1 else Path("report.html"))
+    write_run_page(page, runs)
+    for folder, history in runs:
+        print_table(folder, history, page)
 
 
-def plot_loss(training: list[dict[str, Any]], evaluations: list[dict[str, Any]], picture: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([r["step"] for r in training], [r["loss"] for r in training], label="training")
-    if evaluations:
-        axes.plot([r["step"] for r in evaluations], [r["eval_loss"] for r in evaluations], "o", label="evaluation")
-    axes.set(xlabel="optimizer step", ylabel="loss per target token", title="Loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture, dpi=120)
-
-
-def print_table(
-    training: list[dict[str, Any]], evaluations: list[dict[str, Any]], output_dir: Path, picture: Path
-) -> None:
-    rows = [("training loss, first and last report", f"{training[0]['loss']:.3f} -> {training[-1]['loss']:.3f}")]
-    if evaluations:
-        rows.append(
-            (
-                "evaluation loss, before and after",
-                f"{evaluations[0]['eval_loss']:.3f} -> {evaluations[-1]['eval_loss']:.3f}",
-            )
-        )
+def print_table(folder: RunFolder, history: RunHistory, page: Path) -> None:
+    rows = [("run", str(folder.path))]
+    for name, key in (("training loss", "loss"), ("evaluation loss", "eval_loss")):
+        if (curve := history.curves.get(key)) is not None:
+            first, last = (bucket.total / bucket.count for bucket in (curve.buckets[0], curve.buckets[-1]))
+            rows.append((f"{name}, first and last report", f"{first:.3f} -> {last:.3f}"))
+    if (speed := history.curves.get("tokens_per_second")) is not None:
+        median = statistics.median(bucket.total / bucket.count for bucket in speed.buckets)
+        rows.append(("tokens/s without padding, median", f"{median:,.0f}"))
     rows += [
-        ("tokens/s without padding, median", f"{statistics.median(r['tokens_per_second'] for r in training):,.0f}"),
-        ("figures of each step", str(output_dir / "metrics.jsonl")),
-        ("picture of the loss", str(picture)),
-        ("checkpoint, to continue from", str(output_dir / "checkpoints")),
-        ("Hugging Face model", str(output_dir / "hf")),
+        ("curves, events, stages, to open in a browser", str(page)),
+        ("figures of each step", str(folder.metrics)),
+        ("checkpoint, to continue from", str(folder.checkpoints)),
+        ("Hugging Face model", str(folder.export)),
     ]
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows))

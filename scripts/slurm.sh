@@ -31,5 +31,7 @@ gpus="${SLURM_GPUS_ON_NODE:-1}"
 # task without it is bound to one core, which its loaders and an optimizer on the host (offload_optimizer=cpu) would share
 cpus=$((${SLURM_CPUS_ON_NODE:-$gpus} / gpus))
 unset SLURM_CPUS_PER_GPU # of sbatch --cpus-per-gpu, which srun does not take together with --cpus-per-task
+# IN_CONTAINER: further options of srun, or a program that enters a container: docs/containers.md
+# shellcheck disable=SC2086  # its words
 exec srun --ntasks-per-node="$gpus" --gpus-per-node="$gpus" --cpus-per-task="$((cpus > 0 ? cpus : 1))" --kill-on-bad-exit=1 --label \
-    python trainer_base_ds_mp.py "$@"
+    ${IN_CONTAINER:-} python trainer_base_ds_mp.py "$@"

@@ -179,10 +179,10 @@ KEYS = {
     ),
     "no such kind": (
         ("data=dialogue",),
-        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft, "
-        "unpaired_preference",
+        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, classification, preference, "
+        "pretrain, process_reward, sft, token_classification, unpaired_preference",
     ),
-    "no such task": (("task=ppo",), "task=ppo: must be one of cpo, dpo, "),
+    "no such task": (("task=ppo",), "task=ppo: must be one of classification, cpo, dpo, "),
     "preferences without pairs": (
         ("task=dpo",),
         "task=dpo and data=sft do not go together; give data=preference, or task=sft",
@@ -504,6 +504,7 @@ def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -
     """Only the rank that loads the layer finds out; the other one is about to talk to it."""
     folder = Path(shutil.copytree(root / "checkpoint", tmp_path / "copy"))
     layer = folder / "global_step0" / "layer_04-model_states.pt"
+    (layer.parent / "manifest.json").unlink()  # by which rank 0 would find out
     with open(layer, "rb+") as stream:
         stream.truncate(layer.stat().st_size // 2)
     ended = run_deepspeed(arguments(root, tmp_path, f"model_name_or_path={folder}"), tmp_path)

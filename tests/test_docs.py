@@ -31,6 +31,8 @@ from support.workers import free_port
 
 from errors import UserError
 from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments
+from training.cli.commands import COMMANDS as INSTALLED
+from training.cli.commands import split_launcher
 from training.cli.sweep import plan_sweep
 from training.config.schema import Init, register_schema, to_typed
 from training.config.validate import check_config
@@ -39,7 +41,7 @@ from training.planner.run import check_world_size
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NEEDS = {"GPUs", "two hosts", "slurm"}
+NEEDS = {"GPUs", "two hosts", "slurm", "the hub", "docker", "kubernetes", "skypilot"}
 NO_COMMANDS = {"", "text", "python", "yaml", "json"}
 BLOCK = re.compile(
     r"(?P<front>(?:<!--[^\n]*-->\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -51,14 +53,18 @@ OF_THE_SHELL = {
     "done",
     "until",
     "cp",
+    "docker",
+    "eval",
     "export",
     "head",
     "kill",
+    "kubectl",
     "ls",
     "mkdir",
     "pip",
     "python3",
     "pre-commit",
+    "sky",
     "sleep",
     "tail",
     "tensorboard",
@@ -253,6 +259,10 @@ class Reader:
                 self.made |= {after for before, after in pairwise(arguments) if before in ("--output_dir", "--output")}
                 if script == "scripts/supervise.py":
                     self.take(arguments[arguments.index("--") + 1 :], checks_files)
+            case ["llm-pipeline", "train", *arguments]:
+                self.made.add(take_overrides(split_launcher(arguments)[1], self.folder))
+            case ["llm-pipeline", command, *_]:
+                assert command in INSTALLED
             case ["make", target]:
                 assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
             case ["git", "clone", *_] | ["cd", *_]:
@@ -331,6 +341,7 @@ def run_commands(body: str, folder: Path) -> None:
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
     environment = {**launched, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["MASTER_PORT"] = str(free_port())  # of `make demo`
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", body],
         cwd=folder,

@@ -3,7 +3,9 @@ or a reason here why it has none; and the rows' time."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -12,13 +14,13 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks.gpu import _MINUTES
-from benchmarks.gpu_parts.cases import CASES, SHARED, Case
+from benchmarks.gpu_parts.cases import CASES, FA3, SHARED, Case
 from benchmarks.gpu_parts.fast import _FITTING, Fast
 from benchmarks.gpu_parts.fast import CASES as SPEED_CASES
 from benchmarks.gpu_parts.machine import Machine
 from benchmarks.gpu_parts.measured_runs import MeasuredRuns
 from benchmarks.gpu_parts.processes import Deadline
-from benchmarks.gpu_parts.rows import NotRun
+from benchmarks.gpu_parts.rows import NotRun, check_needs
 from benchmarks.gpu_parts.shapes import find_shape
 from training.config.key_table import GROUP_SECTION, list_keys, list_types
 from training.config.schema import CONF
@@ -57,6 +59,9 @@ WITHOUT_ROW = {
     "the passes and log-probabilities are those of dpo; the formula is a few numbers per pair": (
         "task=orpo", "task=simpo", "task=cpo", "dpo", "orpo", "simpo", "cpo", "reward", "kto", "label_smoothing",
     ),
+    "the head and the positions are those of reward; the loss is a few numbers per document": (
+        "task=classification", "classification", "task=token_classification", "task=process_reward",
+    ),
     "plain tokens, as in sft; rows are packed as in the packed rows": ("task=pretrain",),
     "random numbers, which differ between a GPU and its oracle": (
         "neftune_noise_alpha", "adapter.lora_dropout",
@@ -70,6 +75,7 @@ WITHOUT_ROW = {
     "LoRA's own kernels are those of the LoRA rows: other numbers, targets or start": (
         "adapter.r", "adapter.lora_alpha", "adapter.target_modules", "adapter.use_dora=true",
         "adapter.target_parameters", "adapter.modules_to_save", "adapter.use_rslora=true", "adapter.name_or_path",
+        "adapter.init_lora_weights", "adapter.loraplus_lr_ratio",
     ),
     "the same sums with other rounding": ("gradient_reduce_dtype=bf16",),
     "needs flash-attention's own build for this GPU": ("attn_implementation=flash_attention_3",),
@@ -140,6 +146,17 @@ def test_a_row_that_is_left_out_is_missed(feature: str) -> None:
 
 def test_a_mixture_of_experts_has_a_row() -> None:
     assert {case.precision for case in CASES if case.model == "mixtral"} == {"fp32", "bf16"}
+
+
+@pytest.mark.parametrize(("capability", "needed"), [("", True), ("8.0", True), ("9.0", False), ("10.0", True)])
+def test_rows_of_hopper_kernels_are_left_out_elsewhere(
+    capability: str, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu_parts.rows.is_installed", lambda _: True)
+    machine = dataclasses.replace(H100, capability=capability)
+    for case in (case for case in CASES if FA3 in case.overrides):
+        with pytest.raises(NotRun, match=r"^needs a GPU of compute capability 9\.0$") if needed else nullcontext():
+            check_needs(case.needs, machine)
 
 
 def test_fast_fits_its_time() -> None:

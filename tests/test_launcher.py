@@ -179,6 +179,8 @@ def test_a_run_on_a_terminal_shows_what_is_meant_for_a_person_and_nothing_else(r
         "train_file:",
         "eval_file:",
         "eval_file:",
+        2 * rule,  # the report on the data
+        80 * rule,
         2 * rule,
         80 * rule,
         "step",

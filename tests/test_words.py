@@ -33,7 +33,8 @@ PHRASES = (
     "what a chunk had", "without a word",
 )  # fmt: skip
 PATTERNS = (
-    r"(?<![\"'`])\bcards?\b(?![\"'`])",  # GPU; `cards_per_node`, and "cards" of a report, are keys
+    # GPU; `cards_per_node`, and "cards" of a report, are keys, and a model card is the hub's
+    r"(?<![\"'`])(?<!\bmodel )\bcards?\b(?![\"'`])",
     r"(?<!\ba )\bshare out\b(?! of range)",
 )
 
@@ -126,7 +127,9 @@ def test_a_replaced_word_is_found(text: str) -> None:
     assert find_words(f"It is {text}, here.")
 
 
-@pytest.mark.parametrize("text", ["cards_per_node: 8", 'machine["cards"]', "a share out of range", "`cards`: how many"])
+@pytest.mark.parametrize(
+    "text", ["cards_per_node: 8", 'machine["cards"]', "a share out of range", "`cards`: how many", "model cards"]
+)
 def test_an_honest_use_is_not(text: str) -> None:
     assert find_words(text) == []
 

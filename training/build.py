@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle
 from models.losses.cross_entropy import build_loss
 from training.config.precision import DTYPES
-from training.config.schema import FusedKernels, Offload, RunConfig
+from training.config.schema import FlashKernels, FusedKernels, Offload, RunConfig
+from training.distributed.p2p import MOST_CTAS
 from training.distributed.process import current_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
@@ -49,6 +51,11 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         sequence_part=join_context_parallel(setup.layout.topology, ranks.rank, setup.parts),
         expert_parallel=join_expert_parallel(setup.layout.topology, ranks.rank),
     )
+    if config.flash_kernels is FlashKernels.fa3:
+        # What stages and rings send is under way while layers run
+        spared = MOST_CTAS if setup.layout.num_stages > 1 or setup.parts.is_ring else 0
+        use_flash_attention_3(spared)
+        ranks.say(f"flash_kernels=fa3: FlashAttention-3; {spared} multiprocessors are left to transfers")
     parallel, sequence_part = ranks_of_stage.parallel, ranks_of_stage.sequence_part
     fuses = config.fused_kernels is FusedKernels.auto
     obstacle = find_obstacle(current_device()) if fuses else None

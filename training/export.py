@@ -9,12 +9,12 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from console import progress
+from console import progress, say
 from filesystem import publish_changed, write_atomically
 from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import WriteOptions, export_hugging_face
 from models.conversion.model_files import write_json
-from models.layers.score_head import is_reward_model
+from models.heads.table import find_head
 from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import check_disk_space, copy_processor_files
 from models.storage.tensor_files import load_json
@@ -27,6 +27,7 @@ from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TEMPORARY_PREFIX, remove_leftovers
 from training.config.schema import RunConfig
+from training.hub.upload import Uploader
 from training.setup import RunSetup
 
 
@@ -90,7 +91,8 @@ def _save_model_files(
     for name in ("config.json", "generation_config.json"):
         for token_id in ends:
             add_eos_token_id(folder / name, token_id)
-    if is_reward_model(setup.architecture):  # `transformers` searches for the last token that is not padding
+    # `transformers` searches for the last token that is not padding; a token classifier may have none
+    if find_head(setup.architecture) is not None and tokenizer.pad_token_id is not None:
         set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
 
 
@@ -105,9 +107,19 @@ def _save_wrapped_files(source: WeightSource, folder: Path) -> None:
     copy_processor_files(source.path, folder)
 
 
-def export_step(setup: RunSetup, folder: RunFolder, step: int) -> None:
-    """Export the checkpoint of a step of `export_steps`, while the run continues."""
-    export(setup, folder.find_checkpoint(step), folder.find_export(step), shows=False)
+def export_step(setup: RunSetup, folder: RunFolder, uploader: Uploader | None, step: int) -> None:
+    """Export the checkpoint of a step of `export_steps` or `hub.every`, while the run continues. A step of `hub.every`
+    becomes `hf/`, which is uploaded; it is skipped while the upload before has not ended."""
+    config, source = setup.config, folder.find_checkpoint(step)
+    if step in config.export_steps:
+        export(setup, source, folder.find_export(step), shows=False)
+    if uploader is None or not config.hub.is_due(step):
+        return
+    if uploader.is_busy:
+        say(f"hub: step {step} is not uploaded, since the upload before has not ended; give a larger hub.every")
+        return
+    export(setup, source, folder.export, shows=False)
+    uploader.start(folder.export, f"step {step}")
 
 
 def export(setup: RunSetup, step_dir: Path, output_dir: Path, shows: bool = True) -> None:

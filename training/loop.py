@@ -34,7 +34,7 @@ from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import STEPS_AT_ONCE, SharedTotals
 from training.objectives.registry import get_objective
 from training.observability.interval import Interval
-from training.observability.metrics import Record, Reporter
+from training.observability.metrics import Event, Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe, describe_nonfinite
 from training.observability.step_trace import StepTrace
 from training.observability.telemetry import Telemetry
@@ -55,7 +55,7 @@ class Hooks:
     """Functions that the loop calls at its events.
 
     callbacks: user-defined, each with its name. export_step: called in the save thread of the main rank, at the steps
-    of `export_steps`.
+    of `export_steps` and `hub.every`.
     """
 
     callbacks: Sequence[tuple[str, Any]] = ()
@@ -122,6 +122,8 @@ class TrainingLoop:
         self._first_batches = self._iterate(self.train_loader.first) if self._first_pass is not None else None
         self._interval.start()
         self._interrupts.start()
+        if self.state.step:
+            self._note("resumed", f"from step {self.state.step}")
         try:
             # A run that died before its export only exports
             self.ended_by = self.ended_by or self._find_end(Interrupt())
@@ -131,6 +133,7 @@ class TrainingLoop:
             self._wait_for_save()
             self._notice_signal()
             self._callbacks.finish_save()
+            self._note("end", self.ended_by)
             self._callbacks.update_view(ended_by=self.ended_by)
             self._callbacks.call("on_end")
         finally:
@@ -163,8 +166,7 @@ class TrainingLoop:
         """Count a step of `skip_data_intervals` without training on its data."""
         number = self.state.step + 1
         self.state = replace(self.state, step=number, evaluation={})
-        if self.reporters:
-            console.say(f"step {number}: data skipped (skip_data_intervals)")
+        self._note("skipped", f"step {number}: data skipped (skip_data_intervals)", shown=True)
         for reporter in self.reporters:
             reporter.advance(number)
         return self._interrupts.agree(False)
@@ -187,6 +189,7 @@ class TrainingLoop:
         self._account(loss, totals, request.nonfinite)
         if profiled:
             self._untimed(lambda: self._telemetry.draw(spans, self.state.step, self.folder.path))
+            self._note("picture", f"step_{self.state.step}.png")
         return request
 
     def _finish_step(self, request: Interrupt) -> None:
@@ -210,7 +213,7 @@ class TrainingLoop:
             self._report_interval()  # where an evaluation or a callback has ended the run
         is_asked = request.save or asks_to_save or self._is_best_to_keep()
         is_final = bool(self.ended_by) and (self.config.save_final or bool(self.signum))
-        if is_due(step, self._save_every) or is_final or is_asked or step in self.config.export_steps:
+        if is_due(step, self._save_every) or is_final or is_asked or self._is_exported(step):
             self._untimed(self._save)
             self._interrupts.saved()
             self._notice_signal()
@@ -241,8 +244,8 @@ class TrainingLoop:
         if self.ended_by or best is None or not has_lost_patience(best, self.config.early_stopping_patience):
             return
         self.ended_by = "early stopping"
-        if self.reporters:
-            console.say(f"early stopping: {describe_patience(best, self.config.early_stopping_threshold)}")
+        patience = describe_patience(best, self.config.early_stopping_threshold)
+        self._note("warning", f"early stopping: {patience}", shown=True)
 
     def _wait_for_save(self) -> None:
         with self._interrupts.saving():
@@ -283,7 +286,7 @@ class TrainingLoop:
             ids, norm = self.train_loader.sample_ids(step).tolist(), float(self.engine.gradient_norm())
             text = describe_nonfinite(step + 1, loss.item(), norm, samples=ids, place=place)
             if self.config.on_nonfinite is OnNonfinite.skip:
-                console.say(f"skipped {text}")
+                self._note("skipped", f"skipped {text}", shown=True)
             else:
                 error = UserError(
                     f"{text}. Neither weights nor checkpoints include this step; check the samples or lower "
@@ -341,8 +344,11 @@ class TrainingLoop:
         self._callbacks.call("on_evaluate", self.last_eval)
 
     def _export(self, step: int) -> None:
-        if step in self.config.export_steps:
+        if self._is_exported(step):
             self._hooks.export_step(step)
+
+    def _is_exported(self, step: int) -> bool:
+        return step in self.config.export_steps or self.config.hub.is_due(step)
 
     def _save(self) -> None:
         self._callbacks.finish_save()  # the previous one
@@ -350,12 +356,20 @@ class TrainingLoop:
         with self._interrupts.saving():
             self._writer.save(replace(self.state, stream=self.state.stream | position))
         self._callbacks.expect_save(self.folder.checkpoints / f"global_step{self.state.step}")
+        self._note("save", f"global_step{self.state.step}")
 
     def _report(self, record: Record) -> None:
         if self.reporters:
             self._callbacks.update_view(record=record)
         for reporter in self.reporters:
             reporter.report(record)
+
+    def _note(self, kind: str, text: str, shown: bool = False) -> None:
+        """Pass an event to the reporters. shown: print its text too, on the main rank."""
+        if shown and self.reporters:
+            console.say(text)
+        for reporter in self.reporters:
+            reporter.note(Event(self.state.step, kind, text))
 
     def _untimed(self, work: Callable[[], None]) -> None:
         """Run `work` without counting its time as training."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from models.architecture.lookup import warn_of_length
 from training.build import build_engine, build_eval_loaders, build_loaders
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
@@ -23,14 +24,15 @@ from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
 from training.export import export, export_step, prepare_folder
-from training.inputs.datasets import list_trained_stops, load_tokenizer, tokenize
+from training.hub.upload import Uploader, open_uploader
+from training.inputs.datasets import complete_labels, list_trained_stops, load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
 from training.loop import Hooks, Reporting, TrainingLoop
 from training.objectives.registry import check_objective, get_objective
-from training.observability.loggers import IsolatedLogger
-from training.observability.metrics import Reporter
+from training.observability.loggers import IsolatedReporter
+from training.observability.metrics import Event, Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
 from training.observability.telemetry import Telemetry
@@ -61,11 +63,14 @@ def run(composed: Any) -> None:
             inspect_data(config, ranks)
             return
         setup = check_run(config, ranks)
-    folder = RunFolder(config.output_dir)
+        config = setup.config
+        folder = RunFolder(config.output_dir)
+        uploads = ranks.is_main and not config.evaluate_only
+        uploader = open_uploader(config.hub, folder) if uploads else None
     log = folder.path / "logs" / f"rank_{ranks.rank}.log"
     process.redirect_output_to_log(log, ranks)
     with exit_on_user_error(ranks, log=log):
-        work = evaluate_only if config.evaluate_only else train
+        work = evaluate_only if config.evaluate_only else partial(train, uploader=uploader)
         signum = work(config, setup, folder, ranks)
         process.leave_process_group()
     if signum:
@@ -89,12 +94,17 @@ def inspect_data(config: RunConfig, ranks: Ranks) -> None:
         return
     check_config(config, has_accelerator=True)
     check_objective(config)
-    tokenizer = load_tokenizer(config, open_source(config, None))
+    source = open_source(config, None)
+    config = complete_labels(config, source.config)
+    tokenizer = load_tokenizer(config, source)
     print_inspection(config, tokenize(config, tokenizer, ranks.say, compares_bytes=True), tokenizer)
 
 
-def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
-    """Join the ranks, build, train and export. Returns the signal that ended the run early, or 0."""
+def train(
+    config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks, *, uploader: Uploader | None = None
+) -> int:
+    """Join the ranks, build, train and export. Returns the signal that ended the run early, or 0. uploader: of the main
+    rank."""
     if ranks.is_main:
         folder.acquire_lock()
     machine = find_run_machine(config, ranks) if ranks.is_main else None  # before the other ranks use the cores
@@ -115,6 +125,8 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             config, setup, machine, train_path=datasets.get("train_file"), num_samples=budget.num_samples,
             steps=range(start.step, budget.last_step), ranks=ranks,
         )  # fmt: skip
+        if setup.recomputation is not None:
+            ranks.say(setup.recomputation)
         if prediction is not None:
             show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
         memory = MemoryPeak(process.current_device())
@@ -132,19 +144,28 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             prepare_folder(config, setup, tokenizer, folder, stops)
             reporters = [
                 totals,
-                *open_reporters(config, prediction, folder=folder, budget=budget, first_step=start.step, hosts=hosts),
+                *open_reporters(
+                    config,
+                    prediction,
+                    folder=folder,
+                    datasets=datasets,
+                    budget=budget,
+                    first_step=start.step,
+                    hosts=hosts,
+                ),
             ]
+            note_warnings(config, setup, start.step, reporters)
         timer = StageTimer(engine, memory)
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = TrainingLoop(
             engine, config, budget, start, folder, loaders=loaders, reporting=Reporting(reporters, telemetry),
-            hooks=Hooks(setup.callbacks, partial(export_step, setup, folder)),
+            hooks=Hooks(setup.callbacks, partial(export_step, setup, folder, uploader)),
         )  # fmt: skip
         watchdog.limit_collectives()  # including those of the loop's group
         with watchdog.following(engine.module):
             loop.run()
-        conclude(config, setup, folder, ranks, loop, telemetry=telemetry, totals=totals)
+        conclude(config, setup, folder, ranks, loop, telemetry=telemetry, totals=totals, uploader=uploader)
     folder.release_lock()
     return loop.signum
 
@@ -213,6 +234,13 @@ def agree_on_steps(
     )
 
 
+def note_warnings(config: RunConfig, setup: RunSetup, step: int, reporters: list[Reporter]) -> None:
+    """Pass what the panel at the start warns of to the reporters."""
+    if text := warn_of_length(setup.architecture, config.max_seq_length):
+        for reporter in reporters:
+            reporter.note(Event(step, "warning", text))
+
+
 def conclude(
     config: RunConfig,
     setup: RunSetup,
@@ -222,12 +250,13 @@ def conclude(
     *,
     telemetry: Telemetry,
     totals: RunTotals,
+    uploader: Uploader | None,
 ) -> None:
-    """Export the model of a finished run, show how the run ended, and then close its loggers, which may wait for a
-    network."""
-    loggers = [reporter for reporter in loop.reporters if isinstance(reporter, IsolatedLogger)]
+    """Export the model of a finished run, show how the run ended, and then close its page and its loggers and upload
+    the model, which may wait for a network."""
+    closed_last = [reporter for reporter in loop.reporters if isinstance(reporter, IsolatedReporter)]
     for reporter in loop.reporters:
-        if reporter not in loggers:
+        if reporter not in closed_last:
             reporter.close()
     if summary := telemetry.summarize():
         ranks.say(summary)
@@ -237,6 +266,8 @@ def conclude(
     best = state.best if config.load_best_model_at_end else None
     if not loop.signum:
         source = folder.find_checkpoint(state.step if best is None else best.step)
+        if uploader is not None:
+            uploader.wait()  # it may be reading hf/
         if source.is_dir():  # not with save_final=false
             export(setup, source, folder.export)
         chosen = {} if best is None else {"best_step": best.step, "best_metric": best.value}
@@ -246,5 +277,8 @@ def conclude(
     show_end(
         totals, setup, folder, records=records, step=state.step, last_eval=loop.last_eval, best=best, signum=loop.signum
     )
-    for logger in loggers:
-        logger.close()
+    for reporter in closed_last:
+        reporter.close()
+    if uploader is not None and not loop.signum and source.is_dir():
+        uploader.start(folder.export, f"step {state.step if best is None else best.step}")
+        uploader.wait()

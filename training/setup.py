@@ -17,13 +17,14 @@ from data.loading.row_lengths import RowLengths, measure_rows
 from data.order import GlobalOrder
 from errors import UserError
 from models.adapters.options import AdapterName
+from models.layers.flash_kernels import find_obstacle
 from models.parallel.shard import find_length_multiple
 from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
 from models.weights.fingerprint import fingerprint_weights
+from models.weights.new_head import add_head
 from models.weights.random_weights import RandomWeights
 from models.weights.resized_vocab import ResizedVocabWeights
-from models.weights.reward import as_reward_model
 from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 from models.weights.trained_adapter import check_same_adapter, read_trained_adapter
@@ -31,13 +32,13 @@ from models.weights.vocabulary import fingerprint_tokenizer, resize_config
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity
-from training.config.schema import Device, Init, RunConfig
+from training.config.schema import Device, FlashKernels, Init, RunConfig
 from training.config.validate import check_deepspeed_version
 from training.costs.hardware import Machine
 from training.distributed.process import broadcast_from_main, describe_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.engine.deepspeed_internals import check_internals
-from training.inputs.datasets import build_row_plan, count_added_rows
+from training.inputs.datasets import build_row_plan, complete_labels, count_added_rows
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
 from training.resolution.packages import check_packages, has_package
@@ -85,6 +86,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
             {"model_name_or_path": source.path} | {key: Path(path) for key, path in named.items() if path}
         )
     setup = build_setup(config, source, ranks)
+    check_flash_kernels(setup)
     if not config.evaluate_only:
         check_same_adapter(setup.adapter, resume_from)
     reference = open_reference(config, setup, resume_from)
@@ -92,10 +94,11 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
 
 
 def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks) -> RunSetup:
-    """Return the setup of a run that starts from `source`. Raises UserError."""
+    """Return the setup of a run that starts from `source`; its config names the labels. Raises UserError."""
+    config = complete_labels(config, source.config)
     resolved = resolve(config, source, find_target(config, ranks))
-    if resolved.objective.scores_rows:
-        source = as_reward_model(source, config.seed)
+    if (head := resolved.objective.head) is not None:
+        source = add_head(source, head, resolved.objective.name_labels(config.data), config.seed)
     source.check_complete(resolved.layers)
     return RunSetup(
         **{field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)},
@@ -228,6 +231,13 @@ def weights_path(config: RunConfig) -> str:
             f"model_name_or_path={path} is not there yet: run `make demo` once, it makes the demo's model and data"
         )
     return path
+
+
+def check_flash_kernels(run: ResolvedRun) -> None:
+    """Raises UserError where `flash_kernels` cannot run on the GPU of this process."""
+    obstacle = find_obstacle(run.architecture) if run.config.flash_kernels is FlashKernels.fa3 else None
+    if obstacle is not None:
+        raise UserError(f"flash_kernels=fa3 cannot be used here: {obstacle}; give flash_kernels=torch")
 
 
 def check_compiler(has_accelerator: bool) -> None:

@@ -9,14 +9,14 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from console import show_panel
+from console import say, show_panel
 from data.inspection.files import describe_files
 from data.storage.tokenized import load_summary
 from models.adapters.options import AdapterName
 from models.adapters.targets import describe_targets
 from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
-from models.layers.score_head import is_reward_model
+from models.heads.table import find_head
 from models.weights.passthrough import find_passthrough, render_mib
 from models.weights.source import WeightSource
 from training.checkpoint.best import Best
@@ -28,7 +28,7 @@ from training.costs.hardware import GIB
 from training.inputs.cadence import describe_cadence
 from training.inputs.datasets import list_entries
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.observability.metrics import Record, describe_evaluation
+from training.observability.metrics import Record, Reporter, describe_evaluation
 from training.pipeline.schedules import build_schedule
 from training.planner.disk import measure_passthrough, render_disk
 from training.planner.formatting import render_count, render_seconds
@@ -63,6 +63,9 @@ def show_start(
         facts["evaluation"] = f"{_describe_evaluations(config, datasets, budget.evaluations)}; {when}"
     facts |= describe_layout(setup, hosts, prediction.plan.sent_in_passes)
     facts["steps"] = f"{start.step} to {budget.last_step} of {budget.total_steps}{_describe_epochs(budget, setup)}"
+    if prediction.peak_flops is not None:  # else the plan's times are those of another machine
+        seconds, left = prediction.plan.step_seconds, budget.last_step - start.step
+        facts["expected"] = f"{render_seconds(seconds)} a step, {render_seconds(left * seconds)} in all, by the plan"
     attention = setup.architecture._attn_implementation
     facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {attention}"
     facts["memory"] = _describe_memory(prediction)
@@ -192,23 +195,19 @@ def _describe_memory(prediction: Prediction) -> str:
     return f"{most / GIB:.2f}{limit} GiB per rank expected on stage {prediction.peak_memory.index(most)}, the fullest"
 
 
-class RunTotals:
+class RunTotals(Reporter):
     """A reporter that keeps the totals for the panel at the end."""
 
     def __init__(self, start: TrainerState) -> None:
         self._start, self._step, self._seconds, self._began = start, start.step, 0.0, time.monotonic()
+        self._first: Record | None = None
         self._last: Record | None = None
-
-    def advance(self, step: int) -> None:
-        pass
 
     def report(self, record: Record) -> None:
         if "loss" in record:
             self._seconds += record["step_time"] * (record["step"] - self._step)
             self._step, self._last = record["step"], record
-
-    def close(self) -> None:
-        pass
+            self._first = self._first or record
 
     def describe(self) -> Facts:
         """Return steps, tokens, time and loss; empty when no step was reported."""
@@ -221,6 +220,16 @@ class RunTotals:
             "time": f"{whole}, {render_seconds(self._seconds)} of it in steps",
             "loss": f"{self._last['loss']:.4f} at step {self._step}",
         }
+
+    def summarize(self, model: str, ranks: str, last_eval: Record | None) -> list[str]:
+        """Return the run in two lines, for a message to somebody; none when no step was reported. model: its type.
+        ranks: their number, in words."""
+        if self._first is None or self._last is None:
+            return []
+        facts = self.describe()
+        losses = f"loss {self._first['loss']:.3f} -> {self._last['loss']:.3f}"
+        evaluated = f", {describe_evaluation(last_eval)}" if last_eval is not None else ""
+        return [f"{model}: {facts['trained']} on {ranks} in {facts['time'].partition(',')[0]}", f"{losses}{evaluated}"]
 
 
 def show_end(
@@ -250,8 +259,10 @@ def show_end(
         show_panel(f"done: {step} steps, not saved (save_final=false)", facts)
         return
     facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
-    if not is_reward_model(setup.architecture):
+    if find_head(setup.architecture) is None:
         facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
     resume = "latest" if best is None or best.step == step else folder.checkpoints / f"global_step{best.step}"
     facts["evaluate it"] = f"the same command with evaluate_only=true resume={resume} eval_file=FILE"
     show_panel(f"done: {step} steps", facts)
+    for line in totals.summarize(setup.architecture.model_type, setup.layout.describe_ranks(), last_eval):
+        say(line)

@@ -21,8 +21,8 @@ KINDS_OF_DATA = {"sft": "sft", "dpo": "preference", "reward": "preference", "kto
 class Case:
     """A run and what it is compared with.
 
-    model: the name of one that `material.save_model` makes. task: whose data it takes. needs: "gpu", or a package
-    without which it cannot run.
+    model: the name of one that `material.save_model` makes. task: whose data it takes. needs: "gpu", "hopper"
+    (compute capability 9.0), or a package without which it cannot run.
     """
 
     name: str
@@ -64,6 +64,7 @@ SHARED = (
     "max_grad_norm=0", "activation_checkpoint_interval=0", "logging_steps=1", f"max_steps={STEPS}",
 )  # fmt: skip
 PP2, CP2, TP2 = ("num_stages=2",), ("context_parallel_size=2",), ("tensor_parallel_size=2",)
+FA3 = "flash_kernels=fa3"
 RECOMPUTED = "activation_checkpoint_interval=2"
 CASES = (
     Case("pp2 zero_bubble, bf16", (*PP2, "schedule=zero_bubble"), 2, "bf16"),
@@ -80,6 +81,13 @@ CASES = (
     Case("ep2 experts, bf16", ("expert_parallel_size=2",), 2, "bf16", model="mixtral"),
     Case("ep2 experts, fp32", ("expert_parallel_size=2",), 2, model="mixtral"),
     Case("pp2 activation_offload, bf16", (*PP2, RECOMPUTED, "activation_offload=true"), 2, "bf16"),
+    Case(
+        "cp2 ring, packed, flash kernels, bf16", (*CP2, "context_parallel_mode=ring", FA3), 2, "bf16", packed=True,
+        needs=("hopper", "flash_attn_interface"),
+    ),
+    Case(
+        "flash kernels, packed, bf16", (FA3,), precision="bf16", packed=True, needs=("hopper", "flash_attn_interface"),
+    ),
     Case("fused kernels, bf16", ("fused_kernels=auto",), precision="bf16", needs=("gpu", "triton", "liger_kernel")),
     Case("dp2 bf16 states, bf16", ("optimizer.state_dtype=bf16",), 2, "bf16", optimizer="adamw"),
     Case("dp2 8-bit states, bf16", (), 2, "bf16", optimizer="adamw_8bit", needs=("bitsandbytes",)),

@@ -18,20 +18,23 @@ found = {"torch": torch.__version__, "transformers": transformers.__version__, "
 if torch.cuda.is_available():
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     found |= {"cuda": torch.version.cuda, "names": [gpu.name for gpu in gpus],
-              "memory": gpus[0].total_memory, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+              "memory": gpus[0].total_memory, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+              "capability": f"{gpus[0].major}.{gpus[0].minor}"}
 print("\\n" + json.dumps(found))
 """
 
 
 @dataclass(frozen=True)
 class Machine:
-    """device: cuda or cpu. gpus: as CUDA_VISIBLE_DEVICES names them; empty on a CPU. memory: bytes of one GPU."""
+    """device: cuda or cpu. gpus: as CUDA_VISIBLE_DEVICES names them; empty on a CPU. memory: bytes of one GPU.
+    capability: its compute capability, such as 9.0; empty on a CPU."""
 
     device: str
     name: str
     gpus: tuple[str, ...]
     memory: int
     versions: dict[str, str]
+    capability: str = ""
 
     @property
     def is_cpu(self) -> bool:
@@ -88,7 +91,8 @@ def _build(device: str, found: dict[str, Any]) -> Machine:
     gpus = visible.split(",")[: len(names)] if visible else [str(index) for index in range(len(names))]
     kept = ("torch", "cuda", "nccl", "transformers", "deepspeed") if names else ("torch", "transformers", "deepspeed")
     versions = {"Python": sys.version.split()[0], **{key: str(found[key]) for key in kept if found.get(key)}}
-    return Machine(device, names[0] if names else "CPU", tuple(gpus), found.get("memory", 0), versions)
+    name, capability = (names[0], found.get("capability", "")) if names else ("CPU", "")
+    return Machine(device, name, tuple(gpus), found.get("memory", 0), versions, capability)
 
 
 def is_installed(package: str) -> bool:

@@ -102,7 +102,7 @@ def read_samples(path: Path) -> Iterator[tuple[list[int], list[int], bool]]:
 
     dataset = TokenizedDataset(path, True, True)
     for index in range(len(dataset)):
-        desirable = not dataset.has_desirable or bool(dataset.desirable[index])
+        desirable = dataset.sample_labels is None or bool(dataset.desirable[index])
         yield dataset.input_ids(index).tolist(), dataset.labels(index).tolist(), desirable
 
 

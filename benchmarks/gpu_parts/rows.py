@@ -41,7 +41,9 @@ def check_needs(needs: Sequence[str], machine: Machine) -> None:
     for need in needs:
         if need == "gpu" and machine.is_cpu:
             raise NotRun("needs a GPU")
-        if need != "gpu" and not is_installed(need):
+        if need == "hopper" and machine.capability != "9.0":
+            raise NotRun("needs a GPU of compute capability 9.0")
+        if need not in ("gpu", "hopper") and not is_installed(need):
             raise NotRun(f"the package {need} is not installed")
 
 

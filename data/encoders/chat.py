@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
 from data.encoders.control_tokens import Guard
-from data.encoders.media import refuse_media
 from data.encoders.messages import (
     ALPACA_FIELDS,
     ASSISTANT,
@@ -31,6 +30,7 @@ from data.encoders.messages import (
     read_alpaca,
     read_sharegpt,
     read_tools,
+    refuse_media,
 )
 from data.encoders.rendering import RECORD_KWARGS, Calendar, Renderer, read_template_kwargs
 from data.encoders.segments import Piece, PieceEncoder, Pieces, check_text, get_eos, tokenize_pieces

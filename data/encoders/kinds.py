@@ -5,9 +5,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from data.encoders.chat import ChatEncoder
+from data.encoders.classification import ClassificationEncoder
 from data.encoders.preference import PreferenceEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
+from data.encoders.token_classification import ProcessRewardEncoder, TokenClassificationEncoder
 from data.encoders.unpaired import UnpairedEncoder
 from data.options import Packing
 from data.sample import Encoder
@@ -22,6 +24,8 @@ class DataKind:
     task: the objective that is trained on it by default.
     samples_per_record: 2 where a record becomes (chosen, rejected).
     concatenates: its samples are documents that are laid end to end and cut where a row is full.
+    label_names: of the labels of its samples, where they are always the same.
+    lists_labels: a record has a list of labels, one for each of its words.
     """
 
     name: str
@@ -29,6 +33,8 @@ class DataKind:
     task: str
     samples_per_record: int = 1
     concatenates: bool = False
+    label_names: tuple[str, ...] = ()
+    lists_labels: bool = False
 
     def choose_packing(self, packs: bool) -> Packing:
         """Return how samples share rows. packs: whether they may."""
@@ -44,7 +50,10 @@ KINDS = {
         DataKind("chat", ChatEncoder, task="sft"),
         DataKind("pretrain", PretrainEncoder, task="pretrain", concatenates=True),
         DataKind("preference", PreferenceEncoder, task="dpo", samples_per_record=2),
-        DataKind("unpaired_preference", UnpairedEncoder, task="kto"),
+        DataKind("unpaired_preference", UnpairedEncoder, task="kto", label_names=("not liked", "liked")),
+        DataKind("classification", ClassificationEncoder, task="classification"),
+        DataKind("process_reward", ProcessRewardEncoder, task="process_reward"),
+        DataKind("token_classification", TokenClassificationEncoder, task="token_classification", lists_labels=True),
     )
 }
 

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from data.encoders.media import refuse_media_parts
 from data.encoders.segments import check_text
 from data.options import TrainOn
 from errors import UserError
@@ -38,6 +37,9 @@ TURN_FLAGS = ("train", "weight")  # axolotl's and OpenAI's; the template does no
 ALPACA_FIELDS = ("instruction", "output")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # templates differ in the one that they read
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
+
+MEDIA_FIELDS = ("images", "image", "videos", "video", "audios", "audio")  # of a record
+TEXT_PART = "text"  # the only accepted type of a part of a message; ignoring media would train on text about them
 
 Turn = dict[str, Any]
 
@@ -90,9 +92,9 @@ def read_tools(value: object, location: str) -> list | None:
     return parsed or None
 
 
-def check_messages(messages: object, location: str) -> list[Turn]:
-    """Return messages whose roles, order and content can be read, in the form that templates get. Raises `UserError`
-    naming `location` for others."""
+def check_messages(messages: object, location: str, needs_answer: bool = True) -> list[Turn]:
+    """Return messages whose roles, order and content can be read, in the form that templates get. needs_answer: an
+    assistant turn is among them. Raises `UserError` naming `location` for others."""
     if not isinstance(messages, list) or not messages:
         raise UserError(
             f"{location}: messages must be a list of objects with a role and a content; fix or remove the record"
@@ -100,7 +102,7 @@ def check_messages(messages: object, location: str) -> list[Turn]:
     before = ""
     for number, message in enumerate(messages, start=1):
         before = _check_message(message, before, f"{location}: message {number}")
-    if not any(message["role"] == ASSISTANT for message in messages):
+    if needs_answer and not any(message["role"] == ASSISTANT for message in messages):
         raise UserError(f"{location}: no assistant turn among the messages, so no target; remove the record")
     return [normalize_message(message) for message in messages]
 
@@ -203,3 +205,26 @@ def split_thought(turn: Turn) -> tuple[str, str]:
         return thought, content
     head, end, answer = content.partition(THOUGHT_END)
     return (head.removeprefix(THOUGHT_START).strip(), answer.strip()) if end else ("", content)
+
+
+def refuse_media(record: dict, location: str) -> None:
+    """Raise UserError for a record with a media field."""
+    for field in MEDIA_FIELDS:
+        if record.get(field):
+            raise UserError(
+                f"{location}: the record has '{field}', and only text is trained on; remove the record, or the field "
+                "if its text makes sense alone"
+            )
+
+
+def refuse_media_parts(content: object, where: str) -> None:
+    """Raise UserError for message content in parts of which one is not text."""
+    if not isinstance(content, list):
+        return
+    for part in content:
+        kind = part.get("type", TEXT_PART) if isinstance(part, dict) else TEXT_PART
+        if kind != TEXT_PART:
+            raise UserError(
+                f"{where} has a part of type '{kind}', and only text is trained on; remove the record, or the part if "
+                "its text makes sense alone"
+            )

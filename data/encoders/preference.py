@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from data.counts import ContentCounts
 from data.encoders.chat import MessageKeys, split_messages
 from data.encoders.control_tokens import Guard
-from data.encoders.media import refuse_media
-from data.encoders.messages import ASSISTANT, as_messages
+from data.encoders.messages import ASSISTANT, as_messages, refuse_media
 from data.encoders.segments import PieceEncoder, Pieces, check_text, get_eos, get_fields
 from data.encoders.sft import check_template, refuse_texts, split_completion
 from errors import UserError

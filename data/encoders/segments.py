@@ -50,6 +50,22 @@ class PieceEncoder(ABC):
         return samples if len(samples) > 1 else samples[0]
 
 
+class CountingEncoder(ABC):
+    """An encoder that makes the sample of a record itself, since it has a label in addition to tokens."""
+
+    @abstractmethod
+    def encode(
+        self,
+        record: dict,
+        location: str,
+        tokenizer: PreTrainedTokenizerBase,
+        counts: ContentCounts | None = None,
+    ) -> Sample:
+        """Return the sample of one record. counts: what was found is added to it. Raises `UserError` naming `location`
+        for a record that cannot be read.
+        """
+
+
 @lru_cache(maxsize=1)  # asking a tokenizer for a token takes as long as tokenizing a word
 def get_eos(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the eos token. Raises `UserError` when there is none."""
@@ -108,6 +124,15 @@ def tokenize_pieces(
             segments.append(piece._replace(content=token_ids))
         samples.append(_join(segments))
     return samples
+
+
+def tokenize_sample(pieces: Pieces, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Return the sample of one record's pieces. Raises `UserError` for a text that becomes no token."""
+    unknown: dict[int, str] = {}
+    (sample,) = tokenize_pieces([pieces], tokenizer, unknown)
+    for text in unknown.values():
+        raise no_token_error(text, location)
+    return sample
 
 
 def no_token_error(text: str, location: str) -> UserError:

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from data.counts import ContentCounts
 from data.encoders.chat import TurnKeys, join_pair, split_messages
 from data.encoders.control_tokens import Guard
-from data.encoders.media import refuse_media
+from data.encoders.messages import refuse_media
 from data.encoders.segments import Piece, PieceEncoder, Pieces, check_text, get_eos, get_fields, leading_bos
 from errors import UserError
 

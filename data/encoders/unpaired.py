@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.encoders.media import refuse_media
+from data.encoders.messages import refuse_media
 from data.encoders.preference import MESSAGES, AnswerKeys, check_answer, split_answers
-from data.encoders.segments import check_text, get_eos, get_fields, no_token_error, tokenize_pieces
+from data.encoders.segments import CountingEncoder, check_text, get_eos, get_fields, tokenize_sample
 from data.encoders.sft import refuse_texts
 from data.sample import Sample
 from errors import UserError
 
 
 @dataclass(frozen=True)
-class UnpairedEncoder(AnswerKeys):
+class UnpairedEncoder(AnswerKeys, CountingEncoder):
     """Records with a prompt, a completion and a label. A field `tools` goes to the chat template."""
 
     prompt_field: str = "prompt"
@@ -52,8 +52,5 @@ class UnpairedEncoder(AnswerKeys):
         assert isinstance(prompt, str | list) and isinstance(completion, str | list)
         found = counts or ContentCounts()
         (pieces,) = split_answers(self, prompt, [completion], record, location, tokenizer, found)
-        unknown: dict[int, str] = {}
-        (sample,) = tokenize_pieces([pieces], tokenizer, unknown)
-        for text in unknown.values():
-            raise no_token_error(text, location)
+        sample = tokenize_sample(pieces, location, tokenizer)
         return Sample(input_ids=sample["input_ids"], labels=sample["labels"], desirable=label)

@@ -48,13 +48,13 @@ def list_files(datasets: Mapping[str, Path]) -> list[FileReport]:
         if key != "train_file" and train is not None and hashes is not None:
             shared = _count_shared(train, hashes, files)
         reports += [
-            FileReport(key, _shorten(file.name), file.counts, number)
+            FileReport(key, shorten_source(file.name), file.counts, number)
             for file, number in zip(files, shared, strict=True)
         ]
     return reports
 
 
-def _shorten(source: str) -> str:
+def shorten_source(source: str) -> str:
     """Return the name of a source: of a user-defined function without its arguments, of a file from the working
     directory on."""
     if source.startswith(COMPONENT_PREFIX):

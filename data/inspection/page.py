@@ -5,7 +5,6 @@ them. Of each file samples of all lengths are taken, from its shortest to its lo
 so the page and the time that it takes do not grow with the data.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.inspection.files import FileReport, list_files, merge_rest
+from data.inspection.report import describe_label
 from data.sample import IGNORE_INDEX
 from data.storage.tokenized import TokenizedDataset
+from filesystem import write_page
 
 NAME = "data_report.html"
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -29,27 +30,34 @@ TARGET, SPECIAL = 1, 2  # bits of the kind of a part
 @dataclass(frozen=True)
 class _File:
     """The samples of a file, or of the last files of a key, adjacent in its dataset: those from `first` to before
-    `stop`. desirable: whether each sample of the dataset is, where its kind has such labels."""
+    `stop`. label_names: of the labels of its samples, if any."""
 
     report: FileReport
     dataset: TokenizedDataset
     first: int
     stop: int
-    desirable: np.ndarray | None
+    label_names: Sequence[str]
 
     def name_answer(self, sample: int, group_size: int) -> str:
         """Return what a sample of the dataset is among its kind; empty where all are alike."""
         if group_size > 1:
             return ("chosen", "rejected")[(sample - self.first) % group_size]
-        return "" if self.desirable is None else "liked" if self.desirable[sample] else "not liked"
+        labels = self.dataset.sample_labels
+        return "" if labels is None else describe_label(labels[sample], self.label_names)
 
 
 def save_page(
-    datasets: Mapping[str, Path], file: Path, *, title: str, tokenizer: PreTrainedTokenizerBase, group_size: int = 1
+    datasets: Mapping[str, Path],
+    file: Path,
+    *,
+    title: str,
+    tokenizer: PreTrainedTokenizerBase,
+    group_size: int = 1,
+    label_names: Sequence[str] = (),
 ) -> None:
     """Write the page. datasets: key -> tokenized folder. group_size: samples that belong together, 2 for a preference,
-    of which the first was chosen."""
-    files = _open_files(datasets)
+    of which the first was chosen. label_names: of the labels of samples, if any."""
+    files = _open_files(datasets, label_names)
     samples: list[dict] = []
     room = MOST_TOKENS
     per_file = max(LEAST_OF_FILE, MOST_SAMPLES // max(1, len(files)))
@@ -61,20 +69,16 @@ def save_page(
         if room <= 0:
             break
     samples.sort(key=lambda sample: (sample["file"], sample["number"]))
-    content = json.dumps({"title": title, "files": [_describe_file(each) for each in files], "samples": samples})
-    # In a script element only this character could end the JSON early.
-    page = TEMPLATE.read_text().replace("DATA", content.replace("<", "\\u003c"), 1)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page)
+    write_page(file, TEMPLATE, {"title": title, "files": [_describe_file(each) for each in files], "samples": samples})
 
 
-def _open_files(datasets: Mapping[str, Path]) -> list[_File]:
+def _open_files(datasets: Mapping[str, Path], label_names: Sequence[str]) -> list[_File]:
     opened = {key: TokenizedDataset(path, True, True) for key, path in datasets.items()}
-    desirable = {key: data.desirable if data.has_desirable else None for key, data in opened.items()}
     files, first = [], dict.fromkeys(datasets, 0)
     for report in merge_rest(list_files(datasets), MOST_FILES):
         stop = first[report.key] + report.counts.num_samples
-        files.append(_File(report, opened[report.key], first[report.key], stop, desirable[report.key]))
+        files.append(_File(report, opened[report.key], first[report.key], stop, label_names))
         first[report.key] = stop
     return files
 

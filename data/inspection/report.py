@@ -3,6 +3,8 @@
 Nothing here needs an engine; `describe_dataset` and `render_row` return text, `save_histogram` writes a PNG.
 """
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import matplotlib
@@ -20,8 +22,8 @@ HISTOGRAM_BINS = 60
 TRAINED, MASKED, END = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, faint
 
 
-def describe_dataset(path: Path, plan: RowPlan) -> str:
-    """Return the counts of a tokenized folder, one per line."""
+def describe_dataset(path: Path, plan: RowPlan, label_names: Sequence[str] = ()) -> str:
+    """Return the counts of a tokenized folder, one per line. label_names: of the labels of its samples, if any."""
     dataset, rows, summary = TokenizedDataset(path, False, False), Rows(path, plan, False, False), load_summary(path)
     lengths = dataset.lengths
     low, median, high, top = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
@@ -31,14 +33,38 @@ def describe_dataset(path: Path, plan: RowPlan) -> str:
         f" 95% have {high:,} or fewer",
         f"target tokens: {summary.num_targets / summary.num_tokens:.1%} of all",
         f"rows: {len(rows):,}, {compute_fill(rows, plan):.1%} of max_seq_length={plan.max_seq_length:,} filled"
-        f"{'' if dataset.has_desirable else _compare(rows, lengths, plan)}",
+        f"{'' if dataset.sample_labels is not None else _compare(rows, lengths, plan)}",
     ]
     if summary.content.stop_tokens:
         ends = sorted(summary.content.stop_tokens.items(), key=lambda end: -end[1])
         lines.append(f"turns end at {', '.join(f'{token} ({count:,})' for token, count in ends)}")
-    if dataset.has_desirable:  # such samples are never packed
-        lines.append(f"labels: {dataset.desirable.sum():,} of {len(dataset):,} samples are desirable")
+    if dataset.sample_labels is not None:
+        lines.append(f"labels: {_count_labels(dataset.sample_labels, label_names)}")
     return "\n".join(lines + [f"skipped: {example}" for example in summary.examples])
+
+
+def describe_label(label: np.ndarray, names: Sequence[str]) -> str:
+    """Return the label of a sample in words. label: [K]: the number of its class, whether it has each class, or
+    numbers. names: of the classes, or of the numbers; a document has a single one or not."""
+    if label.dtype.kind == "f":
+        return ", ".join(f"{name} {value:g}" for name, value in zip_longest(names or ["value"], label))
+    if len(label) == 1 and len(names) != 1:
+        return names[int(label[0])] if names else str(label[0])
+    return ", ".join(name for name, has in zip(names, label, strict=True) if has) or "no label"
+
+
+def _count_labels(labels: np.ndarray, names: Sequence[str]) -> str:
+    """Return in words how many samples have each label, or the range of numbers. labels: [num_samples, K]."""
+    if labels.dtype.kind == "f":
+        low, mean, high = labels.min(axis=0), labels.mean(axis=0), labels.max(axis=0)
+        return "; ".join(
+            f"{name} from {low[i]:g} to {high[i]:g}, mean {mean[i]:g}" for i, name in enumerate(names or ["value"])
+        )
+    has_each = labels.shape[1] > 1 or len(names) == 1
+    counts = labels.sum(axis=0) if has_each else np.bincount(labels[:, 0], minlength=len(names))
+    return ", ".join(
+        f"{name or number} {count:,}" for number, (name, count) in enumerate(zip_longest(names, counts, fillvalue=""))
+    )
 
 
 def _compare(rows: Rows, lengths: np.ndarray, plan: RowPlan) -> str:

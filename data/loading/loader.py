@@ -20,6 +20,10 @@ Preferences come as two rows each, chosen and rejected, always together: the ord
 pairs, tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's
 log-probability of each row, float64 [2 B], follows the targets: `(targets, reference_log_probabilities,
 loss_denominator, ...)`. Single answers labelled desirable or not have one more column after it, 1 or 0, float64 [B].
+
+Where documents are scored as a whole (`RowTargets.last_tokens`), targets are their numbers in the micro-batch, from 0,
+each at its last token, and the labels of the N documents follow: `(targets, labels, loss_denominator, ...)`, float64
+[N, K], K being 0 for data without labels.
 """
 
 import math
@@ -34,11 +38,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.collator import Collator, PadRight, index_targets, pad_segments, shift_labels
+from data.collator import Collator, PadRight, index_targets, number_documents, pad_segments, shift_labels
 from data.loading.row_lengths import compute_seq_length
 from data.loading.row_source import RowSource
 from data.loading.step_totals import BatchShape, StepTotals, compute_step_totals
-from data.options import MeanOver, PadTo
+from data.options import MeanOver, PadTo, RowTargets
 from data.order import GlobalOrder, Ids, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
 from data.worker_processes import iterate_dataset
@@ -61,6 +65,7 @@ class LoaderOptions:
     num_chunks: int = 1  # equal chunks per sequence
     length_multiple: int = 1  # T is a multiple of this and of num_chunks
     pad_to: PadTo = PadTo.longest
+    row_targets: RowTargets = RowTargets.next_tokens
     mean_over: MeanOver = MeanOver.targets
     num_workers: int = 0
     pin_memory: bool = False
@@ -345,16 +350,28 @@ def _collate(
         input_ids, position_ids = ids_and_positions
         inputs = (options.take_part(input_ids), position_ids, pad_segments([rows.segment_ids(i) for i in ids], shape))
     if options.reads_labels:
-        labels = options.collator.collate_labels([rows.labels(i) for i in ids], shape)
+        own = options.take_part(_collate_targets(rows, ids, shape, options))
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
-        shifted = options.take_part(shift_labels(labels))
-        reference: tuple[Tensor, ...] = ()
-        desirable: tuple[Tensor, ...] = ()
-        if isinstance(rows, Rows):
-            reference = () if options.reference_file is None else (_pad_reference(rows, ids, shape[0]),)
-            desirable = (_pad_desirable(rows, ids, shape[0]),) if options.reads_desirable else ()
-        targets = (shifted, *reference, *desirable, denominator, index_targets(shifted))
+        columns = _list_columns(rows, ids, shape[0], options) if isinstance(rows, Rows) else []
+        targets = (own, *columns, denominator, index_targets(own))
     return inputs, targets
+
+
+def _collate_targets(rows: RowSource, ids: np.ndarray, shape: tuple[int, int], options: LoaderOptions) -> Tensor:
+    """Return the targets of whole rows, int64 [B, T]."""
+    if options.row_targets is RowTargets.last_tokens:
+        return number_documents([rows.segment_ids(i) for i in ids], shape)
+    return shift_labels(options.collator.collate_labels([rows.labels(i) for i in ids], shape))
+
+
+def _list_columns(rows: Rows, ids: np.ndarray, num_rows: int, options: LoaderOptions) -> list[Tensor]:
+    """Return what follows the targets."""
+    columns = [] if options.reference_file is None else [_pad_reference(rows, ids, num_rows)]
+    if options.reads_desirable:
+        columns.append(_pad_desirable(rows, ids, num_rows))
+    if options.row_targets is RowTargets.last_tokens:
+        columns.append(torch.from_numpy(rows.sample_labels(ids).astype(np.float64)))
+    return columns
 
 
 def _pad_reference(rows: Rows, ids: np.ndarray, num_rows: int) -> Tensor:

@@ -11,16 +11,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.encoders.length import LengthCounts, fit_pair, fit_samples
-from data.encoders.segments import PieceEncoder, Pieces, no_token_error, tokenize_pieces
-from data.encoders.unpaired import UnpairedEncoder
+from data.encoders.segments import CountingEncoder, PieceEncoder, Pieces, no_token_error, tokenize_pieces
 from data.options import LengthPolicy, OnBadRecord
 from data.sample import IGNORE_INDEX, Encoder, Pair, Sample, count_targets
 from data.sources.formats import RawRecord
 from data.sources.records import parse_record
 from data.sources.selection import TAKE_ALL, Selection, hash_record
 from data.storage.cache import compute_cache_key
+from data.storage.length import LengthCounts, fit_pair, fit_samples
 from data.storage.summary import BatchCounts, sum_counts
+from data.storage.tokenized import LABEL_DTYPES
 from errors import UserError
 
 Encoded = Sample | list[Sample] | Pair
@@ -59,8 +59,9 @@ class Encoding:
 @dataclass(frozen=True)
 class EncodedBatch:
     """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length and
-    num_targets of each; int32. Where the kind of data has it, `desirable`, 1 or 0. files: counts of each file by its
-    number. hashes: of the records that became samples, or were dropped as too long, uint64."""
+    num_targets of each; int32. Where the kind of data has labels of samples, those of each, end to end: `label`,
+    int32, or `value`, float64. files: counts of each file by its number. hashes: of the records that became samples,
+    or were dropped as too long, uint64."""
 
     columns: dict[str, np.ndarray]
     files: dict[int, BatchCounts]
@@ -87,8 +88,9 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     UserError for a bad record, unless bad records are skipped."""
     per_file = {number: BatchCounts() for number in files or [0]}
     states = [_Record(raw.location, per_file[number]) for raw, number in zip(records, files or [0] * len(records))]
-    input_ids, labels, lengths, num_targets, desirable = (array("i") for _ in range(5))
-    hashes = []
+    input_ids, labels, lengths, num_targets = (array("i") for _ in range(4))
+    hashes: list[int] = []
+    sample_labels: list[int | float] = []
     for record, encoded in _encode_records(records, states, encoding):
         try:
             fitted = _fit(encoded, record, encoding)
@@ -101,17 +103,24 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             input_ids.fromlist(piece["input_ids"])
             labels.fromlist(piece["labels"])
             lengths.append(len(piece["input_ids"]))
-            num_targets.append(count_targets(piece["labels"]))
+            num_targets.append(count_targets(piece))
             record.counts.num_tokens += lengths[-1]
             record.counts.num_targets += num_targets[-1]
-            if isinstance(encoded, dict) and "desirable" in encoded:
-                desirable.append(encoded["desirable"])
+            sample_labels += _list_labels(encoded)
         hashes.append(record.hash)
     columns = {"input_ids": input_ids, "labels": labels, "length": lengths, "num_targets": num_targets}
-    if desirable:
-        columns["desirable"] = desirable
     arrays = {name: np.array(values, np.int32) for name, values in columns.items()}
+    if sample_labels:
+        name = "value" if any(isinstance(each, float) for each in sample_labels) else "label"
+        arrays[name] = np.array(sample_labels, LABEL_DTYPES[name])
     return EncodedBatch(arrays, per_file, np.array(hashes, np.uint64))
+
+
+def _list_labels(encoded: Encoded) -> Sequence[int | float]:
+    """Return the labels of a record's sample; empty for a kind of data that has none."""
+    if not isinstance(encoded, dict):
+        return ()
+    return encoded["label"] if "label" in encoded else [encoded["desirable"]] if "desirable" in encoded else ()
 
 
 def _fit(encoded: Encoded, record: _Record, encoding: Encoding) -> list[Sample]:
@@ -203,7 +212,7 @@ def _bind_counts(encoder: Encoder, counts: ContentCounts) -> Callable[..., Any]:
     """Return what makes samples or pieces of a record. User-defined encoders count nothing."""
     if isinstance(encoder, PieceEncoder):
         return partial(encoder.split, counts=counts)
-    if isinstance(encoder, UnpairedEncoder):
+    if isinstance(encoder, CountingEncoder):
         return partial(encoder.encode, counts=counts)
     return encoder.encode
 

@@ -52,7 +52,7 @@ def prepare_mismatched(
 def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool) -> None:
     """Raise UserError where samples have no label, or, in training data, where all labels are the same."""
     dataset = TokenizedDataset(path, False, False)
-    if samples_per_record == 1 and (not dataset.has_desirable or len(dataset.desirable) != len(dataset)):
+    if samples_per_record == 1 and dataset.sample_labels is None:
         raise UserError(f"{key}: task=kto needs a label of each sample, desirable or not; data.encoder must set it")
     desirable = dataset.desirable
     if trains and (desirable.all() or not desirable.any()):

@@ -232,7 +232,7 @@ class Rows:
         self._arguments, self._reference_file = (path, plan, reads_inputs, reads_labels), reference_file
         self._dataset = dataset = TokenizedDataset(path, reads_inputs, reads_labels)
         self._reference = load_reference(reference_file) if reference_file is not None else None
-        self._desirable = dataset.desirable if reads_labels else None
+        self._sample_labels = dataset.sample_labels if reads_labels else None
         self._index: dict[str, np.ndarray] | None = None
         self.lengths: np.ndarray = dataset.lengths  # [R]
         self.num_targets: np.ndarray = dataset.num_targets  # [R]
@@ -301,10 +301,15 @@ class Rows:
         assert self._reference is not None
         return self._reference[self.pieces(row)[0][0]]
 
+    def sample_labels(self, rows: np.ndarray) -> np.ndarray:
+        """Return the labels of the samples of the rows, [pieces, K], also of no rows; K is 0 for data without."""
+        samples = [sample for row in rows for sample, _, _ in self.pieces(int(row))]
+        return np.zeros((len(samples), 0)) if self._sample_labels is None else self._sample_labels[samples]
+
     def desirable(self, row: int) -> bool:
-        """Returns whether the row's one sample is desirable."""
-        assert self._desirable is not None
-        return bool(self._desirable[self.pieces(row)[0][0]])
+        """Returns whether the row's one sample is desirable; of a pair the first one is."""
+        sample = self.pieces(row)[0][0]
+        return sample % 2 == 0 if self._sample_labels is None else bool(self._sample_labels[sample, 0])
 
     def labels(self, row: int) -> np.ndarray:
         """Return labels, int32 [T], -100 on the first token of each piece."""

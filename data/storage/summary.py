@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data.counts import ContentCounts
-from data.encoders.length import LengthCounts
 from data.sources.selection import Selection
+from data.storage.length import LengthCounts
 from errors import UserError
 
 MAX_EXAMPLES = 3

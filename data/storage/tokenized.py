@@ -3,7 +3,7 @@
     input_ids, labels      int32 [num_tokens], the samples end to end
     offset                 int64 [num_samples + 1], where each of them begins
     length, num_targets    int32 [num_samples]; targets are counted after the shift
-    desirable              int32 [num_samples], 1 or 0, of a kind of data that has it
+    label, value           int32 or float64 [num_samples, K], of a kind of data whose samples have labels, or numbers
     source                 int32 [num_samples], the entry of `train_file` that the sample comes from
     record_hash            uint64 [num_records], of the records that became samples, or were dropped as too long
 
@@ -14,6 +14,7 @@ import bisect
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -32,6 +33,7 @@ DTYPES: dict[str, np.dtype] = {
     **dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)),
     "offset": np.dtype(np.int64),
 }
+LABEL_DTYPES: dict[str, np.dtype] = {"label": np.dtype(np.int32), "value": np.dtype(np.float64)}
 HASHES_COLUMN, HASH_DTYPE = "record_hash", np.dtype(np.uint64)
 BYTES_PER_TOKEN = sum(DTYPES[name].itemsize for name in TOKEN_COLUMNS)
 BYTES_PER_SAMPLE = sum(DTYPES[name].itemsize for name in (*SAMPLE_COLUMNS, "offset"))
@@ -92,7 +94,7 @@ class TokenizedWriter:
         self._stack.close()
 
     def append(self, columns: Mapping[str, np.ndarray], source: int) -> None:
-        """Write the samples of entry `source`. columns: int32, all but `source` and `offset`."""
+        """Write the samples of entry `source`. columns: of an `EncodedBatch`."""
         lengths = columns["length"]
         for name, values in columns.items():
             self._write(name, values)
@@ -177,18 +179,21 @@ class TokenizedDataset:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
-    def has_desirable(self) -> bool:
-        """Returns whether the folder holds a label of each sample, desirable or not."""
-        return column_file(self._arguments[0], "desirable").is_file()
+    @cached_property
+    def sample_labels(self) -> np.ndarray | None:
+        """The labels of the samples, [num_samples, K]; None where not every sample has as many, and for pairs."""
+        path = self._arguments[0]
+        for name, dtype in LABEL_DTYPES.items():
+            if column_file(path, name).is_file():
+                labels = map_column(path, name, dtype)
+                return None if len(labels) % len(self) else labels.reshape(len(self), -1)
+        return None
 
     @property
     def desirable(self) -> np.ndarray:
-        """The label of each sample, desirable or not, bool [num_samples]; of pairs, which are adjacent, the chosen one
-        is."""
-        if self.has_desirable:
-            return map_column(self._arguments[0], "desirable", np.dtype(np.int32)) != 0
-        return np.arange(len(self)) % 2 == 0
+        """Whether each sample is desirable, by its label, bool [num_samples]; of pairs the chosen one is."""
+        labels = self.sample_labels
+        return np.arange(len(self)) % 2 == 0 if labels is None else labels[:, 0] != 0
 
     def input_ids(self, index: int) -> np.ndarray:
         return self._read("input_ids", index)

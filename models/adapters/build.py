@@ -30,6 +30,7 @@ from models.adapters.targets import (
     list_projections,
     list_targets,
 )
+from models.heads.head import Head
 from models.layers.layer import Layer
 from models.storage.hub import split_revision
 
@@ -37,15 +38,24 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 HEAD = "lm_head"
+INITS = (True, "gaussian", "orthogonal")  # of peft, with B A = 0 at the start and the base weights unchanged
+CHANGE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 
 
 def build_adapter(
-    options: AdapterOptions, layers: Sequence[Layer], *, seed: int, base_name: str, is_part: bool = False
+    options: AdapterOptions,
+    layers: Sequence[Layer],
+    *,
+    seed: int,
+    base_name: str,
+    is_part: bool = False,
+    head: Head | None = None,
 ) -> Adapter | None:
     """Build the adapter that `options` describe; None where they ask for none.
 
     seed: of the random matrices. base_name: the base model's name or path, which peft's config names. is_part: the
-    layers belong to a wrapped model, which may have other modules of the same names.
+    layers belong to a wrapped model, which may have other modules of the same names. head: of the model in place of its
+    LM head; it is trained and saved whole.
     Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an
     adapter.
     """
@@ -57,7 +67,7 @@ def build_adapter(
     if options.name_or_path:
         lora, tensors = _load_adapter(Path(options.name_or_path).expanduser(), layers)
     else:
-        lora, tensors = _build_new_config(options, layers), {}
+        lora, tensors = _build_new_config(options, layers, head), {}
     lora.base_model_name_or_path, lora.revision = split_revision(base_name)
     check_experts(lora, layers)
     if is_part:
@@ -74,6 +84,25 @@ def _check_values(options: AdapterOptions) -> None:
         )
     if not 0 <= options.lora_dropout < 1:
         raise UserError(f"adapter.lora_dropout={options.lora_dropout}: from 0 to below 1")
+    ratio = options.loraplus_lr_ratio
+    if ratio is not None and not 0 < ratio < math.inf:
+        raise UserError(f"adapter.loraplus_lr_ratio={ratio}: a finite number of more than 0; null turns it off")
+    _check_init(options)
+
+
+def _check_init(options: AdapterOptions) -> None:
+    """Raises UserError for an initialization that does not leave the base weights as they are. Checkpoints and exports
+    hold the adapter alone, for the base model as it was."""
+    init = options.init_lora_weights
+    if init in INITS:
+        return
+    if str(init).partition("_niter_")[0] in CHANGE_BASE:
+        raise UserError(
+            f"adapter.init_lora_weights={init} changes the weights of the base model, which is neither saved nor "
+            "exported with the adapter; make such an adapter with peft, save the changed base next to it, and give "
+            "both as model_name_or_path and adapter.name_or_path"
+        )
+    raise UserError(f"adapter.init_lora_weights={init}: one of true, gaussian, orthogonal")
 
 
 def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
@@ -85,11 +114,13 @@ def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict
     lora, tensors = load_lora_config(path), load_adapter_tensors(path)
     check_all_taken(tensors.keys(), lora, layers)
     lora.inference_mode = False
+    lora.init_lora_weights = True  # its weights are loaded; pissa and its like would change the base again
     return lora, tensors
 
 
-def _build_new_config(options: AdapterOptions, layers: Sequence[Layer]) -> LoraConfig:
-    saved = choose_saved(options.modules_to_save or [], layers)
+def _build_new_config(options: AdapterOptions, layers: Sequence[Layer], head: Head | None) -> LoraConfig:
+    own = [] if head is None else [head.prefix.removesuffix(".")]
+    saved = choose_saved(list(dict.fromkeys([*(options.modules_to_save or []), *own])), layers)
     return build_lora_config(
         layers,
         options.target_modules,
@@ -99,7 +130,9 @@ def _build_new_config(options: AdapterOptions, layers: Sequence[Layer]) -> LoraC
         lora_dropout=options.lora_dropout,
         use_rslora=options.use_rslora,
         use_dora=options.use_dora,
+        init_lora_weights=options.init_lora_weights,
         modules_to_save=saved or None,
+        task_type="CAUSAL_LM" if head is None else head.peft_task,
         # peft would give a tied head the embedding of the base model
         ensure_weight_tying=bool(saved) and not layers[-1].owns_weights,
     )
@@ -143,6 +176,12 @@ def check_experts(lora: LoraConfig, layers: Sequence[Layer]) -> None:
         for layer in layers
         for name in list_targets(layer.build_on_meta(), layer, lora).parameters[:1]
     ]
+    if named and lora.init_lora_weights in INITS[1:]:
+        raise UserError(
+            f"adapter.init_lora_weights={lora.init_lora_weights} is not tested on stacked parameters such as "
+            f"'{named[0]}'; give adapter.init_lora_weights=true, or adapter.target_parameters=[] to leave the experts "
+            "without adapters"
+        )
     for key, value in (("lora_dropout", lora.lora_dropout), ("use_dora", lora.use_dora)):
         if value and named:
             raise UserError(

@@ -28,5 +28,7 @@ class AdapterOptions:
     modules_to_save: list[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
+    init_lora_weights: Any = True
+    loraplus_lr_ratio: float | None = None
     load_in_4bit: bool = False
     name_or_path: str | None = None

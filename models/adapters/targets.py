@@ -174,8 +174,7 @@ def build_lora_config(
         target_modules=targets,
         target_parameters=list(target_parameters) or None,
         fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM",
-        **options,
+        **{"task_type": "CAUSAL_LM", **options},
     )
 
 

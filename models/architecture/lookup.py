@@ -42,10 +42,10 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.architecture.disk_names import name_pieces, name_wrapped_pieces
 from models.experts.grouped import GROUPED
+from models.heads.table import put_head
 from models.layers.layer import Layer, Styles, refuse_sharding
 from models.layers.packed_attention import FLASH, VARLEN, find_obstacle
 from models.layers.rope_scaling import DYNAMIC, stretch_positions
-from models.layers.score_head import is_reward_model, put_score_head
 from models.layers.wrapped import Wrapper
 
 # model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
@@ -69,17 +69,15 @@ _ATTENTION_IMPLEMENTATIONS = ("sdpa", VARLEN, "eager", *FLASH, "flex_attention")
 def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> list[Layer]:
     """Return the layers of the model that `config` describes, embedding first, head last.
 
-    wrapper: the model that contains this text model; the names of the tensors are then that model's. A reward model has
-    a score head in place of its own (`models/layers/score_head.py`). Raises UserError for a `model_type` that is
-    neither in the table nor published, for a feature that its layers do not support, and for a wrapper that does
-    something else with text.
+    wrapper: the model that contains this text model; the names of the tensors are then that model's. A classifier or a
+    reward model has another head (`models/heads/`). Raises UserError for a `model_type` that is neither in the table
+    nor published, for a feature that its layers do not support, and for a wrapper that does something else with text.
     """
     if getattr(config, "num_experts_per_tok", None) and config._experts_implementation is None:
         config._experts_implementation = GROUPED
     layers = _load_architecture(config).build_layers(config)
     if wrapper is None:
-        named = name_pieces(config, layers)
-        return put_score_head(config, named) if is_reward_model(config) else named
+        return put_head(config, name_pieces(config, layers))
     proof = importlib.import_module("models.generic.wrapped_proof")
     proof.prove(config, wrapper, _load_architecture(config).build_layers)
     return name_wrapped_pieces(config, layers, wrapper)

@@ -19,6 +19,7 @@ from models.layers.documents import (
     Documents,
     TokenDocuments,
     bound_chunks,
+    bound_documents,
     build_packed_mask,
     locate_documents,
     locate_rows,
@@ -175,13 +176,17 @@ class MicroBatchContext:
         sequence."""
         implementation = self.config._attn_implementation
         if self.sequence_part.is_ring:
-            mask = SequenceMask(self._numbers, self._find_window(attention_type))
-            return {"attention_mask": None, "sequence_mask": mask}
+            return {"attention_mask": None, "sequence_mask": self._build_sequence_mask(inputs, attention_type)}
         if implementation == VARLEN:
             return {"attention_mask": None, "documents": self.find_documents(inputs, attention_type)}
         if implementation in FLASH:
             return {"attention_mask": None, **self._name_for_flash(inputs[1], attention_type)}
         return {"attention_mask": self.build_mask(inputs, attention_type)}
+
+    def _build_sequence_mask(self, inputs: Activations, attention_type: str) -> SequenceMask:
+        numbers, window = self._numbers, self._find_window(attention_type)
+        most, longest = bound_documents(inputs[1], numbers, self.bounds)
+        return SequenceMask(numbers, window if window is not None and window < longest else None, most, longest)
 
     def _name_for_flash(self, position_ids: torch.Tensor, attention_type: str) -> dict[str, Any]:
         """Return the documents under the names of `transformers`' `FlashAttentionKwargs`; the layers themselves handle

@@ -162,11 +162,7 @@ class BiasedLMHead(LMHead):
         nn.Linear.__init__(self, config.hidden_size, config.vocab_size)
 
     def forward(self, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_states = _gather_for(self, inputs[0])
-        width = -hidden_states.shape[-1] % 8 or 8
-        one = nn.functional.pad(hidden_states.new_ones(*hidden_states.shape[:-1], 1), (0, width - 1))
-        column = nn.functional.pad(self.bias.unsqueeze(1), (0, width - 1))
-        return torch.cat([hidden_states, one], dim=-1), torch.cat([self.weight, column], dim=1)
+        return hand_biased_to_loss(self, inputs)
 
 
 def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +174,15 @@ def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, 
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return _gather_for(module, inputs[0]), weight.view_as(weight)
+
+
+def hand_biased_to_loss(head: nn.Linear, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same of a head with a bias, as one more column of hidden states and matrix, and zeros after it."""
+    hidden_states = _gather_for(head, inputs[0])
+    width = -hidden_states.shape[-1] % 8 or 8
+    one = nn.functional.pad(hidden_states.new_ones(*hidden_states.shape[:-1], 1), (0, width - 1))
+    column = nn.functional.pad(head.bias.unsqueeze(1), (0, width - 1))
+    return torch.cat([hidden_states, one], dim=-1), torch.cat([head.weight, column], dim=1)
 
 
 def _gather_for(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:

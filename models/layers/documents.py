@@ -105,10 +105,20 @@ def bound_chunks(bounds: DocumentBounds | None, position_ids: torch.Tensor, chun
     return DocumentBounds(bounds.most + position_ids.numel() // chunk, min(bounds.longest, chunk))
 
 
+def bound_documents(
+    position_ids: torch.Tensor, numbers: torch.Tensor | None, bounds: DocumentBounds | None
+) -> tuple[int, int]:
+    """Return upper bounds of the documents of rows [B, T] and of the tokens of one. numbers: the document of each
+    token; None where each row is one. bounds: None asks the device for their number."""
+    num_rows, length = position_ids.shape
+    if bounds is not None:
+        return bounds.most, min(bounds.longest, length)
+    return num_rows if numbers is None else int(numbers[-1, -1]), length
+
+
 def locate_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> tuple[torch.Tensor, int]:
     """Return `offsets` and `longest` of `Documents`. numbers: the document of each token, [B, T]."""
-    most = bounds.most if bounds is not None else int(numbers[-1, -1])
-    longest = numbers.shape[1] if bounds is None else min(bounds.longest, numbers.shape[1])
+    most, longest = bound_documents(numbers, numbers, bounds)
     # The place of each document's first token; after the last document B x T, which is no token's
     firsts = torch.arange(1, most + 2, device=numbers.device)
     return torch.searchsorted(numbers.flatten(), firsts, out_int32=True), longest

@@ -37,10 +37,15 @@ def find_obstacle(config: PretrainedConfig, dtype: torch.dtype, is_planned: bool
         return "its kernel needs a CUDA device of compute capability 8.0 or higher"
     if dtype not in (torch.bfloat16, torch.float16):
         return "its kernel takes bf16 and fp16"
-    if any(getattr(config, name, 0) for name in _DROPOUTS):
+    if has_dropout(config):
         return "its kernel has no dropout"
     size = _find_head_size(config)
     return None if size <= LARGEST_HEAD and size % 8 == 0 else f"its kernel does not take heads of size {size}"
+
+
+def has_dropout(config: PretrainedConfig) -> bool:
+    """Return whether the config states a dropout of attention."""
+    return any(getattr(config, name, 0) for name in _DROPOUTS)
 
 
 def _find_head_size(config: PretrainedConfig) -> int:

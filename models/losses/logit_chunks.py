@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from models.losses.accumulate import add_product
 from models.parallel.shard import TensorParallel, split_evenly, sum_over_ranks
 
 # Logits of a chunk, small in memory and large enough for an efficient matrix product: 128 MiB in fp32. On a GPU 512
@@ -200,7 +201,7 @@ class LogitGradients:
         for grad_logits, total in zip(
             self._grad_logits[: len(hidden)].split(tokens, dim=1), self._grad_weight.split(tokens), strict=True
         ):
-            total.add_(grad_logits.T @ hidden)
+            add_product(total, grad_logits.T, hidden)
         self._first = self._stop
 
     def finish(self, factor: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor | None]:

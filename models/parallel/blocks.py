@@ -1,10 +1,11 @@
 """Causal attention in blocks of queries and keys: the contribution of one block to outputs and gradients, by the
 log-sum-exp of the scores (2205.14135).
 
-A block is a run of consecutive queries and one of keys, each with its places in the row. Rows of several documents are
-cut into a block for each of these, causal or whole. torch's fused kernels compute it (`block_kernels.py`) unless a
-window prevents that. Otherwise it is matrix products: scores are made for a bounded number of queries at a time, and
-only with keys that some of them see. Sums are fp32, or fp64 for fp64 tensors.
+A block is a run of consecutive queries and one of keys, each with its places in the row. torch's fused kernels compute
+it in one call, whatever the number of documents in it (`block_kernels.py`), unless a window prevents that. Otherwise it
+is matrix products: scores are made for a bounded number of queries at a time, and only with keys that some of them see.
+Sums are fp32, or fp64 for fp64 tensors. Where documents begin is computed on the device, once per micro-batch: nothing
+here waits for it.
 
 B micro-batch, H query heads, G heads of keys and values, R = H / G, E head size; L tokens of a rank, l and m queries
 and keys of a sub-block.
@@ -12,78 +13,111 @@ and keys of a sub-block.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
-from models.parallel.block_kernels import Attended, find_kernel
+from models.parallel.block_kernels import Attended, BlockDocuments, find_kernel
 
 MOST_SCORES = 2**26  # made at a time: 256 MiB in fp32
+
+
+class Block(NamedTuple):
+    """queries, keys: their indices among a rank's L tokens, and among the keys. first_query, first_key: the places in
+    the row of the first of them."""
+
+    queries: slice
+    keys: slice
+    first_query: int
+    first_key: int
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether queries and keys are the same tokens; else all keys come before the queries."""
+        return self.first_query == self.first_key
+
+    @property
+    def num_queries(self) -> int:
+        return self.queries.stop - self.queries.start
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys.stop - self.keys.start
 
 
 @dataclass(frozen=True)
 class SequenceMask:
     """Which tokens before it, and itself, a token sees.
 
-    documents: int64 [B, T], of whole rows: a token sees its own document; None for all tokens. window: the number of
-    nearest tokens that it sees; None for all.
+    documents: int64 [B, T], of whole rows, counted from 1 over all rows: a token sees its own document; None for all
+    tokens. window: the number of nearest tokens that it sees; None for all. most: an upper bound of the number of
+    documents, longest: of the tokens of one; both are needed with documents.
     """
 
     documents: torch.Tensor | None
     window: int | None
+    most: int = 0
+    longest: int = 0
+    _located: dict[tuple[int, int], BlockDocuments] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    @cached_property
-    def spans(self) -> list[list[tuple[int, int]]]:
-        """The documents of each row: (first token, last token + 1). Waits for the device."""
-        assert self.documents is not None
-        num_rows, length = self.documents.shape
-        starts = [[0] for _ in range(num_rows)]
-        for row, before in (self.documents[:, 1:] != self.documents[:, :-1]).nonzero().tolist():
-            starts[row].append(before + 1)
-        return [list(pairwise([*row_spans, length])) for row_spans in starts]
+    def __post_init__(self) -> None:
+        assert self.documents is None or (self.most and self.longest)
+
+    def can_see(self, block: Block) -> bool:
+        """Return whether a document may be long enough to have keys and queries of the block."""
+        between = block.first_query - (block.first_key + block.num_keys)  # the last key and first query are two more
+        return self.documents is None or block.is_diagonal or self.longest >= between + 2
+
+    def locate(self, block: Block) -> BlockDocuments | None:
+        """Return the documents of a whole block between two chunks, computed on their device when first asked for; None
+        where each row is one document."""
+        if self.documents is None:
+            return None
+        place = block.first_query, block.first_key
+        if place not in self._located:
+            queries = self.documents[:, block.first_query : block.first_query + block.num_queries]
+            keys = self.documents[:, block.first_key : block.first_key + block.num_keys]
+            found = self._locate_diagonal(queries) if block.is_diagonal else _locate_shared(queries, keys)
+            self._located[place] = found
+        return self._located[place]
+
+    def _locate_diagonal(self, documents: torch.Tensor) -> BlockDocuments:
+        """documents: of the block's tokens, [B, l]. Those that have no token in it are empty."""
+        numbers = torch.arange(1, self.most + 2, device=documents.device)
+        offsets = torch.searchsorted(documents.flatten(), numbers, out_int32=True)
+        return BlockDocuments(offsets, offsets, min(self.longest, documents.shape[1]), self.window)
 
 
-class Block(NamedTuple):
-    """queries, keys: their indices among a rank's L tokens, and among the keys. first_query, first_key: the places in
-    the row of the first of them. rows: of the micro-batch."""
-
-    queries: slice
-    keys: slice
-    first_query: int
-    first_key: int
-    rows: slice = slice(None)
-
-
-def list_documents(block: Block, spans: list[list[tuple[int, int]]]) -> Iterator[Block]:
-    """Yield the parts of the block in which documents see only themselves: one part of one row for each document with
-    queries and keys in it. The block is on the diagonal, or all of its keys come before its queries. spans: of
-    `SequenceMask`."""
-    key_stop = block.first_key + block.keys.stop - block.keys.start
-    query_stop = block.first_query + block.queries.stop - block.queries.start
-    to_queries, to_keys = block.queries.start - block.first_query, block.keys.start - block.first_key
-    for row, row_spans in enumerate(spans):
-        first = bisect_right(row_spans, block.first_query, key=lambda span: span[1])
-        last = bisect_left(row_spans, key_stop, key=lambda span: span[0])
-        for start, stop in row_spans[first:last]:
-            query, key = max(start, block.first_query), max(start, block.first_key)
-            yield Block(
-                slice(query + to_queries, min(stop, query_stop) + to_queries),
-                slice(key + to_keys, min(stop, key_stop) + to_keys),
-                query,
-                key,
-                slice(row, row + 1),
-            )
+def _locate_shared(queries: torch.Tensor, keys: torch.Tensor) -> BlockDocuments:
+    """Return the documents of a block whose keys [B, m] all come before its queries [B, l]. At most one document of a
+    row is in both: the last keys and the first queries. So there are three of each row: earlier keys without queries,
+    what is in both, later queries without keys."""
+    sees_keys, has_queries = queries == keys[:, -1:], keys == queries[:, :1]
+    seeing, seen = sees_keys.sum(1), has_queries.sum(1)
+    num_queries, num_keys = torch.full_like(seeing, queries.shape[1]), torch.full_like(seen, keys.shape[1])
+    query_stops = torch.stack([torch.zeros_like(seeing), seeing, num_queries], dim=1)
+    key_stops = torch.stack([num_keys - seen, num_keys, num_keys], dim=1)
+    rows = torch.arange(len(queries), device=queries.device).unsqueeze(1)
+    query_offsets, key_offsets = (
+        F.pad((stops + rows * width).flatten(), (1, 0)).to(torch.int32)
+        for stops, width in ((query_stops, queries.shape[1]), (key_stops, keys.shape[1]))
+    )
+    return BlockDocuments(
+        query_offsets,
+        key_offsets,
+        max(queries.shape[1], keys.shape[1]),
+        keyless=~sees_keys[:, None, :, None],
+        unseen=~has_queries[:, None, :, None],
+    )
 
 
 def split_queries(block: Block, window: int | None, most_queries: int) -> Iterator[Block]:
     """Yield the block in parts of at most `most_queries`, each with the keys that some of its queries see; parts that
     see none are omitted."""
-    keys = range(block.first_key, block.first_key + block.keys.stop - block.keys.start)
+    keys = range(block.first_key, block.first_key + block.num_keys)
     for start in range(block.queries.start, block.queries.stop, most_queries):
         stop = min(start + most_queries, block.queries.stop)
         first_query = block.first_query + start - block.queries.start
@@ -91,7 +125,7 @@ def split_queries(block: Block, window: int | None, most_queries: int) -> Iterat
         last = min(keys.stop, first_query + stop - start)
         if first < last:
             offset = block.keys.start - keys.start
-            yield Block(slice(start, stop), slice(first + offset, last + offset), first_query, first, block.rows)
+            yield Block(slice(start, stop), slice(first + offset, last + offset), first_query, first)
 
 
 class BackwardPass(NamedTuple):
@@ -114,22 +148,17 @@ class BlockAttention:
         self._query, self._groups, self._scale, self._mask = query, groups, scale, mask
         self._sums = torch.promote_types(query.dtype, torch.float32)
         self._kernel = find_kernel(query) if uses_kernels else None
-        self._splits_documents = self._kernel is not None and mask.documents is not None
-
-    def _split(self, blocks: list[Block]) -> Iterator[Block]:
-        """Yield blocks that kernels can compute, where only documents prevent that."""
-        for block in blocks:
-            yield from list_documents(block, self._mask.spans) if self._splits_documents else [block]
 
     def _fits_kernel(self, block: Block) -> bool:
-        """Return whether the queries see all keys, or each those up to its own."""
-        farthest = block.first_query + block.queries.stop - block.queries.start - 1 - block.first_key
-        return self._kernel is not None and (self._mask.window is None or farthest < self._mask.window)
+        """Return whether the queries see all keys of their documents, or each those up to its own."""
+        if self._kernel is None or self._mask.window is None:
+            return self._kernel is not None
+        farthest = block.first_query + block.num_queries - 1 - block.first_key
+        return farthest < self._mask.window or (block.is_diagonal and self._mask.documents is not None)
 
     def _cut(self, block: Block) -> Iterator[Block]:
         batch, heads = self._query.shape[:2]
-        per_query = len(range(batch)[block.rows]) * heads * (block.keys.stop - block.keys.start)
-        return split_queries(block, self._mask.window, max(1, MOST_SCORES // per_query))
+        return split_queries(block, self._mask.window, max(1, MOST_SCORES // (batch * heads * block.num_keys)))
 
     def start_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs [B, H, L, E] and log-sum-exp [B, H, L] over no keys yet."""
@@ -147,7 +176,7 @@ class BlockAttention:
         log_sums: torch.Tensor,
     ) -> None:
         """Merge the blocks of key and value [B, G, L, E] into the output and log-sum-exp of the others, in place."""
-        for block in self._split(blocks):
+        for block in filter(self._mask.can_see, blocks):
             if self._fits_kernel(block):
                 _merge(block, *self._attend_fused(key, value, block), output, log_sums)
                 continue
@@ -157,9 +186,9 @@ class BlockAttention:
     def _attend_fused(self, key: torch.Tensor, value: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs [B, H, l, E] and log-sum-exp [B, H, l] of the block's keys alone."""
         assert self._kernel is not None
-        rows, keys = block.rows, block.keys
-        query = self._query[rows, :, block.queries]
-        return self._kernel.attend(query, key[rows, :, keys], value[rows, :, keys], _is_diagonal(block), self._scale)
+        query, keys = self._query[:, :, block.queries], block.keys
+        documents = self._mask.locate(block)
+        return self._kernel.attend(query, key[:, :, keys], value[:, :, keys], block.is_diagonal, self._scale, documents)
 
     def _attend_part(self, key: torch.Tensor, value: torch.Tensor, part: Block) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self._score(key, part)  # [B, G, R l, m]
@@ -167,9 +196,7 @@ class BlockAttention:
         largest = _finite(scores.amax(dim=-1, keepdim=True))
         weights = scores.sub_(largest).exp_()
         sums = weights.sum(dim=-1, keepdim=True)
-        attended = self._multiply(weights, value[part.rows, :, part.keys]) / sums.clamp(
-            min=torch.finfo(sums.dtype).tiny
-        )
+        attended = self._multiply(weights, value[:, :, part.keys]) / sums.clamp(min=torch.finfo(sums.dtype).tiny)
         return self._ungroup(attended), self._ungroup(sums.log() + largest).squeeze(-1)
 
     def start_backward(self, attended: Attended, output_gradient: torch.Tensor) -> BackwardPass:
@@ -184,7 +211,7 @@ class BlockAttention:
     ) -> torch.Tensor:
         """Return the gradients of key and value, [2, B, G, L, E]; the queries' gradient is added to in place."""
         gradients = torch.zeros(2, *key.shape, dtype=self._sums, device=key.device)
-        for block in self._split(blocks):
+        for block in filter(self._mask.can_see, blocks):
             if self._fits_kernel(block):
                 self._differentiate_fused(key, value, block, through, gradients)
                 continue
@@ -196,42 +223,42 @@ class BlockAttention:
         self, key: torch.Tensor, value: torch.Tensor, block: Block, through: BackwardPass, gradients: torch.Tensor
     ) -> None:
         assert self._kernel is not None
-        rows, queries, keys = block.rows, block.queries, block.keys
+        queries, keys = block.queries, block.keys
         grad_query, grad_key, grad_value = self._kernel.differentiate(
-            through.output_gradient[rows, :, queries],
-            self._query[rows, :, queries],
-            key[rows, :, keys],
-            value[rows, :, keys],
-            through.output[rows, :, queries],
-            through.log_sums[rows, :, queries].contiguous(),
-            _is_diagonal(block),
+            through.output_gradient[:, :, queries],
+            self._query[:, :, queries],
+            key[:, :, keys],
+            value[:, :, keys],
+            (through.output[:, :, queries], through.log_sums[:, :, queries].contiguous()),
+            block.is_diagonal,
             self._scale,
+            self._mask.locate(block),
         )
-        through.query_gradient[rows, :, queries] += grad_query
-        gradients[0][rows, :, keys] += grad_key
-        gradients[1][rows, :, keys] += grad_value
+        through.query_gradient[:, :, queries] += grad_query
+        gradients[0][:, :, keys] += grad_key
+        gradients[1][:, :, keys] += grad_value
 
     def _differentiate_part(
         self, key: torch.Tensor, value: torch.Tensor, part: Block, through: BackwardPass, gradients: torch.Tensor
     ) -> None:
-        rows, queries, keys = part.rows, part.queries, part.keys
+        queries, keys = part.queries, part.keys
         per_query = through.log_sums, through.row_products
-        sums, products = (self._group(each[rows, :, queries].unsqueeze(-1)) for each in per_query)
+        sums, products = (self._group(each[:, :, queries].unsqueeze(-1)) for each in per_query)
         probabilities = self._score(key, part).sub_(sums).exp_()  # [B, G, R l, m]
-        grad_output = self._group(through.output_gradient[rows, :, queries])
-        gradients[1][rows, :, keys] += self._multiply(probabilities.mT, grad_output)
-        grad_scores = self._multiply(grad_output, value[rows, :, keys].mT).sub_(products).mul_(probabilities)
+        grad_output = self._group(through.output_gradient[:, :, queries])
+        gradients[1][:, :, keys] += self._multiply(probabilities.mT, grad_output)
+        grad_scores = self._multiply(grad_output, value[:, :, keys].mT).sub_(products).mul_(probabilities)
         grad_scores.mul_(self._scale)
-        through.query_gradient[rows, :, queries] += self._ungroup(self._multiply(grad_scores, key[rows, :, keys]))
-        gradients[0][rows, :, keys] += self._multiply(grad_scores.mT, self._group(self._query[rows, :, queries]))
+        through.query_gradient[:, :, queries] += self._ungroup(self._multiply(grad_scores, key[:, :, keys]))
+        gradients[0][:, :, keys] += self._multiply(grad_scores.mT, self._group(self._query[:, :, queries]))
 
     def _score(self, key: torch.Tensor, part: Block) -> torch.Tensor:
         """Return the scores [B, G, R l, m], -inf for tokens that are not seen."""
-        query = self._group(self._query[part.rows, :, part.queries])
-        scores = self._multiply(query, key[part.rows, :, part.keys].mT).mul_(self._scale)
+        query = self._group(self._query[:, :, part.queries])
+        scores = self._multiply(query, key[:, :, part.keys].mT).mul_(self._scale)
         hidden = self._find_hidden(part)
         if hidden is not None:
-            length = part.queries.stop - part.queries.start
+            length = part.num_queries
             scores.unflatten(2, (-1, length)).masked_fill_(hidden, -torch.inf)
         return scores
 
@@ -239,8 +266,8 @@ class BlockAttention:
         """Return the mask of tokens that the queries do not see: bool, broadcastable to [B, G, R, l, m]; None where
         they see all."""
         device, documents, window = self._query.device, self._mask.documents, self._mask.window
-        last_query = part.first_query + part.queries.stop - part.queries.start - 1
-        last_key = part.first_key + part.keys.stop - part.keys.start - 1
+        last_query = part.first_query + part.num_queries - 1
+        last_key = part.first_key + part.num_keys - 1
         queries = torch.arange(part.first_query, last_query + 1, device=device).unsqueeze(1)
         keys = torch.arange(part.first_key, last_key + 1, device=device)
         found = []
@@ -248,7 +275,7 @@ class BlockAttention:
             found.append(keys > queries)
         if window is not None and last_query - part.first_key >= window:
             found.append(queries - keys >= window)
-        if documents is not None and not self._splits_documents:
+        if documents is not None:
             query_documents = documents[:, part.first_query : last_query + 1, None]
             key_documents = documents[:, None, part.first_key : last_key + 1]
             found.append((query_documents != key_documents)[:, None, None])
@@ -276,20 +303,15 @@ class BlockAttention:
         return left.to(self._sums) @ right.to(self._sums)
 
 
-def _is_diagonal(block: Block) -> bool:
-    return block.first_query == block.first_key
-
-
 def _merge(
     block: Block, added: torch.Tensor, added_sums: torch.Tensor, output: torch.Tensor, log_sums: torch.Tensor
 ) -> None:
     """Merge outputs and log-sum-exp of the block's keys into those of the keys so far."""
-    rows, queries = block.rows, block.queries
-    before = log_sums[rows, :, queries]
-    after = torch.logaddexp(before, added_sums)
-    kept, new = (before - _finite(after)).exp(), (added_sums - _finite(after)).exp()
-    output[rows, :, queries] = output[rows, :, queries] * kept.unsqueeze(-1) + added * new.unsqueeze(-1)
-    log_sums[rows, :, queries] = after
+    before = log_sums[:, :, block.queries]
+    # What the block's keys are of the sum of all; of a query without a key in either the outputs stay zeros
+    share = (added_sums - before).sigmoid_().nan_to_num_()
+    output[:, :, block.queries].lerp_(added.to(output.dtype), share.unsqueeze(-1))
+    torch.logaddexp(before, added_sums, out=before)
 
 
 def _finite(log_sums: torch.Tensor) -> torch.Tensor:

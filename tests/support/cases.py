@@ -79,6 +79,7 @@ def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]
 
     config, ranks = case.config(), this_rank()
     setup = build_setup(config, open_source(config, None), ranks)
+    config = setup.config
     tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
     engine = build(config, setup, ranks)
@@ -143,7 +144,8 @@ def train_run(case: Case) -> None:
     ranks = this_rank()
     work = evaluate_only if config.evaluate_only else train
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    work(config, check_run(config, ranks), RunFolder(config.output_dir), ranks)
+    setup = check_run(config, ranks)
+    work(setup.config, setup, RunFolder(config.output_dir), ranks)
     for signum, handler in handlers.items():  # a run that a signal has ended keeps its own, until its process ends
         signal.signal(signum, handler)
     signal.set_wakeup_fd(-1)

@@ -1,5 +1,6 @@
-"""GPU kernels for packed rows, played on the CPU: the signatures of flash-attention's functions and of torch's
-`varlen_attn`, and below them plain attention, one document after the other.
+"""GPU kernels for packed rows, played on the CPU: the signatures of flash-attention's functions, of torch's
+`varlen_attn` and of the operators that a ring's blocks call, and below them plain attention, one document after the
+other.
 
 They refuse what the real ones cannot take, so what reaches them here would reach those.
 
@@ -9,8 +10,10 @@ L tokens of all rows, N documents, H query heads, G heads of keys and values, E 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch.nn.attention import varlen
 from transformers import modeling_flash_attention_utils
 
 from models.layers import packed_attention
+from models.parallel import block_kernels, blocks
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -156,3 +160,89 @@ def _varlen_backward(
         for gradient, part in zip(gradients, found, strict=True):
             gradient[tokens] = part.transpose(0, 1).unflatten(1, (gradient.shape[1], -1)).sum(dim=2)
     return gradients
+
+
+@contextmanager
+def play_block_kernels() -> Iterator[list[str]]:
+    """Within it a ring's blocks call torch's operators for documents as they do on a GPU, and these run on the CPU.
+    Yields a name for each call."""
+    called: list[str] = []
+    flash = block_kernels.BlockKernel(block_kernels._attend_flash, block_kernels._differentiate_flash)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        called.append("forward")
+        return _block_forward(*args, **kwargs)
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        called.append("backward")
+        return _block_backward(*args, **kwargs)
+
+    with torch.library._scoped_library("aten", "IMPL") as library, patch.object(blocks, "find_kernel", lambda _: flash):
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield called
+
+
+def _block_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cum_seq_q: torch.Tensor, cum_seq_k: torch.Tensor,
+    max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float,
+    window_size_left: int, window_size_right: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Leaves NaN where no document writes: a real kernel may leave what was there."""
+    assert dropout_p == 0 and is_causal == ((window_size_left, window_size_right) == (-1, 0))
+    output, log_sums = torch.full_like(query, torch.nan), query.new_full(query.shape[1::-1], torch.inf)
+    offsets, longest = (cum_seq_q, cum_seq_k), (max_q, max_k)
+    for queries, _, (q, k, v), hidden in _split_block(
+        query, key, value, offsets, longest, window_size_left, window_size_right
+    ):
+        scores = (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
+        output[queries] = (scores.softmax(-1) @ v).transpose(0, 1)
+        log_sums[:, queries] = scores.logsumexp(-1)
+    seed = torch.empty(2, dtype=torch.uint64)
+    return output, log_sums, seed, seed[0], query.new_empty(0)
+
+
+def _block_backward(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    logsumexp: torch.Tensor, cum_seq_q: torch.Tensor, cum_seq_k: torch.Tensor, max_q: int, max_k: int,
+    dropout_p: float, is_causal: bool, rng_state: torch.Tensor, unused: torch.Tensor, *, scale: float,
+    window_size_left: int, window_size_right: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """With the log-sum-exp over the keys of all blocks, as the real one is."""
+    assert dropout_p == 0 and is_causal == ((window_size_left, window_size_right) == (-1, 0))
+    assert logsumexp.shape == query.shape[1::-1] and logsumexp.is_contiguous()
+    gradients = tuple(torch.full_like(each, torch.nan) for each in (query, key, value))
+    offsets, longest = (cum_seq_q, cum_seq_k), (max_q, max_k)
+    for queries, keys, (q, k, v), hidden in _split_block(
+        query, key, value, offsets, longest, window_size_left, window_size_right
+    ):
+        weights = ((q @ k.mT * scale).masked_fill(hidden, -torch.inf) - logsumexp[:, queries, None]).exp()
+        grad, attended = (each[queries].transpose(0, 1) for each in (grad_out, out))
+        grad_scores = weights * (grad @ v.mT - (grad * attended).sum(-1, keepdim=True)) * scale
+        found = (grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad)
+        for gradient, tokens, part in zip(gradients, (queries, keys, keys), found, strict=True):
+            gradient[tokens] = part.transpose(0, 1).unflatten(1, (gradient.shape[1], -1)).sum(dim=2)
+    return gradients  # type: ignore[return-value]
+
+
+def _split_block(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int], before: int, after: int,
+) -> Iterator[tuple[slice, slice, Scores, torch.Tensor]]:  # fmt: skip
+    """Each document's queries and keys, both and its values [H, length, E], and the scores that are hidden."""
+    for tokens, own, most in zip((query, key), offsets, longest, strict=True):
+        check_documents(tokens, own, most)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    spans = (pairwise(own.tolist()) for own in offsets)
+    for (first, stop), (first_key, key_stop) in zip(*spans, strict=True):
+        if first < stop and first_key < key_stop:
+            queries, keys = slice(first, stop), slice(first_key, key_stop)
+            hidden = torch.zeros(stop - first, key_stop - first_key, dtype=torch.bool)
+            if after == 0:
+                assert hidden.shape[0] == hidden.shape[1]
+                hidden = ~torch.ones_like(hidden).tril() | (
+                    torch.ones_like(hidden).tril(-before - 1) if before >= 0 else False
+                )
+            parts = query[queries], key[keys], value[keys]
+            yield queries, keys, tuple(each.transpose(0, 1) for each in parts), hidden  # type: ignore[misc]

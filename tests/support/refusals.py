@@ -16,10 +16,20 @@ EXAMPLES = {
         "attn_implementation=flash_attention_2",
         "precision=fp32",
     ),
+    "flash_kernels=fa3 does not go together with a machine without a GPU: ": ("flash_kernels=fa3",),
+    "flash_kernels=fa3 does not go together with precision=fp32: ": ("flash_kernels=fa3", "precision=fp32"),
+    "flash_kernels=fa3 does not go together with attn_implementation=eager: ": (
+        "flash_kernels=fa3",
+        "attn_implementation=eager",
+    ),
     "fused_kernels=auto does not go together with compile=true: ": ("fused_kernels=auto", "compile=true"),
     "activation_checkpoint_mode=every does not go together with activation_checkpoint_interval=0: ": (
         "activation_checkpoint_mode=every",
         "activation_checkpoint_interval=0",
+    ),
+    "activation_checkpoint_mode=selective does not go together with activation_checkpoint_interval=auto: ": (
+        "activation_checkpoint_mode=selective",
+        "activation_checkpoint_interval=auto",
     ),
     "activation_offload=true does not go together with activation_checkpoint_interval=0: ": (
         "activation_offload=true",
@@ -57,6 +67,7 @@ EXAMPLES = {
         f"context_parallel_size=2 does not go together with {other}: ": (SHARED_SEQUENCES, *keys)
         for other, keys in {
             "plan=true with hardware=here": ("plan=true", "hardware=here", "hardware.peak_flops=null"),
+            "data=token_classification": ("data=token_classification",),
             "loss={_target_: ...}": ("loss={_target_: my.Loss}",),
             "attn_implementation=flash_attention_2": ("attn_implementation=flash_attention_2",),
             "compile=true": ("compile=true",),
@@ -156,6 +167,10 @@ EXAMPLES = {
         "data=unpaired_preference",
         "data.length_policy=split",
     ),
+    "data=classification does not go together with data.length_policy=split: ": (
+        "data=classification",
+        "data.length_policy=split",
+    ),
     "data.streaming=true does not go together with max_steps=null: ": ("data.streaming=true",),
     **{
         f"data.streaming=true does not go together with {other}: ": ("data.streaming=true", "max_steps=5", override)
@@ -164,6 +179,7 @@ EXAMPLES = {
             "save_epochs": "save_epochs=1",
             "data=preference": "data=preference",
             "data=unpaired_preference": "data=unpaired_preference",
+            "data=classification": "data=classification",
             "train_file with shares": "train_file=[{path: a.jsonl, weight: 1}]",
             "data.eval_fraction=0.1": "data.eval_fraction=0.1",
             "data.eval_samples=5": "data.eval_samples=5",
@@ -180,10 +196,9 @@ EXAMPLES = {
         "data=unpaired_preference",
         "loss={_target_: my.Loss}",
     ),
-    "task=reward does not go together with adapter=lora: the new head": (
-        "data=preference",
-        "task=reward",
-        "adapter=lora",
+    "data=classification does not go together with loss={_target_: ...}: ": (
+        "data=classification",
+        "loss={_target_: my.Loss}",
     ),
     "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: ": (
         "data=preference",
@@ -256,6 +271,7 @@ OTHERS = (
     ("eval_file=[{path: a, weight: 1}]",),
     ("plan=maybe",),
     ("export_steps=[0]",),
+    ("hub.every=10",),
     ("skip_data_intervals=[[3,1]]",),
     ("skip_data_intervals=[[1,3]]", "profile_step=2"),
     ("optimizer.betas=[0.9]",),

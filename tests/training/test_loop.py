@@ -29,6 +29,7 @@ from training.inputs.loaders import Loaders
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.loop import Hooks, Reporting, TrainingLoop
 from training.observability import interval
+from training.observability.metrics import Reporter
 
 LOSSES = [4.0, 3.0, 2.0, 1.0, 0.5]
 TARGETS = [10, 30, 20, 5, 5]
@@ -81,15 +82,12 @@ class Loader:
         return 1
 
 
-class Reporter:
+class Recorder(Reporter):
     def __init__(self, events: list[Any]) -> None:
         self.events = events
 
     def report(self, record: dict[str, Any]) -> None:
         self.events.append(dict(record))
-
-    def advance(self, step: int) -> None:
-        pass
 
 
 @pytest.fixture
@@ -165,7 +163,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         )
         final = TrainingLoop(
             engine, config, budget, state, RunFolder(tmp_path), loaders=Loaders(Loader(), eval_loaders),
-            reporting=Reporting([Reporter(events)], telemetry), hooks=Hooks(callbacks),
+            reporting=Reporting([Recorder(events)], telemetry), hooks=Hooks(callbacks),
         ).run()  # fmt: skip
         return events, engine, final
 

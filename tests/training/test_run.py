@@ -183,22 +183,20 @@ def train_with_broken_logger(case: Case) -> list[str]:
     """On a rank: a run whose logger loses its network. Returns what was called, and whether the export was there."""
     from unittest.mock import patch
 
-    from training.observability import loggers
+    from training.trackers.tensorboard import TensorBoardTracker
 
     calls = []
     exported = Path(case.config().output_dir) / "hf" / "config.json"
 
-    class Lost(loggers.TensorBoardLogger):
-        def report(self, record: Any) -> None:
-            calls.append("report")
-            raise ConnectionError("no route to host")
+    def lose(self: Any, figures: Any, step: int) -> None:
+        calls.append("report")
+        raise ConnectionError("no route to host")
 
-    class Closed(loggers.TensorBoardLogger):
-        def close(self) -> None:
-            calls.append(f"close, exported: {exported.is_file()}")
+    def close(self: Any) -> None:
+        calls.append(f"close, exported: {exported.is_file()}")
 
-    for logger in (Lost, Closed):
-        with patch.object(loggers, "TensorBoardLogger", logger):
+    for name, method in (("log_metrics", lose), ("close", close)):
+        with patch.object(TensorBoardTracker, name, method):
             train_run(replace(case, overrides=(*case.overrides, "overwrite_output_dir=true")))
     return calls
 

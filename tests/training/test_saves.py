@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from support.cases import BOUND
 from support.configs import build_config, set_keys
+from support.pages import load_page
 from transformers import AutoModelForCausalLM
 
 from training.checkpoint.optimizer_state import FILE_PATTERN
@@ -51,9 +52,12 @@ def test_the_best_is_of_the_same_evaluation_files(run: Callable[..., Path], root
     keys = (*KEYS[2:], "eval_steps=1", "save_steps=1", "load_best_model_at_end=true", "eval_on_start=false")
     same, other = f"eval_file={root}/eval.jsonl", f"eval_file={root}/train.jsonl"
 
+    pages = []
+
     def continue_to(step: int, *given: str) -> tuple[dict[str, Any], list[int]]:
         out = run("best", 2, 2, *keys, f"max_steps={step}", *given, "resume=auto", "resume_allow_changes=true")
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        pages.append(load_page(out / "report.html")["runs"][0])
         state = json.loads((out / f"checkpoints/global_step{step}/trainer_state.json").read_text())
         return state, [line["step"] for line in lines if "eval_loss" in line]
 
@@ -68,6 +72,16 @@ def test_the_best_is_of_the_same_evaluation_files(run: Callable[..., Path], root
         4, "eval_file={name: " + f"{root}/train.jsonl" + "}", "metric_for_best_model=eval_name_loss"
     )
     assert fourth["evaluated_on"] not in (second["evaluated_on"], third["evaluated_on"])
+    check_page(pages[-1])
+
+
+def check_page(page: dict[str, Any]) -> None:
+    """The page of a run that was resumed three times is that of the whole run."""
+    assert page["curves"]["loss"]["step"] == [1, 2, 3, 4] == page["curves"]["eval_loss"]["step"][-4:]
+    saves = [(event["step"], event["kind"]) for event in page["events"] if event["kind"] in ("save", "resumed")]
+    assert [event for event in saves if event[1] == "resumed"] == [(step, "resumed") for step in (1, 2, 3)]
+    assert [step for step, kind in saves if kind == "save"] == [1, 2, 3, 4]
+    assert page["facts"]["config"]["save_steps"] == 1 and page["completed"]["step"] == 4
 
 
 @pytest.mark.full

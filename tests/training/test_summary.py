@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from training.checkpoint.state import TrainerState
 from training.summary import RunTotals
 
@@ -27,3 +29,7 @@ def test_totals_count_from_the_start_of_the_run_and_only_steps() -> None:
     assert facts["trained"] == "3 steps, 300 tokens, 100 tokens/s" and facts["loss"] == "2.5000 at step 5"
     assert facts["time"].endswith("3.0 s of it in steps")
     assert RunTotals(START).describe() == {}
+    first, second = totals.summarize("llama", "2 ranks", {"step": 5, "eval_loss": 2.0, "eval_tokens": 7})
+    assert re.fullmatch(r"llama: 3 steps, 300 tokens, 100 tokens/s on 2 ranks in \S+ m?s", first)
+    assert second.startswith("loss 3.000 -> 2.500, eval_loss 2.0000")
+    assert RunTotals(START).summarize("llama", "2 ranks", None) == []

@@ -23,10 +23,13 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.facts = self.path / "run.json"
+        self.report = self.path / "report.html"
         self.export = self.path / "hf"
         self.plan = self.path / "plan.txt"
         self.completed = self.path / "completed.json"
-        self.tracker_id = self.path / "wandb_run_id"
+        self.tracker_id = self.path / "tracker_run_id"
         self._lock: BaseFileLock | None = None
 
     def find_checkpoint(self, step: int) -> Path:
@@ -84,15 +87,15 @@ class RunFolder:
             ) from None
 
     def clear(self) -> None:
-        """Delete the checkpoints, exports and metrics of an earlier run, and its id at a tracker. A link stays; what it
-        leads to is deleted.
+        """Delete the checkpoints, exports, metrics and report of an earlier run, and its id at trackers. A link stays;
+        what it leads to is deleted.
 
         Raises UserError for what cannot be deleted.
         """
         try:
             for folder in self._list_folders():
                 _delete_folder(folder)
-            for file in (self.metrics, self.tracker_id):
+            for file in (self.metrics, self.events, self.facts, self.report, self.tracker_id):
                 file.resolve().unlink(missing_ok=True)
         except OSError as error:
             raise UserError(

@@ -50,6 +50,11 @@ def asks_for_sweep(arguments: Sequence[str]) -> bool:
     return bool(parse_arguments(arguments)[0].multirun)
 
 
+def asks_for_completion(arguments: Sequence[str]) -> bool:
+    """Return whether the command line is that of a shell that completes one: `-sc query=bash`."""
+    return bool(parse_arguments(arguments)[0].shell_completion)
+
+
 def parse_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Parse arguments as Hydra does. Returns its options, with the overrides, and the unknown arguments."""
     from hydra._internal.utils import get_args_parser  # private, and not imported before the check that it is there
@@ -119,7 +124,8 @@ def _check_override(override: str) -> None:
         raise UserError(f"'{override}' is not of the form key=value; conf/base.yaml lists the keys")
     key = key.lstrip("+").partition("@")[0]
     group = key.partition(".")[0]
-    if override.startswith("+") and group not in _open_groups() and key not in _known_keys():
+    is_open = group in _open_groups() or any(key.startswith(f"{each}.") for each in _open_keys())
+    if override.startswith("+") and not is_open and key not in _known_keys():
         raise UserError(_unknown_key(key))
 
 
@@ -190,6 +196,15 @@ def _known_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
         yield prefix + item.name
         if is_dataclass(hints[item.name]):
             yield from _known_keys(hints[item.name], f"{prefix}{item.name}.")
+
+
+def _open_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the keys inside groups that take any names, such as `logger.trackers`."""
+    for name, hint in get_type_hints(schema).items():
+        if get_origin(hint) is dict and prefix:
+            yield prefix + name
+        elif isinstance(hint, type) and is_dataclass(hint):
+            yield from _open_keys(hint, f"{prefix}{name}.")
 
 
 def _open_groups() -> set[str]:

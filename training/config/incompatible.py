@@ -137,6 +137,11 @@ _TIMED_HERE = Feature(
 )
 _DPO = _is("data.name", "preference")
 _UNPAIRED = _is("data.name", "unpaired_preference")
+_LABELLED = Feature(
+    "data=classification or token_classification",
+    lambda run: "labels" in find_keys(find_kind(run.config.data.name)),
+    "data.name",
+)
 _PAIRS = Feature("data=preference", lambda run: find_kind(run.config.data.name).samples_per_record > 1, "data.name")
 _LORA = _is("adapter.name", "lora")
 _FROM_SCRATCH = _is("init", "random")
@@ -161,6 +166,7 @@ _DYNAMIC_ROPE = _is("rope_parameters.rope_type", "dynamic")
 _COMPILED = _is("compile", "true")
 _FP16 = _is("precision", "fp16")
 _FLASH = _is("attn_implementation", "flash_attention_2", "flash_attention_3")
+_FA3 = _is("flash_kernels", "fa3")
 _USER_LOSS = _given("loss", "loss={_target_: ...}")
 _KEEP_BEST = _given("keep_best", "keep_best")
 _EARLY_STOPPING = _given("early_stopping_patience", "early_stopping_patience")
@@ -192,6 +198,16 @@ INCOMPATIBLE = (
         "its kernels take bf16 and fp16",
         "use precision=bf16, or attn_implementation=sdpa",
     ),
+    Pair(_FA3, _NO_GPU, "its kernels need CUDA", "give flash_kernels=torch"),
+    Pair(
+        _FA3, _is("precision", "fp32"), "its kernels take bf16 and fp16", "use precision=bf16, or flash_kernels=torch"
+    ),
+    Pair(
+        _FA3,
+        _is("attn_implementation", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"),
+        "it replaces the kernels of sdpa, varlen and rings",
+        "give flash_kernels=torch, or attn_implementation=auto",
+    ),
     Pair(
         _is("fused_kernels", "auto"),
         _COMPILED,
@@ -203,6 +219,12 @@ INCOMPATIBLE = (
         _is("activation_checkpoint_interval", "0"),
         "nothing is recomputed then",
         "give activation_checkpoint_interval=1 or more, or activation_checkpoint_mode=grouped",
+    ),
+    Pair(
+        _is("activation_checkpoint_mode", "every", "selective"),
+        _is("activation_checkpoint_interval", "auto"),
+        "it chooses the mode too",
+        "give an activation_checkpoint_interval of 1 or more, or omit activation_checkpoint_mode",
     ),
     Pair(
         _is("activation_offload", "true"),
@@ -268,6 +290,12 @@ INCOMPATIBLE = (
         "give context_parallel_size=2 or more, or context_parallel_mode=auto",
     ),
     Pair(_CONTEXT_PARALLEL, _TIMED_HERE, "it times layers with whole sequences", "choose other hardware"),
+    Pair(
+        _CONTEXT_PARALLEL,
+        _is("data.name", "token_classification"),
+        "an entity may lie in the parts of two ranks",
+        _ONE_SEQUENCE,
+    ),
     Pair(_CONTEXT_PARALLEL, _USER_LOSS, "it would see only a part of each sequence", _ONE_SEQUENCE),
     Pair(
         _CONTEXT_PARALLEL,
@@ -452,6 +480,12 @@ INCOMPATIBLE = (
         "give data.length_policy=truncate or drop",
     ),
     Pair(
+        _is("data.name", "classification"),
+        _is("data.length_policy", "split"),
+        "its label is that of the whole document",
+        "give data.length_policy=truncate or drop",
+    ),
+    Pair(
         _STREAMED,
         Feature("max_steps=null", lambda run: run.config.max_steps is None, "max_steps"),
         _NO_EPOCHS,
@@ -461,6 +495,12 @@ INCOMPATIBLE = (
     Pair(_STREAMED, _given("save_epochs", "save_epochs"), _NO_EPOCHS, "give save_steps"),
     Pair(_STREAMED, _PAIRS, "preferences are scored before the first step", "give data.streaming=false"),
     Pair(_STREAMED, _UNPAIRED, "preferences are scored before the first step", "give data.streaming=false"),
+    Pair(
+        _STREAMED,
+        _LABELLED,
+        "a stream is not searched for labels, and keeps none of whole texts",
+        "give data.streaming=false",
+    ),
     Pair(
         _STREAMED,
         _MIXTURE,
@@ -481,12 +521,7 @@ INCOMPATIBLE = (
     Pair(_positive("label_smoothing"), _USER_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(_UNPAIRED, _USER_LOSS, "each of them defines the loss", "give one of them"),
-    Pair(
-        _is("task", "reward"),
-        _LORA,
-        "the new head is trained in full, but only an adapter is saved",
-        "give adapter=none; freeze excludes weights by name",
-    ),
+    Pair(_LABELLED, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(
         _positive("dpo.label_smoothing"),
         _is("dpo.loss_type", "ipo", "hinge"),

@@ -20,10 +20,15 @@ _RANGE = "range"  # the key in a field's metadata
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a field may have. words: follow "key=value: " in the message. NaN is in no range."""
+    """The numbers that a field may have. words: follow "key=value: " in the message. NaN is in no range.
 
-    holds: Callable[[float], bool]
+    checks_anything: the schema does not type the field, so whatever its value is has to be in the range. Otherwise None
+    passes, and of a mapping every number is checked.
+    """
+
+    holds: Callable[[Any], bool]
     words: str
+    checks_anything: bool = False
 
 
 def at_least(lowest: int, *, note: str = "", default: Any = MISSING) -> Any:
@@ -61,8 +66,19 @@ def one_of(*values: int, note: str = "", default: Any = MISSING) -> Any:
     return _declare(lambda value: value in values, f"one of {', '.join(map(str, values))}", note, default)
 
 
-def _declare(holds: Callable[[float], bool], words: str, note: str, default: Any) -> Any:
-    allowed = Range(holds, f"{words}; {note}" if note else words)
+def whole_or(word: str, *, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field, of type Any, of a whole number that is not negative, or of this word."""
+    return _declare(
+        lambda value: value == word or (type(value) is int and value >= 0),
+        f"0 or more, or {word}",
+        note,
+        default,
+        checks_anything=True,
+    )
+
+
+def _declare(holds: Callable[[Any], bool], words: str, note: str, default: Any, checks_anything: bool = False) -> Any:
+    allowed = Range(holds, f"{words}; {note}" if note else words, checks_anything)
     return dataclasses.field(default=default, metadata={_RANGE: allowed})
 
 
@@ -72,13 +88,18 @@ def list_ranges(config: Any) -> dict[str, Range]:
 
 
 def check_ranges(config: Any) -> None:
-    """Raise UserError for a number in a dataclass instance that is out of its range. None is in every range; of a
-    mapping every number is checked."""
+    """Raise UserError for a number in a dataclass instance that is out of its range."""
     for key, value, allowed in _walk(config):
-        for number in value.values() if isinstance(value, dict) else [] if value is None else [value]:
+        for number in [value] if allowed.checks_anything else _list_numbers(value):
             if not allowed.holds(number):
-                finite = "" if math.isfinite(number) else "a finite number, "
-                raise UserError(f"{key}={value}: {finite}{allowed.words}")
+                finite = "a finite number, " if isinstance(number, float) and not math.isfinite(number) else ""
+                raise UserError(f"{key}={'null' if value is None else value}: {finite}{allowed.words}")
+
+
+def _list_numbers(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return [] if value is None else [value]
 
 
 def _walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range]]:

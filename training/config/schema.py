@@ -18,14 +18,24 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from data.options import ControlTokens, LengthPolicy, MixtureUnit, OnBadRecord, PadTo, RewrittenTurns, TrainOn
+from data.options import (
+    ControlTokens,
+    LengthPolicy,
+    MixtureUnit,
+    OnBadRecord,
+    PadTo,
+    ProblemType,
+    RewrittenTurns,
+    TrainOn,
+)
 from errors import UserError
 from models.adapters.options import AdapterOptions
 from models.losses.options import DPOLossType, NLLReduction
-from training.config.ranges import at_least, below, between, one_of, positive, share, zero_or_more
+from training.config.ranges import at_least, below, between, one_of, positive, share, whole_or, zero_or_more
 
 Schema = TypeVar("Schema")
 CONF = Path(__file__).resolve().parents[2] / "conf"
+AUTO = "auto"  # of activation_checkpoint_interval
 NOT_GIVEN = "(not given)"  # the value of a key without a default in a run that does not read it
 
 
@@ -82,6 +92,11 @@ class ContextParallelMode(Enum):
     ring = "ring"
 
 
+class FlashKernels(Enum):
+    torch = "torch"
+    fa3 = "fa3"
+
+
 class FusedKernels(Enum):
     none = "none"
     auto = "auto"
@@ -110,13 +125,7 @@ class OptimizerName(Enum):
     custom = "custom"
 
 
-class LoggerName(Enum):
-    none = "none"
-    wandb = "wandb"
-    tensorboard = "tensorboard"
-
-
-class WandbMode(Enum):
+class TrackerMode(Enum):
     online = "online"
     offline = "offline"
 
@@ -140,6 +149,13 @@ class DataConfig:
     chosen_field: str | None = MISSING
     rejected_field: str | None = MISSING
     label_field: str | None = MISSING
+    text_pair_field: str | None = MISSING
+    words_field: str | None = MISSING
+    steps_field: str | None = MISSING
+    step_separator: str | None = MISSING
+    label_all_pieces: bool = MISSING
+    problem_type: ProblemType = MISSING
+    labels: list[str] | None = MISSING
     train_on: TrainOn = MISSING
     rewritten_turns: RewrittenTurns = MISSING
     template_kwargs: Any = MISSING  # a mapping; built by training/inputs/datasets.py
@@ -221,6 +237,11 @@ class RewardConfig:
 
 
 @dataclass
+class ClassificationConfig:
+    class_weights: list[float] | None = MISSING
+
+
+@dataclass
 class KTOConfig:
     beta: float = positive()
     desirable_weight: float = positive()
@@ -266,10 +287,21 @@ class ParameterGroup:
 
 @dataclass
 class LoggerConfig:
-    name: LoggerName = LoggerName.none
+    trackers: dict[str, Any] = field(default_factory=dict)
     project: str = "llm-pipeline"
     run_name: str | None = None
-    mode: WandbMode = WandbMode.online
+    mode: TrackerMode = TrackerMode.online
+
+
+@dataclass
+class HubConfig:
+    repo_id: str | None = MISSING
+    private: bool = MISSING
+    every: int | None = at_least(1, note="null turns it off")
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the model of this step is uploaded while the run continues."""
+        return self.every is not None and step % self.every == 0
 
 
 @dataclass
@@ -329,6 +361,7 @@ class RunConfig:
     simpo: SimPOConfig = field(default_factory=SimPOConfig)
     cpo: CPOConfig = field(default_factory=CPOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    classification: ClassificationConfig = field(default_factory=ClassificationConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -383,6 +416,7 @@ class RunConfig:
     save_minutes: float | None = positive()
     save_weights_only: bool = MISSING
     save_final: bool = MISSING
+    hub: HubConfig = field(default_factory=HubConfig)
     export_steps: list[int] = field(default_factory=list)
     export_unused: bool = MISSING
     async_save: bool = MISSING
@@ -400,11 +434,12 @@ class RunConfig:
     gradient_reduce_dtype: ReduceDtype = MISSING
     offload_optimizer: Offload = MISSING
     offload_parameters: Offload = MISSING
-    activation_checkpoint_interval: int = zero_or_more()
+    activation_checkpoint_interval: Any = whole_or(AUTO)  # noqa: RUF009  # a field, as the other ranges
     activation_checkpoint_mode: CheckpointMode = MISSING
     activation_offload: bool = MISSING
     compile: bool = MISSING
     attn_implementation: AttnImplementation = MISSING
+    flash_kernels: FlashKernels = MISSING
     fused_kernels: FusedKernels = MISSING
 
     plan: Any = MISSING

@@ -43,6 +43,8 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     check_ranges(config)
     _check_export_steps(config.export_steps)
     _check_skipped_data(config)
+    if config.hub.every is not None and config.hub.repo_id is None:
+        raise UserError(f"hub.every={config.hub.every} uploads nothing without hub.repo_id=org/name")
     _check_betas(config.optimizer)
     _check_optimizer_keys(config.optimizer)
     _check_files(config)

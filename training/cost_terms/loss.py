@@ -18,13 +18,13 @@ LOGIT_BYTES = 2 + (2 + 2 + 4) + (4 + 4) + (4 + 2)
 
 
 def compute_loss(stage: Stage) -> Memory:
-    """Return the bytes of the loss on the last stage; scores of rows take next to nothing.
+    """Return the bytes of the loss on the last stage; scores of documents take next to nothing.
 
     A rank's logits are those of its share of the vocabulary. Included are the gradients of the head and of its input,
     as far as they exceed those that `layers.py` counts for the other layers.
     """
     run = stage.run
-    if not stage.has_loss or get_objective(run.config).scores_rows:
+    if not stage.has_loss or get_objective(run.config).head is not None:
         return Memory()
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
     hidden = stage.chunks[-1].block_bytes
@@ -65,7 +65,7 @@ def compute_logits(chunk: Chunk) -> PassCost:
     run = chunk.run
     if not chunk.has_loss or chunk.layers[-1].pass_seconds or run.hardware.device is not Device.cuda:
         return PassCost()
-    if get_objective(run.config).scores_rows:
+    if get_objective(run.config).head is not None:
         return PassCost()
     moved = LOGIT_BYTES * run.tokens * -(-run.vocab_size // run.layout.tensor_parallel_size)
     return PassCost(forward_seconds=moved / (run.hardware.memory_bandwidth * GB * STREAM_RATE))

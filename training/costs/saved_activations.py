@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from models.layers.packed_attention import FLASH
 from training.pipeline.activation_checkpoint import is_kept
 
 
@@ -71,9 +73,21 @@ class _KeptResults(TorchDispatchMode):
 class WithoutData(TorchFunctionMode):
     """Lets forward and backward pass run on the meta device.
 
-    Attention keeps what the fused kernels keep (meta would choose the one that saves T x T probabilities), and a
-    question about values, such as "is no row packed?" in the masks of `transformers`, is answered with yes.
+    Attention keeps what the fused kernels keep (meta would choose the one that saves T x T probabilities; the package
+    of flash attention may be missing on the machine that plans), and a question about values, such as "is no row
+    packed?" in the masks of `transformers`, is answered with yes.
     """
+
+    def __enter__(self) -> WithoutData:
+        for name in FLASH:
+            ALL_ATTENTION_FUNCTIONS[name] = _attend_flash
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for name in FLASH:
+            del ALL_ATTENTION_FUNCTIONS[name]  # the library's own is there again
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention:
@@ -81,6 +95,15 @@ class WithoutData(TorchFunctionMode):
         if function is torch.Tensor.__bool__ and args[0].is_meta:
             return True
         return function(*args, **(kwargs or {}))
+
+
+def _attend_flash(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Stands for `transformers`' `flash_attention_forward`, which pads values to the size of the queries."""
+    size = value.shape[-1]
+    output = _FusedAttention.apply(query, key, F.pad(value, (0, query.shape[-1] - size)))
+    return output.transpose(1, 2)[..., :size], None
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -61,6 +61,8 @@ _KEPT_OPERATORS = (
 _BLOCK_KERNELS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_flash_attention_forward",
+    "_flash_attention_backward",
 )  # fmt: skip
 
 
@@ -142,6 +144,7 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "torch", "torch:ops.aten", _BLOCK_KERNELS, "attention of queries to one block of keys at a time"
     yield "torch", "torch", ("_C",), "counting the tokens of experts once"
     yield "torch", "torch._C", ("_current_graph_task_id",), "counting the tokens of experts once"
+    yield "torch", "torch._C", ("_set_sm_carveout_experimental",), "sparing multiprocessors (flash_kernels=fa3)"
     config = "transformers.configuration_utils:PreTrainedConfig"
     yield "transformers", config, ("_attn_implementation",), "choosing the attention kernel"
     yield "transformers", config, ("_experts_implementation",), "choosing how experts are computed"

@@ -11,8 +11,9 @@ to them is there already (`models/experts/exchange.py`).
 
 Sums are fp32, in fp16 runs fp16. A gradient enters them through `GradientSums.add`, whatever computed it. It has three
 callers: a hook on each parameter, as soon as autograd is done with it, so that a stage never holds a second set of
-gradients; a split backward pass, for the products that it deferred; and a sweep after each pass, for a gradient that no
-hook has seen (one that is assigned, as torch's split backward does: 2.13, torch/distributed/pipelining/_backward.py).
+gradients; a split backward pass, for the products that it deferred, which it adds to whole sums in fp32 itself
+(`lend_sum`); and a sweep after each pass, for a gradient that no hook has seen (one that is assigned, as torch's split
+backward does: 2.13, torch/distributed/pipelining/_backward.py).
 Where sums have the dtype of gradients, the first one is copied to its sum, which then is the parameter's `.grad`:
 autograd itself adds the next.
 """
@@ -92,6 +93,7 @@ class GradientSums:
         self._allocate(trained)
         self._plan(passes)
         self._reached: set[int] = set()  # ids of parameters whose sum has a gradient of this step
+        self._lent: set[int] = set()  # ids of parameters whose gradient of the running pass is in their sum
         self._number = 0  # of the next pass
         self._waiting: list[Bucket] = []  # of the running pass, not yet reduced; the next one last
         self._arrived: set[int] = set()  # ids of parameters whose gradient of the running pass is there
@@ -194,14 +196,25 @@ class GradientSums:
         self._waiting = self._buckets[self._number][::-1]
         self._number += 1
         self._arrived.clear()
+        self._lent.clear()
         self._find_missing()
 
     @torch.no_grad()
+    def lend_sum(self, parameter: Parameter) -> torch.Tensor | None:
+        """Return the sum of a parameter, for the caller to add its gradient of this pass to and then call `add`. None
+        where there is no whole sum, or one that is `.grad` itself."""
+        if id(parameter) not in self._totals or self._totals[id(parameter)][1].dtype is parameter.dtype:
+            return None
+        self._lent.add(id(parameter))
+        return self._find_total(parameter)
+
+    @torch.no_grad()
     def add(self, parameter: Parameter) -> None:
-        """Add `parameter.grad`, which is complete for this pass, and reduce the buckets that are full."""
-        if parameter.grad is None:
+        """Add `parameter.grad`, which is complete for this pass unless it was added to the sum that was lent, and
+        reduce the buckets that are full."""
+        if parameter.grad is None and id(parameter) not in self._lent:
             return  # autograd calls hooks of parameters that an operation gave no gradient, too
-        if id(parameter) in self._totals:
+        if id(parameter) in self._totals and parameter.grad is not None:
             self._add_to_total(parameter)
         self._arrived.add(id(parameter))
         self._missing.discard(id(parameter))

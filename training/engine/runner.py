@@ -71,7 +71,12 @@ class StepGradients(Protocol):
         """Run the backward pass of a loss, times its scale (fp16)."""
 
     def add(self, parameter: torch.nn.Parameter) -> None:
-        """Add `parameter.grad`, which is complete for this pass and which no hook of autograd has seen."""
+        """Add `parameter.grad`, which is complete for this pass and which no hook of autograd has seen, or note that
+        its gradient has been added to the sum that was lent."""
+
+    def lend_sum(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the sum of a parameter, of its shape, for the caller to add the gradient of this pass to; None where
+        `.grad` has to have it."""
 
     def finish_pass(self) -> None:
         """Add what has not been added of the pass."""
@@ -192,7 +197,8 @@ class Runner:
         """Run the second half of a backward pass: the gradients of weights that the first half deferred."""
         with self.observed(WEIGHTS):
             self._gradients.start_pass()
-            compute_gradients(self._products.pop((unit.chunk, unit.micro_batch)), self._gradients.add)
+            products = self._products.pop((unit.chunk, unit.micro_batch))
+            compute_gradients(products, self._gradients.add, self._gradients.lend_sum)
             self._gradients.finish_pass()
         return ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,30 @@ import xxhash
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.encoders.chat_templates import ChatTemplate, load_chat_template
-from data.encoders.kinds import find_kind
+from data.encoders.kinds import find_keys, find_kind
 from data.encoders.rendering import DATE, read_template_kwargs
 from data.encoders.turns import find_stop_tokens
-from data.options import Packing
+from data.options import Packing, ProblemType
 from data.order import VERSION as ORDER_VERSION
 from data.sample import Encoder
 from data.sources.selection import HoldOut, Selection, build_filter
 from data.storage.encoding import Encoding
 from data.storage.mismatched import check_labels, prepare_mismatched
 from data.storage.rows import RowPlan, prepare_rows
-from data.storage.tokenized import load_summary
+from data.storage.tokenized import TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
 from data.streaming.blocks import Cursor
 from data.streaming.shards import list_shards
 from data.streaming.stream import VERSION as STREAM_VERSION
 from data.streaming.stream import StreamPlan
 from errors import UserError
+from models.heads.table import find_head
 from models.weights.source import WeightSource
 from models.weights.vocabulary import open_tokenizer
 from training.config.schema import DataConfig, RunConfig
 from training.config.sources import HELD_OUT, list_evaluations, list_file_keys, parse_key
 from training.inputs.custom import build_user_encoder
+from training.inputs.labels import check_names, find_labels
 from training.inputs.stream import SHARDS, StreamStart, compare_shards
 from training.objectives.registry import get_objective
 
@@ -133,6 +135,11 @@ def prepare_file(
         compares_bytes=compares_bytes,
     )
     prepare_rows(path, plan, key, log, names=files.entries, compares_bytes=compares_bytes)
+    needs_label = get_objective(config).reads_sample_labels
+    if needs_label and TokenizedDataset(path, False, False).sample_labels is None:
+        raise UserError(
+            f"{key}: data={data.name} needs a label of each sample, of as many numbers; data.encoder must set it"
+        )
     if get_objective(config).needs_first_pass:
         per_record = find_kind(data.name).samples_per_record
         check_labels(path, key, per_record, trains=key == "train_file")
@@ -287,6 +294,30 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
         mixture=parse_key(config, key).mixture,
         group_size=get_objective(config).rows_per_sample,
     )
+
+
+def complete_labels(config: RunConfig, model: PretrainedConfig) -> RunConfig:
+    """Return the config with the names of all labels in `data.labels`, where its kind of data has some: those given, or
+    the model's, or those in the records of `train_file`. model: that the run starts from.
+
+    Raises UserError where they cannot be found, or are not names of two labels at least.
+    """
+    data = config.data
+    has_labels = "labels" in find_keys(find_kind(data.name)) and data.problem_type is not ProblemType.regression
+    if not has_labels:
+        return config
+    if data.labels is not None:
+        check_names(data)
+        return config
+    if find_head(model) is not None:
+        names = [model.id2label[index] for index in range(model.num_labels)]
+    elif config.evaluate_only:  # which needs a model that has them
+        return config
+    elif data.encoder is not None:
+        raise UserError(f"data.encoder makes the labels of data={data.name}; name all of them in data.labels")
+    else:
+        names = find_labels(list_entries(config, "train_file"), data, build_selection(data, "train_file"))
+    return replace(config, data=replace(data, labels=names))
 
 
 def list_entries(config: RunConfig, key: str) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from data.encoders.kinds import find_kind
 from data.inspection.files import describe_files
 from data.inspection.findings import Inspected, describe_findings
 from data.inspection.page import NAME as page_name
@@ -27,12 +28,13 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
     in_colour = sys.stdout.isatty()
     print("=== files ===", *(f"{name}: {text}" for name, text in describe_files(datasets).items()), "", sep="\n")
     print("trained parts are green, masked ones faint" if in_colour else "trained parts are in [[double brackets]]")
+    names = find_kind(config.data.name).label_names or tuple(config.data.labels or ())
     for key, path in datasets.items():
         plan = build_row_plan(config, key)
         rows = Rows(path, plan, True, True)
         histogram = Path(config.output_dir) / f"lengths_{key}.png"
         save_histogram(path, plan, key, histogram)
-        print(f"\n=== {key} ===\n{describe_dataset(path, plan)}\nhistogram of lengths: {histogram}")
+        print(f"\n=== {key} ===\n{describe_dataset(path, plan, names)}\nhistogram of lengths: {histogram}")
         for row in list_rows(np.array(choose_rows(len(rows) // plan.group_size, ROWS_SHOWN)), plan.group_size).tolist():
             num_documents = len(rows.pieces(row))
             documents = f", {num_documents:,} documents" if num_documents > 1 else ""
@@ -40,7 +42,8 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
             print(f"\n--- {_name_row(row, plan)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
     group_size = build_row_plan(config, next(iter(datasets))).group_size
     page = Path(config.output_dir) / page_name
-    save_page(datasets, page, title=f"{page.parent.name}: data", tokenizer=tokenizer, group_size=group_size)
+    title = f"{page.parent.name}: data"
+    save_page(datasets, page, title=title, tokenizer=tokenizer, group_size=group_size, label_names=names)
     print(f"\nsamples to read in a browser: {page}")
     files = [
         Inspected(key, path, [str(entry) for entry in list_entries(config, key)], group_size)

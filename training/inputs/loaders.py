@@ -66,6 +66,7 @@ def build_options(
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         pad_to=config.data.pad_to,
         row_plan=build_row_plan(config, key),
+        row_targets=get_objective(config).row_targets,
         mean_over=get_objective(config).mean_over,
         reads_desirable=get_objective(config).needs_first_pass,
         num_workers=config.num_workers,

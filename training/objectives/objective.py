@@ -13,10 +13,13 @@ from typing import Any, Protocol
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from data.options import MeanOver
+from data.options import MeanOver, RowTargets
+from errors import UserError
+from models.heads.head import Head, Labels
 from models.losses.cross_entropy import Loss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.incompatible import write_value
+from training.config.schema import DataConfig
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ class Objective:
     needs_first_pass: the loss needs a mean over all samples of a step, or of an evaluation, before the first of them: a
         forward pass without gradients, over mismatched answers (`data/storage/mismatched.py`), comes first
         (`first_pass.py`, `plan_first_pass`). Whether an answer is desirable travels with the targets.
-    scores_rows: the head computes one number per row (`models/layers/score_head.py`), and no logits.
+    head: what takes the place of the LM head (`models/heads/`); None where nothing does. `name_labels` says how many
+        outputs it has.
+    row_targets: the positions of a row that the loss is computed from.
+    reads_sample_labels: each document has labels, which travel with the targets.
     """
 
     name: str
@@ -90,7 +96,13 @@ class Objective:
     remakes_logits = False
     smooths_labels = False
     needs_first_pass = False
-    scores_rows = False
+    head: Head | None = None
+    row_targets = RowTargets.next_tokens
+    reads_sample_labels = False
+
+    def name_labels(self, data: DataConfig) -> Labels:
+        """Return the outputs of its head, of an objective that has one."""
+        raise NotImplementedError
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise UserError for a tokenizer that it cannot be trained with."""
@@ -129,3 +141,15 @@ class Objective:
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
         """Build the metrics; None where only the loss is reported. loss: what `build_loss` built."""
         return None
+
+
+def check_pad_token(tokenizer: PreTrainedTokenizerBase, task: str) -> None:
+    """Raise UserError for a tokenizer whose pad token is missing or is also its end token: `transformers` scores the
+    last token that is not the pad token, which would be the one before the end token.
+    """
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        which = "none" if tokenizer.pad_token_id is None else f"its end token, '{tokenizer.eos_token}'"
+        raise UserError(
+            f"task={task}: the tokenizer's pad token is {which}; transformers scores the last token that is not "
+            "padding, so the pad token must differ from it: convert2ckpt.py --pad_token '<pad>' adds it"
+        )

@@ -6,21 +6,38 @@ from dataclasses import fields
 
 from data.encoders.kinds import KINDS, DataKind, find_kind
 from errors import UserError
+from models.heads.head import Head
 from training.config.criterion import Criterion
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig, load_default_group
 from training.config.sources import list_evaluations
+from training.objectives.classification import Classification
 from training.objectives.cpo import CPO
 from training.objectives.dpo import DPO
 from training.objectives.kto import KTO
 from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Objective, ObjectiveOptions
 from training.objectives.orpo import ORPO
+from training.objectives.process_reward import ProcessReward
 from training.objectives.reward import Reward
 from training.objectives.simpo import SimPO
+from training.objectives.token_classification import TokenClassification
 
 OBJECTIVES: dict[str, Objective] = {
-    objective.name: objective for objective in (SFT(), Pretraining(), DPO(), ORPO(), SimPO(), CPO(), Reward(), KTO())
+    objective.name: objective
+    for objective in (
+        SFT(),
+        Pretraining(),
+        DPO(),
+        ORPO(),
+        SimPO(),
+        CPO(),
+        KTO(),
+        Reward(),
+        ProcessReward(),
+        Classification(),
+        TokenClassification(),
+    )
 }
 
 
@@ -30,6 +47,11 @@ def get_objective(config: RunConfig) -> Objective:
     if name not in OBJECTIVES:
         raise UserError(f"task={name}: must be one of {', '.join(sorted(OBJECTIVES))}")
     return OBJECTIVES[name]
+
+
+def list_tasks_of_head(head: Head) -> list[str]:
+    """Return the objectives that train a head."""
+    return sorted(objective.name for objective in OBJECTIVES.values() if objective.head is head)
 
 
 def build_objective_options(config: RunConfig) -> ObjectiveOptions:

@@ -14,12 +14,14 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from data.options import MeanOver
-from errors import UserError
+from data.options import MeanOver, RowTargets
+from models.heads.head import Labels
+from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.losses.cross_entropy import Loss
+from models.losses.document_scores import score_documents
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import RewardConfig
-from training.objectives.objective import Metrics, Objective, ObjectiveOptions
+from training.config.schema import DataConfig, RewardConfig
+from training.objectives.objective import Metrics, Objective, ObjectiveOptions, check_pad_token
 from training.objectives.reported_means import ReportedMeans
 
 
@@ -35,27 +37,22 @@ class RewardLoss:
         self._totals: torch.Tensor | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs: scores [2 B], and the rows' lengths [2 B]: a pair of length 0 is padding and is not counted.
-        targets: target tokens, which are not read; `loss_denominator`, scalar; anything else is not read.
+        """outputs, targets: as in `score_documents`, of 2 B answers, which have no labels.
 
         Returns the sum of the pairs' losses over the denominator, fp32 at least; each of the ranks that share sequences
         returns an equal part of it.
         """
-        scores, lengths = outputs
-        is_row = lengths > 0
-        _, loss_denominator, *_ = targets
-        is_pair = is_row[::2]  # [B]
-        chosen, rejected = torch.where(is_row, scores.double(), 0.0).view(-1, 2).T
+        scores, loss_denominator = score_documents(outputs, targets, self._sequence_part), targets[2]
+        chosen, rejected = scores.double().view(len(scores) // 2, 2).T
         losses = -F.logsigmoid(chosen - rejected)
         if self._centering_coef:
             losses = losses + self._centering_coef * (chosen + rejected).square()
-        self._add(chosen.detach(), rejected.detach(), is_pair)
-        return ((losses * is_pair).sum() / loss_denominator / self._sequence_part.size).to(scores.dtype)
+        self._add(chosen.detach(), rejected.detach())
+        return (losses.sum() / loss_denominator / self._sequence_part.size).to(scores.dtype)
 
-    def _add(self, chosen: torch.Tensor, rejected: torch.Tensor, is_pair: torch.Tensor) -> None:
+    def _add(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
         metrics = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])
-        sums = (metrics * is_pair).sum(dim=1)
-        totals = torch.stack([sums, is_pair.sum().expand_as(sums)])
+        totals = torch.stack([metrics.sum(dim=1), metrics.new_full((4,), metrics.shape[1])])
         self._totals = totals if self._totals is None else self._totals + totals
 
     def take_totals(self) -> torch.Tensor | None:
@@ -74,18 +71,14 @@ class Reward(Objective):
     unit = "pairs"
     rows_per_sample = 2
     mean_over = MeanOver.samples
-    scores_rows = True
+    head = SEQUENCE_CLASSIFICATION
+    row_targets = RowTargets.last_tokens
+
+    def name_labels(self, data: DataConfig) -> Labels:
+        return Labels(num_labels=1)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise UserError for a tokenizer whose pad token is missing or also ends answers: `transformers` scores the
-        last token that is not the pad token, which would be the one before the end token.
-        """
-        if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-            which = "none" if tokenizer.pad_token_id is None else f"its end token, '{tokenizer.eos_token}'"
-            raise UserError(
-                f"task=reward: the tokenizer's pad token is {which}; transformers scores the last token that is not "
-                "padding, so the pad token must differ from it: convert2ckpt.py --pad_token '<pad>' adds it"
-            )
+        check_pad_token(tokenizer, self.name)
 
     def describe(self, options: ObjectiveOptions) -> dict[str, str]:
         return self.describe_keys(options)

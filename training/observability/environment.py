@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def describe_environment(hosts: Sequence[str]) -> dict[str, Any]:
     """Return the environment of this run, ready for JSON. hosts: the host of each rank."""
     return {
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
         "hosts": {host: list(hosts).count(host) for host in dict.fromkeys(hosts)},  # name -> ranks
         "device": _describe_device(),
         "python": platform.python_version(),

@@ -1,7 +1,5 @@
-"""Reports of a run while it trains: `metrics.jsonl` and a progress bar; training/observability/loggers.py has the
-other reporters. Main rank only.
-
-A reporter is any object with `report(record)`, `advance(step)` and `close()`; the run has a list of them.
+"""Reports of a run while it trains: `metrics.jsonl`, `events.jsonl` and a progress bar; training/observability/
+run_page.py and loggers.py have the other reporters. Main rank only.
 """
 
 from __future__ import annotations
@@ -9,8 +7,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from console import Progress, is_terminal, say
 from filesystem import write_atomically
@@ -19,18 +19,38 @@ from filesystem import write_atomically
 Record = dict[str, Any]
 
 
-class Reporter(Protocol):
-    """A receiver of the records of a run."""
+@dataclass(frozen=True)
+class Event:
+    """Something that happened after `step` optimizer steps.
 
-    def report(self, record: Record) -> None: ...
+    kind: resumed, save, skipped, warning, picture or end. text: one line; of a picture the name of its file in
+    output_dir. time: seconds since the epoch.
+    """
 
-    def advance(self, step: int) -> None: ...
+    step: int
+    kind: str
+    text: str
+    time: float = field(default_factory=time.time)
 
-    def close(self) -> None: ...
+
+class Reporter:
+    """A receiver of the records and events of a run. A subclass overrides what it needs; the run has a list of them."""
+
+    def report(self, record: Record) -> None:
+        """Take a line of metrics.jsonl."""
+
+    def note(self, event: Event) -> None:
+        """Take an event."""
+
+    def advance(self, step: int) -> None:
+        """Take note that `step` optimizer steps are done."""
+
+    def close(self) -> None:
+        """Finish. Nothing is reported afterwards."""
 
 
-class MetricsFile:
-    """`metrics.jsonl`, one line per report."""
+class _LinesFile(Reporter):
+    """A file of JSON lines, each with its step."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         """Truncate an existing file to the lines of the first `first_step` steps, then append. A run from step 0 keeps
@@ -40,14 +60,25 @@ class MetricsFile:
             write_atomically(path, "".join(f"{line}\n" for line in kept))
         self._file = open(path, "a", buffering=1)
 
-    def report(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
-
-    def advance(self, step: int) -> None:
-        pass
+    def _write(self, line: Record) -> None:
+        self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+class MetricsFile(_LinesFile):
+    """`metrics.jsonl`, one line per report."""
+
+    def report(self, record: Record) -> None:
+        self._write(record)
+
+
+class EventsFile(_LinesFile):
+    """`events.jsonl`, one line per event."""
+
+    def note(self, event: Event) -> None:
+        self._write(asdict(event))
 
 
 def _step_of(line: str) -> float:
@@ -58,7 +89,7 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-class ProgressBar:
+class ProgressBar(Reporter):
     """The progress bar of a run on a terminal; plain lines elsewhere."""
 
     def __init__(self, first_step: int, total_steps: int, *, shows_routers: bool = False) -> None:
@@ -82,7 +113,7 @@ class ProgressBar:
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
             say(
-                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}"
+                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_progress(record)}"
                 f"{''.join(f'{each}  ' for each in routed)}{_describe_norm(record)}  lr {record['learning_rate']:.2e}  "
                 f"{record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
             )
@@ -110,12 +141,20 @@ def _describe_norm(record: Record) -> str:
     return f"grad_norm {'-' if norm is None else f'{norm:.3f}'}" + (f" ({skipped} skipped{scaled})" if skipped else "")
 
 
-def _describe_rewards(record: Record) -> str:
-    return (
-        f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  "
-        if "rewards_accuracy" in record
-        else ""
-    )
+def _describe_progress(record: Record) -> str:
+    """Return the most telling metrics besides the loss, of pairs and of labels."""
+    if "rewards_accuracy" in record:
+        return f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  "
+    return "".join(f"{text}  " for text in _describe_labels(record, ""))
+
+
+def _describe_labels(record: Record, prefix: str) -> list[str]:
+    forms = {"accuracy": ".1%", "f1": ".4f", "auc": ".4f", "mae": ".4f"}
+    return [
+        f"{name} {record[prefix + name]:{form}}"
+        for name, form in forms.items()
+        if record.get(prefix + name) is not None
+    ]
 
 
 def _describe_routers(record: Record) -> list[str]:
@@ -126,8 +165,8 @@ def _describe_routers(record: Record) -> list[str]:
 
 
 def describe_evaluation(record: Record) -> str:
-    """Return an evaluation in words: the loss, and the perplexity or the share of pairs whose chosen answer has the
-    higher reward; then the same for each named file."""
+    """Return an evaluation in words: the loss, and the perplexity, or the share of pairs whose chosen answer has the
+    higher reward, or the metrics of labels; then the same for each named file."""
     names = [match[1] for key in record if (match := re.fullmatch("eval_(.+)_tokens", key))]
     described = [f"{name}: {_describe_file(_take_file(record, f'eval_{name}_'))}" for name in names]
     return "; ".join([_describe_file(record), *described])
@@ -141,6 +180,8 @@ def _describe_file(record: Record) -> str:
     loss = f"eval_loss {record['eval_loss']:.4f}  "
     if "eval_rewards_accuracy" in record:
         return loss + f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
+    if labels := _describe_labels(record, "eval_"):
+        return loss + "  ".join(labels)
     accuracy = f"  token accuracy {record['eval_token_accuracy']:.1%}" if "eval_token_accuracy" in record else ""
     return loss + f"perplexity {perplexity(record['eval_loss']):.2f}{accuracy}"
 

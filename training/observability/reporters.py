@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from data.inspection.files import shorten_source
+from data.storage.tokenized import load_summary
+from filesystem import write_atomically
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
 from training.inputs.step_budget import StepBudget
 from training.observability.environment import describe_environment
-from training.observability.loggers import build_loggers
-from training.observability.metrics import MetricsFile, ProgressBar, Reporter
+from training.observability.loggers import IsolatedReporter, build_loggers
+from training.observability.metrics import EventsFile, MetricsFile, ProgressBar, Reporter
+from training.observability.run_page import RunPage
 from training.planner.prediction import Prediction
 from training.planner.report import list_figures, render_plan
 
@@ -22,24 +28,45 @@ def open_reporters(
     prediction: Prediction,
     *,
     folder: RunFolder,
+    datasets: Mapping[str, Path],
     budget: StepBudget,
     first_step: int,
     hosts: Sequence[str],
 ) -> list[Reporter]:
-    """Open the reporters of a training run; its loggers get the plan too. hosts: the host of each rank."""
-    known = describe_run(config, hosts)
+    """Write what is known of a training run before its first step to run.json, and open its reporters. datasets:
+    key -> tokenized folder. hosts: the host of each rank."""
+    known = describe_run(config, hosts) | {"data": describe_data(datasets)}
     if prediction.peak_flops is not None:  # else the times of the plan are those of another machine
         text = render_plan(prediction.plan, config, prediction.hardware, budget.total_steps)
         folder.plan.write_text(text + "\n")
         known |= {"plan": list_figures(prediction.plan), "plan_table": text}
+    write_atomically(folder.facts, json.dumps(known, indent=2) + "\n")
+    files = [MetricsFile(folder.metrics, first_step), EventsFile(folder.events, first_step)]
+    page = IsolatedReporter(folder.report.name, lambda: RunPage(folder, first_step))
     loggers = build_loggers(config.logger, folder.path, known, first_step)
     bar = ProgressBar(first_step, budget.last_step, shows_routers=config.moe.shapes_routers)
-    return [MetricsFile(folder.metrics, first_step), *loggers, bar]
+    return [*files, page, *loggers, bar]
 
 
 def open_evaluation_reporters(config: RunConfig, folder: RunFolder, hosts: Sequence[str]) -> list[Reporter]:
     """Open the loggers of a run that only evaluates. hosts: the host of each rank."""
     return build_loggers(config.logger, folder.path, describe_run(config, hosts), first_step=None)
+
+
+def describe_data(datasets: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
+    """Return what each key's files became, ready for JSON. datasets: key -> tokenized folder."""
+    return {
+        key: [
+            {
+                "name": shorten_source(file.name),
+                "samples": file.counts.num_samples,
+                "tokens": file.counts.num_tokens,
+                "targets": file.counts.num_targets,
+            }
+            for file in load_summary(folder).files
+        ]
+        for key, folder in datasets.items()
+    }
 
 
 def describe_run(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from training.optim.chunks import split_flat
+from training.optim.elementwise_update import ElementwiseUpdate, scale_last
 
 NUM_BUFFERS = 1
 
@@ -18,7 +18,7 @@ NUM_BUFFERS = 1
 class Lion(torch.optim.Optimizer):
     """With c = beta1 m + (1 - beta1) g: w <- w - lr (sign(c) + weight_decay w), then m <- beta2 m + (1 - beta2) g.
 
-    betas: beta1 of the update, beta2 of the average.
+    betas: beta1 of the update, beta2 of the average. compiles: make one kernel of it.
     """
 
     def __init__(
@@ -27,8 +27,10 @@ class Lion(torch.optim.Optimizer):
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        compiles: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self._update = ElementwiseUpdate(_update, compiles)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -40,18 +42,27 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[weights]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(weights)
-                for chunk, gradient, exp_avg in split_flat(weights, weights.grad, state["exp_avg"]):
-                    _update(chunk, gradient, exp_avg, group["lr"], group["betas"], group["weight_decay"])
+                lr, betas = group["lr"], group["betas"]
+                self._update(
+                    weights,
+                    weights.grad,
+                    state["exp_avg"],
+                    scalars={"lr": lr, "kept": 1 - lr * group["weight_decay"]},
+                    constants={"betas": tuple(betas)},
+                )
 
 
 def _update(
     weights: torch.Tensor,
     gradient: torch.Tensor,
     exp_avg: torch.Tensor,
-    lr: float,
+    *,
+    lr: Any,
+    kept: Any,
     betas: tuple[float, float],
-    weight_decay: float,
 ) -> None:
+    """kept: the share of a weight that decay leaves. lr, kept: numbers or, compiled, tensors of one."""
     sign = exp_avg.lerp(gradient, 1 - betas[0]).sign_()
-    weights.mul_(1 - lr * weight_decay).add_(sign, alpha=-lr)
+    scaled, factor = scale_last(sign, lr)
+    weights.mul_(kept).add_(scaled, alpha=-factor)
     exp_avg.lerp_(gradient, 1 - betas[1])

@@ -18,7 +18,7 @@ from training.optim import lion, rounded_adamw
 from training.optim.chunks import count_buffer_bytes
 from training.optim.elementwise_probe import probe_optimizer
 from training.optim.lion import Lion
-from training.optim.parameter_groups import GroupKeys, group_parameters
+from training.optim.parameter_groups import GroupKeys, group_parameters, list_entries
 from training.optim.rounded_adamw import RoundedAdamW
 from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, check_state
 
@@ -35,6 +35,7 @@ class OptimizerKeys(GroupKeys, Protocol):
     """The keys of a run that set how its weights are updated."""
 
     optimizer: OptimizerConfig
+    compile: bool  # of layers, and of the updates that are written here
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def describe_optimizer(config: OptimizerKeys) -> str:
 def describe_updates(config: OptimizerKeys) -> dict[str, str]:
     """Return the settings that a run must keep, in addition to the optimizer, to continue with the same loss:
     name -> value."""
-    entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
+    entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in list_entries(config)]
     dtype = config.optimizer.state_dtype
     return ({"parameter_groups": json.dumps(entries)} if entries else {}) | (
         {} if dtype is StateDtype.fp32 else {"optimizer.state_dtype": dtype.value}
@@ -196,7 +197,9 @@ def _probe_custom(spec: str) -> DeclaredState:
 
 
 ROUNDED_ADAMW = OptimizerKind(
-    lambda groups, config: RoundedAdamW(groups, config.learning_rate, _betas(config), config.optimizer.eps),
+    lambda groups, config: RoundedAdamW(
+        groups, config.learning_rate, _betas(config), config.optimizer.eps, compiles=config.compile
+    ),
     lambda config: {"exp_avg": ROUNDED, "exp_avg_sq": ROUNDED, "step": COUNT},
     rounded_adamw.NUM_BUFFERS,
 )
@@ -206,7 +209,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     ),
     OptimizerName.adamw_8bit: OptimizerKind(_build_adamw_8bit, _declare_adamw_8bit),
     OptimizerName.lion: OptimizerKind(
-        lambda groups, config: Lion(groups, betas=_betas(config)),
+        lambda groups, config: Lion(groups, betas=_betas(config), compiles=config.compile),
         lambda config: {"exp_avg": ELEMENTWISE},
         lion.NUM_BUFFERS,
     ),

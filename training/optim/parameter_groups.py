@@ -17,6 +17,7 @@ import torch
 from errors import UserError
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
+from models.adapters.options import AdapterOptions
 from models.layers.layer import Layer
 from training.config.schema import ParameterGroup
 from training.pipeline.module import StageModule
@@ -24,6 +25,7 @@ from training.pipeline.weight_sharding import whole_shape
 
 # Key of a group: its learning rate divided by the run's, whose schedule scales all groups.
 LR_RATIO = "lr_ratio"
+LORA_B = r"\blora_(embedding_)?B\b"
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -35,6 +37,15 @@ class GroupKeys(Protocol):
     weight_decay: float
     parameter_groups: list[ParameterGroup]
     freeze: list[str]
+    adapter: AdapterOptions
+
+
+def list_entries(config: GroupKeys) -> list[ParameterGroup]:
+    """Return the entries of `parameter_groups` and, after them, that of `adapter.loraplus_lr_ratio` (LoRA+,
+    2402.12354): the matrices B, as in `peft.optimizers.create_loraplus_optimizer`."""
+    ratio = config.adapter.loraplus_lr_ratio
+    plus = [] if ratio is None else [ParameterGroup(LORA_B, ratio * config.learning_rate)]
+    return [*config.parameter_groups, *plus]
 
 
 def group_parameters(named: Named, config: GroupKeys) -> list[dict[str, Any]]:
@@ -44,12 +55,13 @@ def group_parameters(named: Named, config: GroupKeys) -> list[dict[str, Any]]:
     named: the trained parameters of this rank, with their Hugging Face names. Vectors (norms, biases) do not decay
     unless an entry gives a weight decay.
     """
-    chosen: list[list[torch.Tensor]] = [[] for _ in range(2 * (len(config.parameter_groups) + 1))]
+    entries = list_entries(config)
+    chosen: list[list[torch.Tensor]] = [[] for _ in range(2 * (len(entries) + 1))]
     for name, parameter in named:
-        chosen[2 * _find_entry(name, config) + (len(whole_shape(parameter)) <= 1)].append(parameter)
+        chosen[2 * _find_entry(name, entries) + (len(whole_shape(parameter)) <= 1)].append(parameter)
     groups = []
     for number, parameters in enumerate(chosen):
-        entry = config.parameter_groups[number // 2 - 1] if number >= 2 else None
+        entry = entries[number // 2 - 1] if number >= 2 else None
         decay = config.weight_decay if number % 2 == 0 else 0.0
         rate = config.learning_rate
         if entry is not None:
@@ -88,10 +100,9 @@ def separate_copies(groups: list[dict[str, Any]], module: StageModule) -> list[d
     ]
 
 
-def _find_entry(name: str, config: GroupKeys) -> int:
-    """The number of the first entry of `parameter_groups` that matches, from 1; 0 where none does."""
-    entries = enumerate(config.parameter_groups, start=1)
-    return next((number for number, entry in entries if re.search(entry.pattern, name)), 0)
+def _find_entry(name: str, entries: Sequence[ParameterGroup]) -> int:
+    """The number of the first entry that matches, from 1; 0 where none does."""
+    return next((number for number, entry in enumerate(entries, start=1) if re.search(entry.pattern, name)), 0)
 
 
 def check_group_keys(config: GroupKeys) -> None:
@@ -121,7 +132,7 @@ def check_parameter_groups(config: GroupKeys, layers: Sequence[Layer], adapter: 
     if not config.parameter_groups:
         return
     names = _list_trained(config, layers, adapter)
-    taken = {_find_entry(name, config) for name in names}
+    taken = {_find_entry(name, config.parameter_groups) for name in names}
     for number, entry in enumerate(config.parameter_groups, start=1):
         if number not in taken:
             earlier = next((name for name in names if re.search(entry.pattern, name)), None)

@@ -13,18 +13,25 @@ from typing import Any
 
 import torch
 
-from training.optim.chunks import split_flat
+from training.optim.elementwise_update import ElementwiseUpdate, scale_last
 
 NUM_BUFFERS = 2  # in fp32: one for each average
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """torch's AdamW, except that `exp_avg` and `exp_avg_sq` are bf16."""
+    """torch's AdamW, except that `exp_avg` and `exp_avg_sq` are bf16. compiles: make one kernel of an update."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+        compiles: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._update = ElementwiseUpdate(_update, compiles)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -39,16 +46,39 @@ class RoundedAdamW(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(weights, dtype=torch.bfloat16)
                     state["exp_avg_sq"] = torch.zeros_like(weights, dtype=torch.bfloat16)
                 state["step"] += 1
-                for chunk in split_flat(weights, weights.grad, state["exp_avg"], state["exp_avg_sq"]):
-                    _update(chunk, state["step"], group)
+                lr, (beta1, beta2) = group["lr"], group["betas"]
+                self._update(
+                    weights,
+                    weights.grad,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    scalars={
+                        "step_size": lr / (1 - beta1 ** state["step"]),
+                        "correction": 1 - beta2 ** state["step"],
+                        "kept": 1 - lr * group["weight_decay"],
+                    },
+                    constants={"rates": (beta1, beta2, group["eps"])},
+                )
 
 
-def _update(chunk: tuple[torch.Tensor, ...], step: int, group: dict[str, Any]) -> None:
-    weights, gradient, exp_avg, exp_avg_sq = chunk
-    lr, (beta1, beta2) = group["lr"], group["betas"]
+def _update(
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step_size: Any,
+    correction: Any,
+    kept: Any,
+    rates: tuple[float, float, float],
+) -> None:
+    """step_size: the learning rate over the first average's correction; correction: the second's; kept: the share of a
+    weight that decay leaves. All three are numbers or, compiled, tensors of one. rates: both betas, and eps."""
+    beta1, beta2, eps = rates
     first = exp_avg.float().lerp_(gradient, 1 - beta1)
     second = exp_avg_sq.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     exp_avg.copy_(first)
     exp_avg_sq.copy_(second)
-    root = second.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-    weights.mul_(1 - lr * group["weight_decay"]).addcdiv_(first, root, value=-lr / (1 - beta1**step))
+    root = second.div_(correction).sqrt_().add_(eps)
+    scaled, factor = scale_last(first, step_size)
+    weights.mul_(kept).addcdiv_(scaled, root, value=-factor)

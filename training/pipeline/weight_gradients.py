@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from models.losses.accumulate import add_product
 from models.parallel.layers import RowParallelConv1D, RowParallelLinear
 from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
 from models.sharding.tensor_parallel import list_partial_gradients
@@ -40,15 +41,17 @@ class Product(NamedTuple):
         weight_gradient = torch.mm(*self._factors()) if self.projection.weight.requires_grad else None
         return weight_gradient, self._sum_for_bias()
 
-    def add(self) -> Iterator[nn.Parameter]:
-        """Add the gradients to `.grad`, and yield each parameter that got one. The product is added as it is computed,
-        which saves writing and reading a copy of the weights."""
+    def add(self, lend_sum: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[nn.Parameter]:
+        """Add the gradients to `.grad`, that of the weight to the sum that is lent for it, if one is, and yield each
+        parameter that got one. The product is added as it is computed, which saves writing and reading a copy of the
+        weights."""
         weight, bias = self.projection.weight, self.projection.bias
         if weight.requires_grad:
-            if weight.grad is None:
+            total = lend_sum(weight) if weight.grad is None else weight.grad
+            if total is None:
                 weight.grad = torch.mm(*self._factors())
             else:
-                weight.grad.addmm_(*self._factors())
+                add_product(total, *self._factors())
             yield weight
         if bias is not None and (bias_gradient := self._sum_for_bias()) is not None:
             bias.grad = bias_gradient if bias.grad is None else bias.grad.add_(bias_gradient)
@@ -82,12 +85,16 @@ class DeferredGradients:
 
 
 @torch.no_grad()
-def compute_gradients(products: list[Product], arrived: Callable[[nn.Parameter], None]) -> None:
-    """Add the deferred products to `.grad`, and call `arrived` for each parameter; each product is freed once it is
-    computed."""
+def compute_gradients(
+    products: list[Product],
+    arrived: Callable[[nn.Parameter], None],
+    lend_sum: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None,
+) -> None:
+    """Add the deferred products to the sums that `lend_sum` returns for their weights, where it returns none to
+    `.grad`, and call `arrived` for each parameter; each product is freed once it is computed."""
     products.reverse()
     while products:
-        for parameter in products.pop().add():
+        for parameter in products.pop().add(lend_sum):
             arrived(parameter)
 
 

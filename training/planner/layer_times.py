@@ -25,8 +25,8 @@ from models.adapters.adapter import Adapter
 from models.adapters.build import build_adapter
 from models.adapters.freeze import choose_trained
 from models.architecture.lookup import build_layers
+from models.heads.table import find_head
 from models.layers.layer import Layer
-from models.layers.score_head import is_reward_model
 from models.losses.cross_entropy import build_loss
 from training.config.precision import DTYPES
 from training.config.schema import Precision, RunConfig
@@ -145,7 +145,8 @@ def apply_times(
 
 
 def _sum_scores(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return outputs[0].sum()
+    hidden_states, weight, *_ = outputs
+    return (hidden_states[:, -1].float() @ weight.float().T).sum()
 
 
 def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[float, float]:
@@ -161,7 +162,7 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
     input_ids = torch.randint(task.architecture.vocab_size, shape)  # [B, T]
     position_ids = torch.arange(shape[1]).repeat(shape[0], 1)  # [B, T]
     segment_ids = torch.ones(shape, dtype=torch.int32)  # [B, T]
-    loss = _sum_scores if is_reward_model(task.architecture) else build_loss(task.architecture)
+    loss = _sum_scores if find_head(task.architecture) is not None else build_loss(task.architecture)
     targets = (shift_labels(input_ids), torch.tensor(float(input_ids.numel())))
     is_first, is_last = indices[0] == 0, indices[-1] == len(layers) - 1
     trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]

@@ -19,7 +19,7 @@ from models.layers.wrapped import Wrapper
 from models.weights.config_file import load_config, parse_config
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
-from training.config.schema import NOT_GIVEN, RunConfig, to_typed
+from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
 from training.distributed.topology import PIPE, name_sizes, read_sizes
@@ -57,6 +57,10 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         remedies = [] if found[0].plan.fits else find_remedies(found[0].plan, replace(found[0].keys, plan=True), again)
         yield render_search(found, config, machine, width, remedies)
         return
+    if config.activation_checkpoint_interval == AUTO:
+        run = resolve_layout(model, config, Target(check_world_size(config), True, machine, is_planned=True))
+        config = run.config
+        yield str(run.recomputation)
     plan = build_plan(config, model, machine)
     plan = replace(plan, checkpoint=replace(plan.checkpoint, passthrough=find_passthrough_bytes(config)))
     steps = count_steps(config, plan.layout.global_batch_size)

@@ -26,6 +26,7 @@ from training.costs.hardware import Machine
 from training.distributed.topology import CONTEXT, DATA, PIPE, Layout, Topology, build_layout, read_sizes
 from training.pipeline.schedules import SCHEDULES, schedule_layout
 from training.planner.plan import Plan, plan_resolved
+from training.resolution.recomputation import CHOICES
 from training.resolution.resolve import ResolvedModel, place_layers, resolve_layout
 from training.resolution.sequences import check_run_sequences
 from training.resolution.target import Target
@@ -33,10 +34,7 @@ from training.resolution.target import Target
 # (mode, interval): from keeping all activations to making all of them again. The last takes the same time in groups of
 # any size, so the size with the least memory is taken. Where two are equally fast, the first is.
 CHECKPOINTING = (
-    ((CheckpointMode.grouped, 0),),
-    ((CheckpointMode.selective, 1),),
-    ((CheckpointMode.every, 4),),
-    ((CheckpointMode.every, 2),),
+    *((choice,) for choice in CHOICES[:-1]),
     tuple((CheckpointMode.grouped, interval) for interval in (1, 2, 4, 8)),
 )
 # Overrides that save memory and cost time, in addition to recomputation. The first two are always tried; the others

@@ -17,13 +17,13 @@ from models.architecture.lookup import (
     choose_attention,
     choose_experts,
 )
-from models.layers.score_head import describe_reward_model, is_reward_model
+from models.heads.table import describe_head, find_head
 from models.weights.source import DescribedModel
 from training.config.precision import DTYPES
 from training.config.schema import RunConfig
 from training.config.validate import check_model_fields
 from training.inputs.datasets import build_chat_template
-from training.objectives.registry import get_objective
+from training.objectives.registry import get_objective, list_tasks_of_head
 from training.resolution.target import Target
 
 
@@ -36,8 +36,9 @@ def complete_architecture(config: RunConfig, model: DescribedModel, target: Targ
     check_stated_fields(config, model)
     check_head(config, model)
     architecture = _override_positions(config, model)
-    if get_objective(config).scores_rows and not is_reward_model(architecture):
-        architecture = describe_reward_model(architecture)
+    objective = get_objective(config)
+    if objective.head is not None:
+        architecture = describe_head(architecture, objective.head, objective.name_labels(config.data))
     dtype = DTYPES[config.precision]
     architecture._attn_implementation = choose_attention(
         architecture, config.attn_implementation.value, dtype if target.has_accelerator else None, target.is_planned
@@ -58,22 +59,24 @@ def check_stated_fields(config: RunConfig, model: DescribedModel) -> None:
 
 def check_head(config: RunConfig, model: DescribedModel) -> None:
     """Raises UserError where the model's head is not one that the task can train or evaluate."""
-    task, is_reward = get_objective(config).name, is_reward_model(model.config)
-    if not get_objective(config).scores_rows:
-        if is_reward:
-            raise UserError(
-                f"{model.path} is a reward model ({model.config.architectures[0]}), which has no LM head; "
-                f"give task=reward, or another model for task={task}"
-            )
-        return
-    if config.evaluate_only and not is_reward:
+    objective, own = get_objective(config), find_head(model.config)
+    task, head = objective.name, objective.head
+    if own is not None and own is not head:
+        tasks = " or ".join(f"task={name}" for name in list_tasks_of_head(own))
         raise UserError(
-            f"evaluate_only=true with task={task}: {model.path} is not a reward model, its head would be a new one; "
-            "give a reward model in model_name_or_path, or resume"
+            f"{model.path} is a {own.words} ({model.config.architectures[0]}), which has no "
+            f"{'LM head' if head is None else 'head of task=' + task}; give {tasks}, or another model for task={task}"
+        )
+    if head is None:
+        return
+    if config.evaluate_only and own is None:
+        raise UserError(
+            f"evaluate_only=true with task={task}: {model.path} is not a {head.words}, its head would be a new one; "
+            "give one in model_name_or_path, or resume"
         )
     if model.wrapper is not None:
         raise UserError(
-            f"{model.path}: a reward model of a text model inside another one ('{model.wrapper.name}') is not "
+            f"{model.path}: a {head.words} of a text model inside another one ('{model.wrapper.name}') is not "
             "supported; give the text model's own folder"
         )
 

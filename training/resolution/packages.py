@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from errors import UserError
-from training.config.schema import AttnImplementation, LoggerName, OptimizerName, RunConfig
+from models.layers import flash_kernels
+from training.config.schema import AttnImplementation, FlashKernels, OptimizerName, RunConfig
+from training.trackers.build import build_trackers
 
 _ATTENTION = {
     AttnImplementation.flash_attention_2: "flash_attn",
@@ -27,11 +29,12 @@ def check_packages(config: RunConfig) -> None:
             f"attn_implementation={config.attn_implementation.value} needs the package {package}; install it, or use "
             "sdpa"
         )
-    logger = config.logger.name
-    if logger is not LoggerName.none and not has_package(logger.value):
+    if config.flash_kernels is FlashKernels.fa3 and not has_package(flash_kernels.PACKAGE):
         raise UserError(
-            f"logger={logger.value} needs the package {logger.value} (pip install {logger.value}), or use none"
+            f"flash_kernels=fa3 needs the package {flash_kernels.PACKAGE} (FlashAttention-3); install it, or give "
+            "flash_kernels=torch"
         )
+    build_trackers(config.logger)
     if config.adapter.load_in_4bit and not has_package(BITSANDBYTES):
         raise UserError(
             "adapter.load_in_4bit=true needs the package bitsandbytes (pip install bitsandbytes), or leave it false"

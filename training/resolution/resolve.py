@@ -22,8 +22,10 @@ from models.adapters.adapter import Adapter
 from models.adapters.build import build_adapter, check_added_tokens, check_peft_names
 from models.adapters.freeze import check_freeze
 from models.adapters.options import AdapterName
+from models.adapters.targets import is_saved
 from models.architecture.lookup import build_layers
 from models.experts.router import RouterOptions
+from models.heads.table import find_head
 from models.layers.layer import Layer
 from models.layers.wrapped import Wrapper
 from models.parallel.shard import ContextParallel
@@ -31,9 +33,10 @@ from models.sharding.expert_parallel import check_expert_parallel
 from models.sharding.tensor_parallel import shard_layers
 from models.weights.source import DescribedModel, get_whole_config
 from training.config.incompatible import Run, check_together
-from training.config.schema import OptimizerName, RunConfig
+from training.config.schema import AUTO, OptimizerName, RunConfig
 from training.config.validate import check_config
-from training.cost_terms.cost_term import PlannedRun
+from training.cost_terms import table
+from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.fits import build_fits
 from training.costs.cost import LayerCost
 from training.distributed.topology import Layout, build_layout
@@ -52,6 +55,7 @@ from training.pipeline.schedules import build_schedule, find_schedule, schedule_
 from training.resolution.architecture import complete_architecture
 from training.resolution.counts import LayerCounts
 from training.resolution.packages import BITSANDBYTES, has_package
+from training.resolution.recomputation import Choice, choose_recomputation
 from training.resolution.sequences import check_run_sequences
 from training.resolution.target import Target
 
@@ -90,10 +94,12 @@ class ResolvedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun(ResolvedModel):
-    """A resolved model at a layout. layout: complete. bounds: of its chunks, P x V + 1 indices of layers."""
+    """A resolved model at a layout. layout: complete. bounds: of its chunks, P x V + 1 indices of layers.
+    recomputation: what `activation_checkpoint_interval=auto` has become in `config`, and why; None for a number."""
 
     layout: Layout
     bounds: list[int]
+    recomputation: str | None = None
 
     @cached_property
     def costs(self) -> Sequence[LayerCost]:
@@ -156,8 +162,36 @@ def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> R
     config: that of the model, or one that differs in keys of the layout, of recomputation or of where state is kept.
     Raises UserError for keys that contradict each other, the ranks, or the model's layers.
     """
-    layout = build_layout(config, target.world_size, len(model.layers), target.has_accelerator)
-    return place_layers(model, config, schedule_layout(layout, config, len(model.layers)), target)
+    num_layers = len(model.layers)
+    layout = build_layout(config, target.world_size, num_layers, target.has_accelerator)
+    layout = schedule_layout(layout, config, num_layers)
+    if config.activation_checkpoint_interval != AUTO:
+        return place_layers(model, config, layout, target)
+
+    def apply(choice: Choice) -> RunConfig:
+        mode, interval = choice
+        return replace(config, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
+
+    def measure(choice: Choice) -> float:
+        chosen = apply(choice)
+        check_together(Run(chosen, target.has_accelerator))
+        return _measure_peak(place_layers(model, chosen, layout, target), target)
+
+    choice, line = choose_recomputation(target.machine, measure)
+    return replace(place_layers(model, apply(choice), layout, target), recomputation=line)
+
+
+def _measure_peak(run: ResolvedRun, target: Target) -> float:
+    """Return the bytes of the fullest GPU, by the plan."""
+    assert target.machine is not None
+    planned = PlannedRun(run.config, run.layout, run.architecture.vocab_size, target.machine)
+    schedule = build_schedule(run.layout)
+    stages = (
+        Stage(planned, stage_id, run.costs, [range(*run.bounds[chunk : chunk + 2]) for chunk in chunks])
+        for stage_id in range(run.layout.num_stages)
+        for chunks in [schedule.list_chunks(stage_id)]
+    )
+    return max(table.sum_memory(stage).peak for stage in stages)
 
 
 def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target: Target) -> ResolvedRun:
@@ -188,15 +222,22 @@ def _build_sharded(config: RunConfig, architecture: PretrainedConfig, model: Des
 
 
 def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Layer], target: Target) -> Adapter | None:
+    head = get_objective(config).head
     adapter = build_adapter(
         config.adapter,
         layers,
         seed=config.seed,
         base_name=config.model_name_or_path,
         is_part=model.wrapper is not None,
+        head=head,
     )
     if adapter is None:
         return None
+    if head is not None and find_head(model.config) is None and not is_saved(layers[-1], adapter.config):
+        raise UserError(
+            f"adapter.name_or_path={config.adapter.name_or_path}: the adapter has no head, and that of a new "
+            f"{head.words} is saved with its adapter; omit it, or start from an adapter of such a model"
+        )
     path = str(model.path)
     if not target.is_planned or has_tokenizer(config, path):
         check_added_tokens(config.adapter, list_new_tokens(config, path), layers)

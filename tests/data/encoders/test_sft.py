@@ -40,7 +40,7 @@ def test_loss_is_on_the_completion_and_the_end_token(tokenizer: PreTrainedTokeni
     assert len(completion) > 3
     assert sample["input_ids"] == prompt + completion + [tokenizer.eos_token_id]
     assert sample["labels"] == [-100] * len(prompt) + completion + [tokenizer.eos_token_id]
-    assert count_targets(sample["labels"]) == len(completion) + 1
+    assert count_targets(sample) == len(completion) + 1
 
 
 def test_prompt_and_completion_never_share_a_token(tokenizer: PreTrainedTokenizerFast) -> None:

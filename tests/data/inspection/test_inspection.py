@@ -58,8 +58,8 @@ def test_answers_with_labels_are_counted_and_not_to_be_packed(tokenizer, tmp_pat
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     encoding = Encoding(UnpairedEncoder(), tokenizer, 64, LengthPolicy.drop, OnBadRecord.stop)
     path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
-    report = describe_dataset(path, PLANS[Packing.NONE])
-    assert "labels: 1 of 3 samples are desirable" in report and "packing" not in report
+    report = describe_dataset(path, PLANS[Packing.NONE], ("not liked", "liked"))
+    assert "labels: not liked 2, liked 1" in report and "packing" not in report
 
 
 def test_trained_parts_are_marked(path: Path, tokenizer) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.pages import load_page
 
 from data.encoders.chat import ChatEncoder
+from data.encoders.kinds import find_kind
 from data.encoders.preference import PreferenceEncoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.unpaired import UnpairedEncoder
@@ -24,11 +26,6 @@ def prepare(tokenizer, folder: Path, files: dict[str, list[dict]], encoder=None,
     return prepare_dataset(
         [str(folder / name) for name in files], key="train_file", encoding=encoding, cache_dir=folder, log=None
     )
-
-
-def load_page(file: Path) -> dict:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(), re.DOTALL)
-    return json.loads(found)
 
 
 def build_records(numbers: range) -> list[dict]:
@@ -96,7 +93,8 @@ def test_pairs_stay_together(tokenizer, tmp_path: Path) -> None:
 def test_answers_say_whether_they_were_liked(tokenizer, tmp_path: Path) -> None:
     records = [{"prompt": "a?", "completion": f"b {n}", "label": n == 1} for n in range(3)]
     path = prepare(tokenizer, tmp_path, {"a": records}, UnpairedEncoder())
-    save_page({"train_file": path}, tmp_path / "page.html", title="", tokenizer=tokenizer)
+    names = find_kind("unpaired_preference").label_names
+    save_page({"train_file": path}, tmp_path / "page.html", title="", tokenizer=tokenizer, label_names=names)
     answers = [sample["answer"] for sample in load_page(tmp_path / "page.html")["samples"]]
     assert answers == ["not liked", "liked", "not liked"]
 

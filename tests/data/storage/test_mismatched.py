@@ -27,7 +27,7 @@ def save_samples(path: Path, prompts: list[int], desirable: list[bool] | None = 
         "num_targets": np.full(len(prompts), 3, np.int32),
     }
     if desirable is not None:
-        columns["desirable"] = np.array(desirable, np.int32)
+        columns["label"] = np.array(desirable, np.int32)
     with TokenizedWriter(path, num_sources=1) as writer:
         writer.append(columns, 0)
         counts = {name: getattr(writer, name) for name in ("num_samples", "num_tokens", "num_targets")}

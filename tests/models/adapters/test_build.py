@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from support.adapters import build_lora
 from support.families import build_family, build_family_config
 
@@ -37,6 +38,10 @@ def test_all_linear_are_the_projections_of_the_decoder_layers() -> None:
         ({"target_modules": "lm_head"}, "named 'lm_head'"),
         ({"r": 0}, "adapter.r=0: at least 1"),
         ({"lora_dropout": 1.0}, "adapter.lora_dropout=1.0: from 0 to below 1"),
+        ({"loraplus_lr_ratio": 0}, "adapter.loraplus_lr_ratio=0: a finite number of more than 0; null turns it off"),
+        ({"init_lora_weights": "pissa_niter_4"}, "adapter.init_lora_weights=pissa_niter_4 changes the weights of the"),
+        ({"init_lora_weights": "loftq"}, "adapter.init_lora_weights=loftq changes the weights of the base model"),
+        ({"init_lora_weights": False}, "adapter.init_lora_weights=False: one of true, gaussian, orthogonal"),
         ({"name_or_path": "nowhere"}, "adapter.name_or_path=nowhere is not a peft folder (adapter_config.json"),
     ],
 )
@@ -140,3 +145,22 @@ def test_added_tokens_need_trained_rows_or_an_explicit_no() -> None:
     check_added_tokens(AdapterOptions(name=AdapterName.lora, modules_to_save=[]), added, LLAMA)
     check_added_tokens(AdapterOptions(name=AdapterName.lora), [], LLAMA)
     check_added_tokens(AdapterOptions(), added, LLAMA)
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal"])
+def test_an_initialization_is_pefts_and_changes_nothing_at_the_start(init: str) -> None:
+    """A is drawn otherwise than by default, and the base weights and the output stay as they are."""
+    layer = LLAMA[1]
+    drawn = {}
+    for value in (True, init):
+        torch.manual_seed(0)
+        module = layer.build_on_meta().to_empty(device="cpu")
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter)
+        before = module.self_attn.q_proj.weight.clone()
+        build_lora(LLAMA, init_lora_weights=value).attach(module, 1, layer)
+        projection = module.self_attn.q_proj
+        assert torch.equal(projection.base_layer.weight, before)
+        drawn[value] = projection.lora_A["default"].weight.detach()
+        assert (projection.lora_B["default"].weight @ drawn[value]).abs().max() < 1e-5
+    assert not torch.equal(drawn[True], drawn[init])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from models.losses.cross_entropy import causal_lm_loss, find_targets
 from models.losses.logit_chunks import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, list_chunks
 from models.losses.token_loss import TokenLoss
 from tests.support.logit_chunks import set_chunk_size
+from tests.support.mixed_addmm import play_mixed_addmm
 
 B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary
 
@@ -152,8 +154,10 @@ def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monk
         assert errors[0] <= 1.25 * errors[1]
 
 
-def test_many_targets_in_bf16_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With four of 50 targets per product, the gradient is as close to fp64 as that of one product."""
+@pytest.mark.parametrize("as_a_gpu", [False, True])
+def test_many_targets_in_bf16_are_summed_in_fp32(as_a_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With four of 50 targets per product, the gradient is as close to fp64 as that of one product. On a GPU, which is
+    played, each product is added to the sum as it is computed."""
     set_chunk_size(monkeypatch, 4 * V)
     monkeypatch.setattr(logit_chunks, "WAITING", 0)
     generator = torch.Generator().manual_seed(1)
@@ -161,7 +165,10 @@ def test_many_targets_in_bf16_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch
     low = [tensor.to(torch.bfloat16) for tensor in (hidden_states, weight)]
     targets = torch.randint(V, (1, 50), generator=generator)
     assert logit_chunks.count_waiting(50, 8, V, on_gpu=False) == 4
-    ours, plain = (loss_and_gradients(function, *low, targets) for function in (causal_lm_loss, plain_loss))
+    with play_mixed_addmm() if as_a_gpu else nullcontext([]) as shapes:
+        ours = loss_and_gradients(causal_lm_loss, *low, targets)
+    assert sum(rows for rows, _ in shapes) == (13 * V if as_a_gpu else 0)
+    plain = loss_and_gradients(plain_loss, *low, targets)
     exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), targets)
     for index in (1, 2):
         assert ours[index].dtype is torch.bfloat16

@@ -21,11 +21,13 @@ import convert2ckpt
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.architecture.unused import FURTHER_LAYERS
+from models.heads.head import Labels
+from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.storage.safetensors_writer import INDEX_NAME
+from models.weights.new_head import add_head
 from models.weights.passthrough import find_passthrough
 from models.weights.quantized import dequantize_fp8
 from models.weights.resized_vocab import ResizedVocabWeights, grow_rows
-from models.weights.reward import as_reward_model
 from models.weights.sources import open_weights
 from models.weights.vocabulary import resize_config
 
@@ -192,7 +194,7 @@ def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
 def test_a_reward_model_keeps_them(tmp_path: Path) -> None:
     """Its own folder, and one that a run makes a reward model of."""
     unused = save_with_unused(tmp_path / "hf", FIRST)
-    new = as_reward_model(open_weights(str(tmp_path / "hf")), seed=0)
+    new = add_head(open_weights(str(tmp_path / "hf")), SEQUENCE_CLASSIFICATION, Labels(num_labels=1), seed=0)
     assert_same_bits({info.name: new.read_passthrough(info.name) for info in new.list_passthrough()}, unused)
     fields = read_config(tmp_path / "hf") | {"architectures": ["DeepseekV3ForSequenceClassification"], "num_labels": 1}
     file = tmp_path / "hf" / "model.safetensors"

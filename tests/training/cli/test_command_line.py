@@ -185,7 +185,6 @@ def test_a_user_defined_folder_is_searched_too(tmp_path: Path) -> None:
     assert (composed.num_stages, composed.data.prompt_field) == (3, "question")
     with pytest.raises(UserError, match="unknown key 'num_stage'; did you mean 'num_stages'?"):
         check_command_line([*given, "num_stage=2"], CONF, "base")
-    with pytest.raises(
-        UserError, match="data=quizz: there is no conf/data/quizz.yaml; there are chat, preference, pretrain, quiz, sft"
-    ):
+    own = "chat, classification, preference, pretrain, process_reward, quiz, sft"
+    with pytest.raises(UserError, match=f"data=quizz: there is no conf/data/quizz.yaml; there are {own}"):
         check_command_line([*given[:-1], "data=quizz"], CONF, "base")

@@ -64,6 +64,17 @@ def test_the_defaults_pass() -> None:
         ("weight_decay=-1", "weight_decay=-1.0: 0 or more"),
         ("num_workers=-1", "num_workers=-1: 0 or more"),
         ("activation_checkpoint_interval=-1", "activation_checkpoint_interval=-1: 0 or more"),
+        (
+            "activation_checkpoint_interval=often",
+            "activation_checkpoint_interval=often: 0 or more, or auto",
+        ),
+        ("activation_checkpoint_interval=1.5", "activation_checkpoint_interval=1.5: 0 or more, or auto"),
+        ("activation_checkpoint_interval=null", "activation_checkpoint_interval=null: 0 or more, or auto"),
+        ("activation_checkpoint_interval=[1]", "activation_checkpoint_interval=[1]: 0 or more, or auto"),
+        (
+            "activation_checkpoint_interval={layers:1}",
+            "activation_checkpoint_interval={'layers': 1}: 0 or more, or auto",
+        ),
         ("num_train_epochs=0", "num_train_epochs=0.0: more than 0"),
         (
             "optimizer.betas=[0.9,0.999] optimizer.state_dtype=bf16",

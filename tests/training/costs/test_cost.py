@@ -66,6 +66,11 @@ def test_the_activations_are_those_that_autograd_saves(index: int, attention: st
     assert cost.saved_bytes == pytest.approx(bytes_really_saved(build_layers(config)[index], dtype), rel=0.01)
 
 
+def test_flash_attention_is_counted_where_its_package_is_missing() -> None:
+    flash, sdpa = (count(build_config(attention=name), torch.bfloat16)[1] for name in ("flash_attention_2", "sdpa"))
+    assert (flash.saved_bytes, flash.is_estimated) == (sdpa.saved_bytes, False)
+
+
 def test_parameters_are_those_of_the_built_layers() -> None:
     config = build_config()
     modules = [build_real(layer, torch.float32) for layer in build_layers(config)]

@@ -13,10 +13,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.cases import CHECKPOINTED, Case, merge, train_case, worst_difference
+from support.mixed_addmm import play_mixed_addmm
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup, count_threads
 
-from training.engine.gradient_sums import add_gradient
+from training.engine.gradient_sums import GradientSums, add_gradient
 
 BF16, OFFLOADED = "precision=bf16", "offload_optimizer=cpu"
 UNCLIPPED = "max_grad_norm=0"  # DeepSpeed's optimizers round the factor of clipping in their own ways
@@ -259,6 +260,34 @@ def test_a_gradient_that_was_assigned_may_have_any_strides() -> None:
     expected = parameter.grad.float()
     add_gradient(parameter, total)
     assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("overrides", [(), pytest.param((OFFLOADED,), marks=pytest.mark.full)])
+def test_deferred_products_are_added_to_the_sums(
+    workers: Callable[[int], WorkerGroup], root: Path, overrides: tuple[str, ...]
+) -> None:
+    """By the operator of a GPU, played: one call for each, and no gradient in bf16."""
+    case = build_case(root, False, 2, 2, "schedule=zero_bubble", *overrides)
+    found, calls, products = zip(*workers(2).run(train_as_a_gpu, case), strict=True)
+    plain = merge(workers(2).run(train_case, case))
+    assert calls == products and min(calls) > 0
+    # Two steps apart by the rounding of gradients to bf16
+    assert merge(list(found))["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+    assert worst_difference(merge(list(found))["weights"], plain["weights"])[0] < 1e-2
+
+
+def train_as_a_gpu(case: Case) -> tuple[dict[str, Any], int, int]:
+    """Return the results, the number of sums that a product was added to, and of products of weights."""
+    products: list[torch.nn.Parameter] = []
+    lend = GradientSums.lend_sum
+
+    def record(sums: GradientSums, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        assert parameter.grad is None
+        products.append(parameter)
+        return lend(sums, parameter)
+
+    with play_mixed_addmm() as shapes, patch.object(GradientSums, "lend_sum", record):
+        return train_case(case), len(shapes), len(products)
 
 
 # Reduction to the ranks that own the sums

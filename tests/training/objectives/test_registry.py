@@ -212,7 +212,11 @@ def test_the_data_says_what_is_trained(kind: str) -> None:
     ("overrides", "message"),
     [
         (("task=foo",), "task=foo: must be one of .*dpo, .*pretrain, .*sft"),
-        (("data.name=foo",), "data.name=foo: must be one of chat, preference, pretrain, sft, unpaired_preference"),
+        (
+            ("data.name=foo",),
+            "data.name=foo: must be one of chat, classification, preference, pretrain, process_reward, sft, "
+            "token_classification, unpaired_preference",
+        ),
         (("task=dpo",), "task=dpo and data=sft do not go together; give data=preference, or task=sft"),
     ],
 )

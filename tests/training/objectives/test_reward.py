@@ -27,6 +27,7 @@ from support.cases import (
     merge,
     worst_difference,
 )
+from support.head_runs import load_oracle, load_with_adapter
 from support.objective_runs import (
     NUM_SAMPLES,
     TENSOR_PARALLEL,
@@ -42,12 +43,10 @@ from support.pair_runs import REWARDS
 from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification
 
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
-from models.architecture.lookup import build_layers
-from models.weights.reward import as_reward_model
 from models.weights.sources import open_weights
 from scripts.generate import load_model
 from training.objectives.reward import RewardLoss
@@ -63,21 +62,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
     given = ("data=preference", "task=reward", "micro_batch_size=1", "learning_rate=0.05", *overrides)
     return objective_runs.build_case(root, workdir, layout, *given, tied=tied)
-
-
-def load_oracle(case: Case) -> PreTrainedModel:
-    """Load transformers' own class, with the head that the run initializes."""
-    config = case.config()
-    source = as_reward_model(open_weights(config.model_name_or_path), config.seed)
-    layers = build_layers(source.config)
-    tensors = {
-        layer.hf_prefix + name: tensor.clone()
-        for index, layer in enumerate(layers)
-        for name, tensor in source.read_layer(index, layer).items()
-    }
-    model = AutoModelForSequenceClassification.from_config(source.config, dtype=torch.float32)
-    model.load_state_dict(tensors)
-    return model
 
 
 def compute_scores(model: torch.nn.Module, dataset: TokenizedDataset, pair: int) -> torch.Tensor:
@@ -156,6 +140,10 @@ def evaluate_folder(folder: Path, tmp_path: Path) -> dict[str, float]:
     )
     assert not any(report.values()), report  # no tensor is missing, none is unexpected
     assert model.config.num_labels == 1
+    return evaluate_model(model, tmp_path)
+
+
+def evaluate_model(model: torch.nn.Module, tmp_path: Path) -> dict[str, float]:
     dataset = find_dataset(tmp_path)
     rows = [torch.from_numpy(dataset.input_ids(i).astype("int64")) for i in range(len(dataset))]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
@@ -207,12 +195,25 @@ def test_an_exported_model_is_converted_evaluated_and_trained_on(run, root: Path
     again = run("again", "pp2", "max_steps=1", f"model_name_or_path={hf}")
     assert again[0]["eval_rewards_margin"] == pytest.approx(first[-1]["eval_rewards_margin"], rel=BOUND)
 
-    with pytest.raises(UserError, match="is a reward model .LlamaForSequenceClassification.: it scores text"):
+    with pytest.raises(UserError, match="is a sequence classifier .LlamaForSequenceClassification.: it writes no text"):
         load_model(open_weights(str(hf)))
-    with pytest.raises(WorkerError, match="is a reward model .LlamaForSequenceClassification., which has no LM head"):
+    with pytest.raises(WorkerError, match="is a sequence classifier .LlamaForSequenceClassification., which has no LM"):
         run("dpo", "pp1", "task=dpo", f"model_name_or_path={hf}")
-    with pytest.raises(WorkerError, match="evaluate_only=true with task=reward: .* is not a reward model"):
+    with pytest.raises(WorkerError, match="evaluate_only=true with task=reward: .* is not a sequence classifier"):
         run("causal", "pp1", "evaluate_only=true")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_the_score_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_path: Path, layout: str) -> None:
+    lora = ("adapter=lora", "adapter.r=4", "learning_rate=3e-3")
+    whole = run("whole", layout, *lora)
+    run("begun", layout, *lora, "stop_after_steps=3")
+    ended = run("ended", "pp1", *lora, f"resume={tmp_path}/begun/checkpoints")
+    check_continued(whole, ended, ("loss", "grad_norm", *REWARDS), absolute=1e-5)
+    assert whole[-1]["eval_loss"] < whole[0]["eval_loss"]
+    expected = evaluate_model(load_with_adapter(root / "tiedFalse", tmp_path / "ended" / "hf", 1), tmp_path)
+    assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_a_pad_token_that_ends_answers_is_refused(run, root: Path, tmp_path: Path) -> None:
@@ -234,15 +235,17 @@ def test_another_loss_is_named_by_a_resume(run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("centering_coef", [0.0, 0.3])
 def test_the_loss_equals_its_formula(centering_coef: float) -> None:
-    """The last pair fills the batch, with scores that are not finite."""
-    scores = torch.tensor([1.0, -2.0, 0.5, 0.7, torch.inf, torch.nan], requires_grad=True)
-    lengths = torch.tensor([2, 1, 2, 2, 0, 0])
+    """The last pair fills the batch, with hidden states that are not finite."""
+    values = torch.tensor([1.0, -2.0, 0.5, 0.7, torch.inf, torch.nan], requires_grad=True)
+    hidden_states = values[:, None, None].expand(6, 2, 1)  # [B, T, D]
+    targets = torch.tensor([[-100, 0], [1, -100], [-100, 2], [-100, 3], [-100, -100], [-100, -100]])
+    indices, labels = torch.tensor([1, 2, 5, 7]), torch.zeros(4, 0)
     loss = RewardLoss(centering_coef)
-    found = loss((scores, lengths), (torch.zeros(6, 2), torch.tensor(2.0)))
+    found = loss((hidden_states, torch.ones(1, 1)), (targets, labels, torch.tensor(2.0), indices))
     differences, sums = torch.tensor([3.0, -0.2]), torch.tensor([-1.0, 1.2])
     expected = (-F.logsigmoid(differences) + centering_coef * sums.square()).sum() / 2
     torch.testing.assert_close(found, expected)
-    (gradient,) = torch.autograd.grad(found, scores)
+    (gradient,) = torch.autograd.grad(found, values)
     assert gradient.isfinite().all() and gradient[4:].eq(0).all() and gradient[:4].ne(0).all()
     totals = loss.take_totals()
     assert totals is not None and totals[1].tolist() == [2, 2, 2, 2]

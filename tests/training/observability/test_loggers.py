@@ -1,114 +1,135 @@
-"""Curves and facts in Weights & Biases (offline) and TensorBoard, read back from the files that they write."""
+"""Curves, facts and files in each tracker, offline, read back from what it wrote."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
+import os
+import re
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.configs import build_config, compose_config
+from support.trackers import FACTS, HELD, RECORDS
 
-from training.config.schema import LoggerConfig, LoggerName, WandbMode
+from errors import UserError
 from training.observability.environment import describe_environment
-from training.observability.loggers import IsolatedLogger, build_loggers
+from training.observability.loggers import IsolatedReporter, build_loggers, keep_handlers
+from training.observability.metrics import Reporter
+from training.resolution.packages import check_packages
 
-FACTS = {
-    "config": {"learning_rate": 0.5, "data": {"name": "sft"}},
-    "environment": {"python": "3"},
-    "plan": {"stage0": {"parameters": 7}},
-    "plan_table": "stage  layers\n    0     0-3",
-}
-RECORDS = [{"step": 1, "loss": 2.5, "wait_time": [0.5, 0.25]}, {"step": 2, "loss": 2.25}, {"step": 2, "eval_loss": 2.0}]
+ROOT = Path(__file__).resolve().parents[3]
+OPTIONAL = {"mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio", "comet": "comet_ml"}  # -> package
+MINIMAL = ("model_name_or_path=m", "train_file=t", "output_dir=o")
+MINE = """
+import json
+from dataclasses import dataclass
+
+@dataclass
+class Mine:
+    file: str
+    def _write(self, *words):
+        with open(self.file, "a") as stream:
+            stream.write(json.dumps(words) + "\\n")
+    def start(self, run, params):
+        self._write("start", run.name, dict(params))
+        return self.file
+    def log_metrics(self, figures, step):
+        self._write("metrics", step, dict(figures))
+    def log_file(self, file):
+        self._write("file", file.name)
+    def close(self):
+        self._write("close")
+"""
 
 
-def log(config: LoggerConfig, folder: Path, records: list[dict[str, Any]], first_step: int | None = 0) -> None:
-    (logger,) = build_loggers(config, folder, FACTS, first_step)
-    for record in records:
-        logger.report(record)
-        logger.advance(int(record["step"]))
-    logger.close()
+def build(*keys: str, folder: Path, first_step: int | None = 0) -> list[Reporter]:
+    return build_loggers(build_config(*keys).logger, folder, FACTS, first_step)
 
 
 def test_nothing_is_logged_elsewhere_unless_asked_for(tmp_path: Path) -> None:
-    assert build_loggers(LoggerConfig(), tmp_path, FACTS, 0) == [] and list(tmp_path.iterdir()) == []
+    assert build(folder=tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
-def read_leveldb_log(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format, after the seven bytes that wandb puts first: blocks of 32 KiB
-    with checksum, length, and whether it is a whole record (1), or its first (2), a middle (3) or its last part (4)."""
-    at, record = 7, b""
-    while at + 7 <= len(content):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
-        record = content[at + 7 : at + 7 + length] if kind in (1, 2) else record + content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield record
+def run_tracker(name: str, folder: Path) -> list[dict[str, Any]]:
+    """In a process of its own: a run, its continuation and an evaluation. Returns what each left there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "support.trackers", name, folder], cwd=ROOT / "tests", capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / HELD).read_text())
 
 
-def read_offline_run(folder: Path) -> tuple[str, dict[str, object], list[dict[str, float]]]:
-    """Return run id, config and history, from the transaction log that `wandb sync` sends."""
-    from wandb.proto import wandb_internal_pb2
-
-    (file,) = folder.glob("*.wandb")
-    deadline = time.monotonic() + 10  # another process writes it
-    while b"loss" not in file.read_bytes() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    run_id, config, history = "", {}, []
-    for data in read_leveldb_log(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.HasField("run"):
-            run_id = record.run.run_id
-            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-        if record.HasField("history"):
-            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            history.append(
-                {
-                    key: value
-                    for key, value in items.items()
-                    if key in ("loss", "eval_loss", "_step") or key.startswith("stage")
-                }
-            )
-    return run_id, config, history
+@pytest.mark.parametrize(
+    "name", ["wandb", "tensorboard", *(pytest.param(name, marks=pytest.mark.full) for name in OPTIONAL)]
+)
+def test_what_a_tracker_holds_offline_is_what_metrics_jsonl_holds(name: str, tmp_path: Path) -> None:
+    """Read back by the package itself. The run is resumed from step 2 under the same id; the evaluation has its own."""
+    package = OPTIONAL.get(name, name)
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    first, second, evaluation = run_tracker(name, tmp_path)
+    assert first["points"] == {
+        "loss": [[1, 2.5], [2, 2.25]], "eval_loss": [[2, 2.0]], "stage0/wait_time": [[1, 0.5]],
+        "stage1/wait_time": [[1, 0.25]],
+    }  # fmt: skip
+    assert [3, 2.0] in second["points"]["loss"] and [3, 1.5] in evaluation["points"]["eval_loss"]
+    assert first["id"] == second["id"] != evaluation["id"]
+    assert float(first["params"]["config.learning_rate"]) == 0.5 and first["params"]["config.data.name"] == "sft"
+    assert "    0     0-3" in first["params"]["plan_table"]
+    assert set(first["files"]) >= (
+        {"step_2.png"} if name == "tensorboard" else {"run.json", "step_2.png", "report.html"}
+    )
 
 
-def test_an_offline_run_of_weights_and_biases_holds_config_and_curves_and_keeps_its_id(
+def test_several_trackers_are_a_list_and_one_of_a_user_is_among_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    config = LoggerConfig(name=LoggerName.wandb, mode=WandbMode.offline)
-    log(config, tmp_path, RECORDS)
-    log(config, tmp_path, [{"step": 3, "loss": 2.0}], first_step=2)
-    log(config, tmp_path, [{"step": 3, "eval_loss": 1.5}], first_step=None)
-    folders = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime)
-    first, second, evaluation = map(read_offline_run, folders)
-    assert {name: first[1][name] for name in FACTS} == FACTS
-    assert first[2] == [
-        {"_step": 1, "loss": 2.5, "stage0/wait_time": 0.5, "stage1/wait_time": 0.25},
-        {"_step": 2, "loss": 2.25, "eval_loss": 2.0},
-    ]
-    assert second[2] == [{"_step": 3, "loss": 2.0}] and evaluation[2] == [{"_step": 3, "eval_loss": 1.5}]
-    assert first[0] == second[0] == (tmp_path / "wandb_run_id").read_text() != evaluation[0]
+    (tmp_path / "my_trackers.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    composed = compose_config("base", "logger=[tensorboard,wandb]", *MINIMAL)
+    assert list(composed.logger.trackers) == ["tensorboard", "wandb"] and composed.logger.project == "llm-pipeline"
+    out = tmp_path / "out"
+    out.mkdir()
+    given = "+logger.trackers.mine={_target_: my_trackers.Mine, file: notes.jsonl}"
+    loggers = build("logger=tensorboard", given, "logger.run_name=tuned", folder=out)
+    for logger in loggers:
+        for record in RECORDS:
+            logger.report(record)
+        logger.close()
+    assert len(loggers) == 2 and list((out / "tensorboard").iterdir())
+    notes = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+    assert notes == [
+        ["start", "tuned", FACTS], ["metrics", 1, {"loss": 2.5, "stage0/wait_time": 0.5, "stage1/wait_time": 0.25}],
+        ["metrics", 2, {"loss": 2.25}], ["metrics", 2, {"eval_loss": 2.0}], ["close"],
+    ]  # fmt: skip
 
 
-def test_tensorboard_holds_config_and_curves_and_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def test_a_wrong_tracker_and_a_missing_package_end_the_run_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="logger.trackers.mine: builtins.list must be a class with the methods of"):
+        check_packages(build_config("+logger.trackers.mine={_target_: builtins.list}"))
+    monkeypatch.setattr("training.trackers.build.find_spec", lambda name: None)
+    message = re.escape("logger=comet needs the package comet_ml (pip install comet_ml), or use none")
+    with pytest.raises(UserError, match=message):
+        check_packages(build_config("logger=comet"))
 
-    config = LoggerConfig(name=LoggerName.tensorboard)
-    log(config, tmp_path, RECORDS)
-    log(config, tmp_path, [{"step": 2, "loss": 1.0}, {"step": 3, "loss": 0.5}], first_step=1)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.0), (3, 0.5)]
-    assert [event.value for event in events.Scalars("stage1/wait_time")] == [0.25]
-    assert b'"learning_rate": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
-    assert b"\n    0     0-3\n" in events.Tensors("plan_table/text_summary")[0].tensor_proto.string_val[0]
+
+def test_a_tracker_does_not_take_the_handlers_of_signals() -> None:
+    mine, hook = lambda signum, frame: None, sys.excepthook
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with keep_handlers():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            sys.excepthook = print
+        assert signal.getsignal(signal.SIGTERM) is mine and sys.excepthook is hook
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("place", ["build", "report", "close"])
@@ -133,7 +154,7 @@ def test_a_logger_that_fails_is_reported_once_and_dropped(capfd: pytest.CaptureF
         def close(self) -> None:
             self._call("close")
 
-    logger = IsolatedLogger("mine", Broken)
+    logger = IsolatedReporter("logger=mine", Broken)
     for record in RECORDS:
         logger.report(record)
         logger.advance(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from models.layers.layer import Layer
 from training.config.schema import ParameterGroup, RunConfig
 from training.optim.optimizer import describe_updates
 from training.optim.parameter_groups import (
+    LORA_B,
     LR_RATIO,
     check_group_keys,
     check_parameter_groups,
@@ -57,6 +59,21 @@ def test_the_first_pattern_counts_and_every_rank_has_every_group(config: RunConf
     assert describe_updates(config) == {"parameter_groups": '[["mlp", 0.0001, null], ["norm|mlp", null, 0.3]]'}
     config.parameter_groups = []
     assert len(group_parameters(named, config)) == 2 and describe_updates(config) == {}
+
+
+def test_lora_plus_trains_the_matrices_b_faster(composed: RunConfig) -> None:
+    """Those that peft's own LoRA+ takes, after the entries that a user gives."""
+    config = deepcopy(composed)
+    config.adapter.loraplus_lr_ratio = 16.0
+    matrix = torch.zeros(2, 2)
+    names = ["a.q_proj.lora_A.default.weight", "a.q_proj.lora_B.default.weight", "a.norm_lora_BC.weight"]
+    groups = group_parameters([(name, matrix) for name in names], config)
+    assert [len(group["params"]) for group in groups] == [2, 0, 1, 0]
+    assert groups[2]["lr"] == pytest.approx(16e-3) and groups[2][LR_RATIO] == pytest.approx(16)
+    assert describe_updates(config) == {"parameter_groups": json.dumps([[LORA_B, 0.016, None]])}
+    config.parameter_groups = [ParameterGroup("q_proj", 1e-4)]
+    check_group_keys(config)
+    assert [len(group["params"]) for group in group_parameters([(names[1], matrix)], config)] == [0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from training.config.validate import MAX_BF16_BETA
 from training.optim import chunks
@@ -13,9 +16,10 @@ from training.optim.lion import Lion
 from training.optim.rounded_adamw import RoundedAdamW
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
+Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-def run(build: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> tuple[torch.Tensor, dict]:
+def run(build: Build) -> tuple[torch.Tensor, dict]:
     generator = torch.Generator().manual_seed(0)
     weights = torch.nn.Parameter(torch.randn(1000, generator=generator))
     optimizer = build([weights])
@@ -77,3 +81,78 @@ def test_up_to_a_beta_no_average_in_bf16_gets_stuck(beta: float, gets_stuck: boo
     optimizer.step()
     for name in ("exp_avg", "exp_avg_sq"):
         assert (optimizer.state[weights][name].float() < before).all() != gets_stuck
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that operators read and write, each argument and each result once."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and function.overloadpacket.__name__ not in ("empty_like", "detach"):
+            leaves = tree_leaves((args, kwargs, result))
+            self.nbytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+        return result
+
+
+def step(build: Build, steps: int = 3, elements: int = 3000) -> tuple[torch.Tensor, dict]:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.nn.Parameter(torch.randn(elements, generator=generator))
+    optimizer = build([weights])
+    for number in range(steps):
+        weights.grad = torch.randn(elements, generator=generator)
+        optimizer.param_groups[0]["lr"] = LR / (number + 1)  # a compiled update is not made again
+        optimizer.step()
+    return weights.detach(), optimizer.state[weights]
+
+
+OWN = {
+    "lion": lambda compiles: lambda weights: Lion(weights, LR, BETAS, DECAY, compiles=compiles),
+    "bf16-adamw": lambda compiles: lambda weights: RoundedAdamW(weights, LR, BETAS, EPS, DECAY, compiles=compiles),
+}
+
+
+@pytest.mark.parametrize(("name", "moved"), [("lion", 52), ("bf16-adamw", 112)])
+def test_operators_move_each_tensor_many_times(name: str, moved: int) -> None:
+    """docs/performance.md has these bytes of a parameter, for an update that is not compiled."""
+    weights = torch.nn.Parameter(torch.ones(3000))
+    optimizer = OWN[name](False)([weights])
+    for _ in range(2):  # the first step makes the state
+        weights.grad = torch.ones(3000)
+        with Moved() as found:
+            optimizer.step()
+    assert found.nbytes / weights.numel() == moved
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(OWN))
+def test_a_compiled_update_is_one_kernel_and_the_same_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel of a pointwise formula reads its inputs once and writes its results once. Chunks of two sizes, and a
+    learning rate that changes, share it."""
+    from torch._inductor import metrics  # takes seconds
+
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 2048)
+    torch._dynamo.reset()
+    metrics.reset()
+    found, state = step(OWN[name](True))
+    assert metrics.generated_kernel_count == 1
+    expected, reference = step(OWN[name](False))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    for each, tensor in reference.items():
+        if isinstance(tensor, torch.Tensor):
+            # The last bit of fp32 may round either way, and with it that of bf16
+            close = {"rtol": 2**-7, "atol": 0} if tensor.dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-7}
+            torch.testing.assert_close(state[each], tensor, **close)
+
+
+def test_tiny_tensors_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So checking an optimizer before a run, and planning one, compiles nothing."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: refuse)
+    step(OWN["lion"](True), elements=8)
+    with pytest.raises(AssertionError):
+        step(OWN["lion"](True))

@@ -23,6 +23,7 @@ from training.resolution.resolve import check_keys
             "bitsandbytes",
             "load_in_4bit=true needs the package bits",
         ),
+        (["flash_kernels=fa3"], "flash_attn_interface", "flash_kernels=fa3 needs the package flash_attn_interface"),
         (["logger=wandb"], "wandb", "logger=wandb needs the package wandb"),
         (["optimizer=adamw_8bit"], "bitsandbytes", "optimizer=adamw_8bit needs the package bitsandbytes"),
     ],
@@ -32,6 +33,7 @@ def test_a_missing_package_is_named_by_its_key(
 ) -> None:
     monkeypatch.setattr("training.resolution.packages.has_package", lambda name: name != missing)
     monkeypatch.setattr("training.resolution.resolve.has_package", lambda name: name != missing)
+    monkeypatch.setattr("training.trackers.build.find_spec", lambda name: None if name == missing else name)
     config = build_config("precision=bf16", "micro_batch_size=1", "global_batch_size=1", *overrides)
     with pytest.raises(UserError, match=message):
         check_packages(config)

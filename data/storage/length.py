@@ -46,7 +46,7 @@ def fit_sample(
     The first token of each, which nothing predicts, has the label -100. A piece without a target is omitted and
     counted. Raises `UserError` for a sample without a target, and for one that `truncate` leaves without a target.
     """
-    length, num_targets = len(sample["input_ids"]), count_targets(sample["labels"])
+    length, num_targets = len(sample["input_ids"]), count_targets(sample)
     if length != len(sample["labels"]):
         raise UserError(
             f"{location}: the encoder made {length} input_ids and {len(sample['labels'])} labels; "
@@ -65,7 +65,7 @@ def fit_sample(
     num_kept_tokens = end = 0
     for start in starts:
         piece = _cut(sample, start, start + max_seq_length)
-        if count_targets(piece["labels"]) == 0:
+        if count_targets(piece) == 0:
             continue
         kept.append(piece)
         stop = start + len(piece["input_ids"])
@@ -78,7 +78,7 @@ def fit_sample(
         num_dropped=int(policy is LengthPolicy.drop),
         num_split=int(policy is LengthPolicy.split),
         num_lost_tokens=length - num_kept_tokens,
-        num_lost_targets=num_targets - sum(count_targets(piece["labels"]) for piece in kept),
+        num_lost_targets=num_targets - sum(count_targets(piece) for piece in kept),
     )
 
 
@@ -93,7 +93,7 @@ def fit_samples(
             kept, sample_counts = fit_sample(sample, location, policy, max_seq_length)
         except UserError as error:
             problems.append(error)
-            num_tokens, num_targets = len(sample["input_ids"]), count_targets(sample["labels"])
+            num_tokens, num_targets = len(sample["input_ids"]), count_targets(sample)
             kept = []
             sample_counts = LengthCounts(num_truncated=1, num_lost_tokens=num_tokens, num_lost_targets=num_targets)
         fitted += kept
@@ -121,7 +121,7 @@ def fit_pair(
                 LengthCounts(
                     num_dropped=1,
                     num_lost_tokens=len(sample["input_ids"]),
-                    num_lost_targets=count_targets(sample["labels"]),
+                    num_lost_targets=count_targets(sample),
                 )
             )
         return [], counts
@@ -139,7 +139,10 @@ def _list_starts(length: int, max_seq_length: int) -> Sequence[int]:
 
 def _cut(sample: Sample, start: int, stop: int) -> Sample:
     labels = [IGNORE_INDEX, *sample["labels"][start + 1 : stop]]
-    return Sample(input_ids=sample["input_ids"][start:stop], labels=labels)
+    cut = Sample(input_ids=sample["input_ids"][start:stop], labels=labels)
+    if "label" in sample:
+        cut["label"] = sample["label"]
+    return cut
 
 
 def _describe_lost(sample: Sample, location: str, max_seq_length: int) -> str:

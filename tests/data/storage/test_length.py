@@ -2,9 +2,9 @@
 
 import pytest
 
-from data.encoders.length import LengthCounts, fit_sample
 from data.options import LengthPolicy
 from data.sample import Sample
+from data.storage.length import LengthCounts, fit_sample
 from errors import UserError
 
 TRUNCATE, DROP, SPLIT = LengthPolicy

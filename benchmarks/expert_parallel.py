@@ -1,0 +1,147 @@
+"""Measures what dividing experts saves and costs, on two ranks of one core each.
+
+    python benchmarks/expert_parallel.py [--rounds 9] [--precisions fp32 bf16] [--tiny]
+
+Two replicas with all experts against the same two with half of them each (`expert_parallel_size=2`), of the same global
+batch: what a rank has allocated after a step, at its peak and, of the weights and sums of experts, the share of those
+of a rank with all of them; the time of a step, and the share of it in exchanges, waiting for the other rank included.
+Of a small model, whose steps show the exchanges, and of one whose experts are most of the work. Steps are taken in
+turns in one process for each rank, since the machine's speed drifts. --tiny: small ones, to see that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3MoeConfig
+
+from benchmarks.allocation import AllocationPeak
+from benchmarks.workload import build_engine, compose_run, repeat_batch, run_ranks
+
+VOCAB_SIZE, LAYERS, EXPERTS, ACTIVE, RANKS = 2048, 2, 16, 4, 2
+# hidden size, width of an expert, tokens of a micro-batch
+SIZES = {"small": (256, 256, 256), "experts are most of the work": (512, 1408, 1024)}
+TINY = {"tiny": (32, 32, 32)}
+SUM_BYTES = 4  # of an accumulated gradient
+MICRO_BATCHES = 2
+
+
+class Clock:
+    """Observes exchanges. seconds: in them, since it was set to 0."""
+
+    seconds = 0.0
+
+    def start_exchange(self) -> None:
+        self._start = time.perf_counter()
+
+    def finish_exchange(self) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    print(f"{RANKS} ranks, {EXPERTS} experts, {ACTIVE} of each token, {arguments.rounds} rounds")
+    for (name, sizes), precision in itertools.product(
+        (TINY if arguments.tiny else SIZES).items(), arguments.precisions
+    ):
+        report_memory(name, sizes, precision)
+        report_time(name, sizes, precision, arguments.rounds)
+
+
+def report_memory(name: str, sizes: tuple[int, int, int], precision: str) -> None:
+    (whole, whole_peak, expert_bytes), (divided, divided_peak, _) = (
+        run_ranks(measure_memory, RANKS, size, sizes, precision)[0] for size in (1, RANKS)
+    )
+    share = (expert_bytes - (whole - divided)) / expert_bytes
+    print(
+        f"{name}, {precision}: a rank has {divided / 2**20:,.1f} MiB, with all experts {whole / 2**20:,.1f}; at its "
+        f"peak {divided_peak / 2**20:,.1f} and {whole_peak / 2**20:,.1f}; of weights and sums of experts {share:.1%}",
+        flush=True,
+    )
+
+
+def report_time(name: str, sizes: tuple[int, int, int], precision: str, rounds: int) -> None:
+    ratios, shares = run_ranks(measure_steps, RANKS, sizes, precision, rounds)[0]
+    print(
+        f"{name}, {precision}: a step takes {statistics.median(ratios):.2f} of that with all experts "
+        f"({min(ratios):.2f} - {max(ratios):.2f}); {statistics.median(shares):.1%} of it in exchanges",
+        flush=True,
+    )
+
+
+def build(expert_parallel_size: int, sizes: tuple[int, int, int], precision: str) -> tuple[Any, Any, Any]:
+    """Return the engine, its run's config, and its batches."""
+    hidden_size, expert_size, seq_length = sizes
+    config = compose_run(
+        "num_stages=1",
+        f"expert_parallel_size={expert_parallel_size}",
+        "micro_batch_size=1",
+        f"global_batch_size={RANKS * MICRO_BATCHES}",
+        f"max_seq_length={seq_length}",
+        f"precision={precision}",
+        "activation_checkpoint_interval=0",
+    )
+    architecture = Qwen3MoeConfig(
+        hidden_size=hidden_size, intermediate_size=expert_size, moe_intermediate_size=expert_size,
+        num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=hidden_size // 4,
+        vocab_size=VOCAB_SIZE, num_experts=EXPERTS, num_experts_per_tok=ACTIVE, norm_topk_prob=True,
+        max_position_embeddings=seq_length, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    architecture._attn_implementation = "sdpa"
+    return build_engine(architecture, config), config, repeat_batch(1, seq_length, VOCAB_SIZE)
+
+
+def measure_memory(expert_parallel_size: int, sizes: tuple[int, int, int], precision: str) -> tuple[int, int, int]:
+    """Return a rank's bytes after two steps and at its peak, and those of its experts' weights and sums; of the rank
+    with more."""
+    from training.engine.steps import train_step
+
+    with AllocationPeak() as counter:
+        engine, config, batches = build(expert_parallel_size, sizes, precision)
+        counter.peak = counter.alive  # loading is not of a step
+        for _ in range(2):  # after the first the optimizer has its state
+            train_step(engine, batches, config, 0, 1)
+        counted = torch.tensor([counter.alive, counter.peak])
+    dist.all_reduce(counted, dist.ReduceOp.MAX)
+    experts = (each for name, each, _ in engine.module.named_hf_parameters() if ".experts." in name)
+    expert_bytes = sum(each.numel() * (each.element_size() + SUM_BYTES) for each in experts)
+    alive, peak = counted.tolist()
+    return alive, peak, expert_bytes
+
+
+def measure_steps(sizes: tuple[int, int, int], precision: str, rounds: int) -> tuple[list[float], list[float]]:
+    """Return, for each round, the ratio of a step with divided experts to one with all of them, and the share of the
+    former in exchanges."""
+    from training.engine.steps import train_step
+
+    runs, clock = {size: build(size, sizes, precision) for size in (1, RANKS)}, Clock()
+    runs[RANKS][0].module.expert_parallel.exchanges.observer = clock
+    ratios, shares = [], []
+    for _ in range(1 + rounds):
+        seconds = {}
+        for size, (engine, config, batches) in runs.items():
+            dist.barrier()
+            clock.seconds, start = 0.0, time.perf_counter()
+            train_step(engine, batches, config, 0, 1)
+            seconds[size] = time.perf_counter() - start
+        ratios.append(seconds[RANKS] / seconds[1])
+        shares.append(clock.seconds / seconds[RANKS])
+    return ratios[1:], shares[1:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Documents with a label: a text, two texts, or a conversation, and one class, any number of classes, or numbers.
+
+Text:      `tokenizer(text)` or `tokenizer(text, text_pair)`: the tokens that the text-classification pipeline of
+           `transformers` gives the trained model.
+Messages:  the conversation in the tokenizer's chat template, without a generation prompt.
+
+No token is a target: the document is, as a whole.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.counts import ContentCounts
+from data.encoders.control_tokens import Guard
+from data.encoders.messages import TURN_FLAGS, check_messages, read_tools, refuse_media
+from data.encoders.rendering import RECORD_KWARGS, Calendar, Renderer, read_template_kwargs
+from data.encoders.segments import CountingEncoder, Piece, Pieces, check_text, get_fields, tokenize_sample
+from data.options import ControlTokens, ProblemType
+from data.sample import IGNORE_INDEX, Sample
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class ClassificationEncoder(CountingEncoder):
+    """Records with a text, or with messages, and a label. labels: their names; None before they are known, when nothing
+    can be encoded. A field `tools` goes to the chat template."""
+
+    text_field: str = "text"
+    text_pair_field: str | None = None
+    messages_field: str = "messages"
+    label_field: str = "label"
+    problem_type: ProblemType = ProblemType.single_label_classification
+    labels: Sequence[str] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    control_tokens: ControlTokens | None = None
+    chat_template: str | None = field(default=None, repr=False)  # as named; the tokenizer has its text
+
+    def encode(
+        self,
+        record: dict,
+        location: str,
+        tokenizer: PreTrainedTokenizerBase,
+        counts: ContentCounts | None = None,
+    ) -> Sample:
+        """Return the sample of one record. counts: what was found is added to it. Raises `UserError` naming `location`
+        for a field that is missing or empty, and a label that cannot be read.
+        """
+        refuse_media(record, location)
+        (value,) = get_fields(record, {"data.label_field": self.label_field}, location)
+        where = f"{location}: field '{self.label_field}'"
+        if self.problem_type is ProblemType.regression:
+            label: list[int] | list[float] = _read_numbers(value, len(self.labels or ()) or 1, where)
+        else:
+            label = read_classes(value, self.labels or (), self.problem_type, where)
+        found = counts or ContentCounts()
+        if self.messages_field in record and self.text_field not in record:
+            pieces = self._split_messages(record, location, tokenizer, found)
+        else:
+            pieces = self._split_texts(record, location, tokenizer, found)
+        input_ids = tokenize_sample(pieces, location, tokenizer)["input_ids"]
+        return Sample(input_ids=input_ids, labels=[IGNORE_INDEX] * len(input_ids), label=label)
+
+    def _split_texts(
+        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
+    ) -> Pieces:
+        named = {"data.text_field": self.text_field}
+        if self.text_pair_field is not None:
+            named["data.text_pair_field"] = self.text_pair_field
+        guard = Guard(tokenizer, self.control_tokens, counts)
+        texts = []
+        for name, value in zip(named.values(), get_fields(record, named, location)):
+            text = check_text(value, f"{location}: field '{name}'")
+            if not text.strip():
+                raise UserError(f"{location}: field '{name}' is empty; fill it or remove the record")
+            texts.append(guard.protect_text(text, f"{location}: field '{name}'"))
+        first, *between = find_special(tokenizer, len(texts))
+        pieces = [Piece(list(first), False)]
+        for text, special in zip(texts, between, strict=True):
+            pieces += [Piece(text, False), Piece(list(special), False)]
+        return guard.release(pieces)
+
+    def _split_messages(
+        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
+    ) -> Pieces:
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"{location}: the record holds messages, but the tokenizer has no chat template; name one with "
+                "data.chat_template (such as chatml), or use records with a text"
+            )
+        checked = check_messages(record[self.messages_field], location, needs_answer=False)
+        own_kwargs = read_template_kwargs(record.get(RECORD_KWARGS), f"{location}: {RECORD_KWARGS}")
+        kwargs = {**self.template_kwargs, **own_kwargs}
+        tools = read_tools(record.get("tools"), location)
+        renderer = Renderer(tokenizer, location, tools, kwargs, calendar := Calendar.of(kwargs))
+        guard = Guard(tokenizer, self.control_tokens, counts)
+        turns = [
+            guard.protect_turn(
+                {name: value for name, value in turn.items() if name not in TURN_FLAGS},
+                f"{location}: message {number}",
+            )
+            for turn, number in zip(checked, count(1))
+        ]
+        text = renderer.render(renderer.fit_calls(turns))
+        counts.num_default_dates += calendar.was_needed
+        return guard.release([Piece(text, False)])
+
+
+@lru_cache(maxsize=4)
+def find_special(tokenizer: PreTrainedTokenizerBase, num_texts: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ids that the tokenizer itself puts before, between and after that many texts."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    rest, special = tokenizer(*["a"] * num_texts)["input_ids"], []
+    for _ in range(num_texts):
+        start = next(i for i in range(len(rest)) if rest[i : i + len(plain)] == plain)
+        special.append(tuple(rest[:start]))
+        rest = rest[start + len(plain) :]
+    return (*special, tuple(rest))
+
+
+def name_classes(value: object, problem_type: ProblemType, where: str) -> list[str]:
+    """Return the names of a record's classes. Raises `UserError` naming `where` for what names none."""
+    if problem_type is ProblemType.multi_label_classification:
+        if not isinstance(value, list):
+            raise UserError(
+                f"{where} must be a list of labels (data.problem_type={problem_type.value}), not {value!r}; fix or "
+                "remove the record"
+            )
+        return [_name_class(each, where) for each in value]
+    return [_name_class(value, where)]
+
+
+def _name_class(value: object, where: str) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value)
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{where} must be a label, a text or a whole number, not {value!r}; fix or remove the record")
+    return value
+
+
+def read_classes(value: object, labels: Sequence[str], problem_type: ProblemType, where: str) -> list[int]:
+    """Return the index of the class, or of each class whether the record has it, 1 or 0. A number that is not a name
+    counts the labels from 0. Raises `UserError` naming `where` for a label that is not among `labels`."""
+    indices = [find_class(name, labels, where) for name in name_classes(value, problem_type, where)]
+    if problem_type is ProblemType.single_label_classification:
+        return indices
+    return [int(index in indices) for index in range(len(labels))]
+
+
+def find_class(name: str, labels: Sequence[str], where: str) -> int:
+    """Return the index of a class by its name, or by its number, from 0. Raises `UserError` as `read_classes` does."""
+    if name in labels:
+        return list(labels).index(name)
+    if name.isdecimal() and int(name) < len(labels):
+        return int(name)
+    raise UserError(
+        f"{where} is '{name}', which is not among the labels ({', '.join(labels[:10])}{', ...' * (len(labels) > 10)}); "
+        "fix or remove the record, or name all labels in data.labels"
+    )
+
+
+def _read_numbers(value: object, length: int, where: str) -> list[float]:
+    given = value if isinstance(value, list) else [value]
+    numbers = [float(each) for each in given if isinstance(each, int | float) and not isinstance(each, bool)]
+    if len(numbers) != len(given) or len(numbers) != length or not all(map(math.isfinite, numbers)):
+        form = "a number" if length == 1 else f"a list of {length} numbers"
+        raise UserError(
+            f"{where} must be {form} (data.problem_type=regression), not {value!r}; fix or remove the record"
+        )
+    return numbers

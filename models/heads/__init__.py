@@ -1,0 +1,1 @@
+"""Heads in place of the LM head, one file each."""

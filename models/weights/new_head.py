@@ -1,0 +1,66 @@
+"""The weights of a model that gets a new head: those of a causal language model, and a randomly drawn head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from models.architecture.lookup import build_layers
+from models.heads.head import Head, Labels
+from models.heads.table import describe_head, find_head
+from models.layers.layer import Layer
+from models.layers.wrapped import Wrapper
+from models.storage.safetensors_writer import TensorInfo
+from models.weights.random_weights import RandomWeights
+from models.weights.source import StoredWeights, WeightSource
+
+
+class WithNewHead:
+    """A `WeightSource`: the weights of `base` except its head. The new head is drawn from the seed and its index in the
+    model, as in a model that is trained from scratch, so it is the same at every layout."""
+
+    def __init__(self, base: WeightSource, head: Head, labels: Labels, seed: int) -> None:
+        self._base, self.path = base, base.path
+        self.config = describe_head(base.config, head, labels)
+        self.wrapper: Wrapper | None = None
+        self._head, self._drawn = head, RandomWeights(self.config, seed)
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        source = self._drawn if self._is_head(layer) else self._base
+        return source.read_layer(index, layer)
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        """Check the base model, including its own head."""
+        self._base.check_complete(build_layers(self._base.config))
+
+    def files(self) -> list[Path]:
+        return self._base.files()
+
+    def list_passthrough(self) -> list[TensorInfo]:
+        return self._base.list_passthrough()
+
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return self._base.read_passthrough(name)
+
+    def _is_head(self, layer: Layer) -> bool:
+        return layer.hf_prefix == self._head.prefix
+
+
+class StoredWithNewHead(WithNewHead):
+    """The same of weights in files: `StoredWeights`. For an adapter that brings the trained head along."""
+
+    def __init__(self, base: StoredWeights, head: Head, labels: Labels) -> None:
+        super().__init__(base, head, labels, seed=0)
+        self._stored = base
+
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        if self._is_head(layer):
+            return dict(layer.build_on_meta().state_dict())
+        return self._stored.describe_layer(index, layer)
+
+
+def add_head(source: WeightSource, head: Head, labels: Labels, seed: int) -> WeightSource:
+    """Return `source` where it has this head already; else the same weights with a new one. Not for a text model inside
+    another one."""
+    return source if find_head(source.config) is head else WithNewHead(source, head, labels, seed)

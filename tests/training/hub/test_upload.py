@@ -1,0 +1,186 @@
+"""The model of a run on the hub: what arrives there, with which model card, and what becomes of a broken upload."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import constants
+from support.hub_server import TOKEN, Hub, serve_hub
+
+from errors import UserError
+from training.checkpoint.run_folder import RunFolder
+from training.config.schema import HubConfig
+from training.hub.model_card import render_card
+from training.hub.upload import Repository, Uploader, open_uploader
+from training.observability.run_page import read_history
+
+ROOT = Path(__file__).resolve().parents[3]
+FACTS: dict[str, Any] = {
+    "config": {
+        "model_name_or_path": "meta/base-8b@main", "train_file": ["hf:org/chats?split=train", "mine.jsonl"],
+        "task": "sft", "max_seq_length": 4096, "learning_rate": 1e-5, "lr_scheduler_type": "cosine", "seed": 7,
+        "optimizer": {"name": "adamw"}, "adapter": {"name": "none"}, "num_stages": 2, "tensor_parallel_size": 2,
+        "context_parallel_size": 1, "zero_stage": 1, "precision": "bf16", "init": "pretrained",
+    },
+    "environment": {
+        "command": "trainer_base_ds_mp.py -cn mine 'train_file=[hf:org/chats?split=train,mine.jsonl]'",
+        "hosts": {"a": 4, "b": 4}, "device": "NVIDIA H100", "python": "3.11.7", "packages": {"torch": "2.13.0"},
+        "git": "abc123",
+    },
+    "data": {"train_file": [{"name": "mine.jsonl", "samples": 1200, "tokens": 34000, "targets": 5000}]},
+}  # fmt: skip
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> RunFolder:
+    """A finished run with an export."""
+    folder = RunFolder(tmp_path / "out")
+    folder.export.mkdir(parents=True)
+    folder.facts.write_text(json.dumps(FACTS))
+    lines: list[dict[str, Any]] = [
+        {"step": step, "loss": 3.0 - step / 2, "num_tokens": 1000 * step} for step in (1, 2, 3)
+    ]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 3, "eval_loss": 1.75}]))
+    folder.completed.write_text(json.dumps({"step": 3, "ended_by": "the last step"}))
+    (folder.export / "config.json").write_text("{}")
+    (folder.export / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Stands for HF_ENDPOINT, HF_TOKEN and HF_HUB_DISABLE_XET, which `huggingface_hub` reads when it is imported."""
+    with serve_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+
+
+def read_header(text: str) -> dict[str, Any]:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_the_model_card_says_what_the_files_of_the_run_say(run_folder: RunFolder) -> None:
+    text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", "llama3")
+    assert read_header(text) == {
+        "base_model": "meta/base-8b", "license": "llama3", "library_name": "transformers",
+        "pipeline_tag": "text-generation", "datasets": ["org/chats"], "tags": ["llm-pipeline", "deepspeed"],
+    }  # fmt: skip
+    for line in (
+        "| base model | `meta/base-8b` |", "| licence of the base | llama3 |", "| steps | 3, 3,000 tokens |",
+        "| layout | 2 stages, 2 replicas, tensor_parallel 2; ZeRO stage 1, bf16 |",
+        "| hardware | 8 x NVIDIA H100 on 2 host(s) |",
+        "| versions | Python 3.11.7, torch 2.13.0; llm-pipeline abc123 |",
+        "| `train_file` | `mine.jsonl` | 1,200 | 34,000 | 5,000 |",
+        "| `loss` | 2.5000 | 1.5000 | 3 |", "| `eval_loss` | 1.7500 | 1.7500 | 3 |",
+        f"```bash\n{FACTS['environment']['command']}\n```",
+    ):  # fmt: skip
+        assert line in text, line
+
+
+def test_the_model_card_of_an_adapter_on_a_local_model_names_neither_a_repository_nor_a_licence(
+    run_folder: RunFolder, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    adapter = {"name": "lora", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+    config = FACTS["config"] | {"model_name_or_path": str(base), "adapter": adapter}
+    run_folder.facts.write_text(json.dumps(FACTS | {"config": config, "data": {}}))
+    (run_folder.export / "adapter_config.json").write_text("{}")
+    text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", None)
+    header = read_header(text)
+    assert header["library_name"] == "peft" and not header.keys() & {"base_model", "license"}
+    assert "| adapter | r 8, alpha 16, on all-linear |" in text and "not stated where it was read from" in text
+    assert 'Streamed from `["hf:org/chats?split=train", "mine.jsonl"]`' in text
+
+
+def test_an_upload_that_broke_off_sends_the_rest_and_the_token_is_in_no_file(hub: Hub, run_folder: RunFolder) -> None:
+    hub.fields["meta/base-8b"] = {"license": "llama3"}
+    repository = Repository("me/mine", private=True)
+    hub.num_broken = 1
+    with pytest.raises(Exception, match="Error while uploading"):
+        repository.upload(run_folder, run_folder.export, "step 3")
+    assert hub.repos["me/mine"] == {} and len(hub.puts) == 1
+    assert repository.upload(run_folder, run_folder.export, "step 3") == f"{hub.url}/me/mine"
+    assert len(hub.puts) == 2 == len(set(hub.puts)), "what had arrived is not sent again"
+    held = hub.repos["me/mine"]
+    assert held == {file.name: file.read_bytes() for file in run_folder.export.iterdir()}
+    assert held.keys() == {"README.md", "loss.png", "config.json", "model.safetensors"}
+    assert held["loss.png"].startswith(b"\x89PNG") and read_header(held["README.md"].decode())["license"] == "llama3"
+    assert hub.created == [{"name": "mine", "organization": "me", "visibility": "private"}]
+    assert hub.commits == ["step 3"]
+    files = [file for file in run_folder.path.rglob("*") if file.is_file()]
+    assert not [file for file in files if TOKEN.encode() in file.read_bytes()]
+
+
+def test_what_would_refuse_the_upload_ends_the_run_before_it_trains(
+    hub: Hub, run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert open_uploader(HubConfig(None, True, None), run_folder) is None
+    with pytest.raises(UserError, match="hub.repo_id=mine: give org/name"):
+        Repository("mine", private=True)
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(UserError, match="hub.repo_id=me/mine could not be created .*401") as refused:
+        open_uploader(HubConfig("me/mine", True, None), run_folder)
+    assert "wrong" not in str(refused.value) and "\n" not in str(refused.value)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match="set HF_TOKEN in the environment"):
+        Repository("me/mine", private=True)
+
+
+def test_a_failed_upload_is_printed_with_the_way_out_and_the_next_one_is_tried(
+    hub: Hub, run_folder: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    uploader = Uploader(Repository("me/mine", private=False), run_folder)
+    hub.num_broken = 2
+    uploader.start(run_folder.export, "step 2")
+    uploader.wait()
+    said = capfd.readouterr().err
+    assert "hub: step 2 could not be uploaded (" in said and hub.created[0]["visibility"] == "public"
+    assert f"python scripts/upload.py {run_folder.path} --repo_id me/mine" in said and TOKEN not in said
+    uploader.start(run_folder.export, "step 3")
+    uploader.wait()
+    assert not uploader.is_busy and f"hub: step 3 is at {hub.url}/me/mine" in capfd.readouterr().err
+    assert hub.commits == ["step 3"]
+
+
+@pytest.mark.full
+def test_the_script_uploads_a_finished_run(run_folder: RunFolder) -> None:
+    with serve_hub() as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+        command = [sys.executable, ROOT / "scripts" / "upload.py", run_folder.path, "--repo_id", "me/mine"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0 and done.stdout == f"{run_folder.export} is at {hub.url}/me/mine\n", done.stderr
+        assert len(hub.repos["me/mine"]) == 4 and TOKEN not in done.stderr
+
+
+@pytest.mark.full
+def test_a_run_uploads_while_it_trains_and_at_its_end(root: Path, tmp_path: Path) -> None:
+    """Its second step as hf/, then the last one, whose weights are those that stay there."""
+    out = tmp_path / "out"
+    with serve_hub() as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+        keys = (
+            f"model_name_or_path={root}/tiedFalse", f"train_file={root}/train.jsonl", f"output_dir={out}",
+            f"data.cache_dir={tmp_path}/cache", "num_stages=1", "micro_batch_size=2", "global_batch_size=4",
+            "max_seq_length=256", "precision=fp32", "learning_rate=1e-2", "max_steps=3", "hub.repo_id=me/mine",
+            "hub.every=2",
+        )  # fmt: skip
+        command = [sys.executable, ROOT / "trainer_base_ds_mp.py", *keys]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert hub.commits == ["step 2", "step 3"] and f"hub: step 3 is at {hub.url}/me/mine" in done.stderr
+        held = hub.repos["me/mine"]
+    assert held["model.safetensors"] == (out / "hf" / "model.safetensors").read_bytes()
+    assert "| steps | 3, " in held["README.md"].decode() and len(hub.puts) == 4, "weights and losses of two steps"
+    assert TOKEN not in done.stdout + done.stderr
+    assert not [file for file in out.rglob("*") if file.is_file() and TOKEN.encode() in file.read_bytes()]

@@ -1,0 +1,172 @@
+"""Published example configs of other trainers become ones that compose and can be planned."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from support.configs import CONF
+from support.published_configs import CONFIGS
+
+from errors import UserError
+from training.cli.command_line import check_command_line
+from training.config.schema import RunConfig, register_schema
+from training.migration import hugging_face
+from training.migration.explain import explain, list_documented
+from training.migration.importer import PROJECTS, Imported, import_config
+from training.planner.run import plan_run
+
+# The first of each project
+SHORT = {project: name for name, (project, *_) in reversed(CONFIGS.items())}.values()
+
+
+def convert(tmp_path: Path, name: str) -> Imported:
+    project, file_name, text = CONFIGS[name]
+    (tmp_path / file_name).write_text(text)
+    imported = import_config(tmp_path / file_name)
+    assert imported.project == project
+    return imported
+
+
+def compose(imported: Imported, tmp_path: Path, *overrides: str) -> RunConfig:
+    """Compose the file that the importer writes, as `--config-dir` does."""
+    text = imported.render("mine", "theirs.yaml")
+    (tmp_path / "conf").mkdir(exist_ok=True)
+    (tmp_path / "conf" / "mine.yaml").write_text(text)
+    register_schema()
+    command = ["--config-dir", str(tmp_path / "conf"), "-cn", "mine", *overrides]
+    return OmegaConf.to_object(check_command_line(command, CONF, "base"))
+
+
+def test_there_are_thirty_examples_of_five_projects() -> None:
+    assert len(CONFIGS) >= 30 and {project for project, _, _ in CONFIGS.values()} == set(PROJECTS)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in CONFIGS]
+)
+def test_an_example_composes_and_can_be_planned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    imported = convert(tmp_path, name)
+    keys = (
+        "model=llama_3_1_8b",
+        "plan=true",
+        "hardware=h100",
+        f"output_dir={tmp_path}/out",
+        "overwrite_output_dir=false",
+    )
+    config = compose(imported, tmp_path, *keys)
+    world_size = (
+        8 if math.prod((config.num_stages, config.tensor_parallel_size, config.context_parallel_size)) <= 8 else 16
+    )
+    config.world_size = world_size
+    text = "\n".join(plan_run(config))
+    assert "FITS" in text or "DOES NOT FIT" in text, text
+    unexplained = {key for key, why in imported.left.items() if not why}
+    assert not unexplained, unexplained
+
+
+def test_a_config_means_the_same_here(tmp_path: Path) -> None:
+    """The one of LLaMA-Factory's README: what it says, and what it leaves to defaults that are not ours."""
+    imported = convert(tmp_path, "llama-factory/llama3_lora_sft")
+    config = compose(imported, tmp_path)
+    assert config.model_name_or_path == "meta-llama/Meta-Llama-3-8B-Instruct" and config.max_seq_length == 2048
+    assert (config.micro_batch_size, config.gradient_accumulation_steps, config.global_batch_size) == (1, 8, None)
+    assert (config.learning_rate, config.warmup_ratio, config.min_lr_ratio) == (1e-4, 0.1, 0.0)
+    assert config.optimizer.betas == [0.9, 0.999] and config.num_train_epochs == 3
+    adapter = config.adapter
+    assert (adapter.name.value, adapter.r, adapter.lora_alpha, adapter.target_modules) == ("lora", 8, 16, "all-linear")
+    assert config.data.name == "chat" and config.data.eval_fraction == 0.1 and config.data.max_samples == 1000
+    assert config.train_file == ["data/identity.json", "data/alpaca_en_demo.json"] and config.eval_steps == 500
+    assert config.precision.value == "bf16" and config.activation_checkpoint_interval == 1
+    assert set(imported.left) == {"template", "dataset identity", "dataset alpaca_en_demo"}
+
+
+def test_data_sets_are_found_in_dataset_info_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    info = {
+        "identity": {"file_name": "identity.json"},
+        "alpaca_en_demo": {"hf_hub_url": "llamafactory/alpaca_en", "split": "train", "columns": {"messages": "turns"}},
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    imported = convert(tmp_path, "llama-factory/llama3_lora_sft")
+    assert imported.keys["train_file"] == [f"{tmp_path}/data/identity.json", "hf:llamafactory/alpaca_en?split=train"]
+    assert imported.keys["data.messages_field"] == "turns"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("axolotl/fft_8b", {"data": "chat", "optimizer": "adamw_8bit", "zero_stage": 2, "eval_epochs": 0.5,
+                            "data.messages_field": "conversations", "learning_rate": 2e-5, "fused_kernels": "auto",
+                            "train_file": "hf:mlabonne/FineTome-100k?split=train[:20%]"}),
+        ("axolotl/pretrain_8b", {"data": "pretrain", "logger": "wandb", "logger.mode": "offline", "keep_last": 2,
+                                 "data.text_field": "body", "data.eval_samples": 100, "lr_scheduler_type": "constant"}),
+        ("axolotl/kto_8b", {"data": "unpaired_preference", "kto.beta": 0.5, "kto.desirable_weight": 0.2,
+                            "adapter.load_in_4bit": True}),
+        ("trl/cpo_simpo.sh", {"data": "preference", "task": "simpo", "simpo.beta": 2.0, "simpo.sft_coef": 0.5,
+                              "simpo.gamma": 0.5, "precision": "bf16", "adapter.r": 16}),
+        ("trl/sft_full", {"data": "chat", "eval_file": "hf:trl-lib/Capybara?split=test",
+                          "data.eos_token": "<|im_end|>"}),
+        ("ms-swift/lora_sft.sh", {"adapter.r": 8, "adapter.target_modules": "all-linear", "data.max_samples": 500,
+                                  "train_file": ["hf:AI-ModelScope/alpaca-gpt4-data-zh",
+                                                 "hf:AI-ModelScope/alpaca-gpt4-data-en", "hf:swift/self-cognition"]}),
+        ("ms-swift/pretrain.sh", {"data": "pretrain", "zero_stage": 3, "offload_parameters": "cpu", "max_steps": 1000}),
+        ("paddlenlp/sft_argument.json", {"num_stages": 2, "tensor_parallel_size": 4, "data.prompt_field": "src",
+                                         "eval_epochs": 1, "save_epochs": 1, "warmup_steps": 30, "keep_last": 1}),
+        ("paddlenlp/pretrain_argument.json", {"optimizer.state_dtype": "bf16", "optimizer.betas": [0.9, 0.996],
+                                              "min_lr_ratio": 0.1,
+                                              "sequence_parallel": True, "data": "pretrain"}),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_the_keys(name: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    imported = convert(tmp_path, name)
+    ours = {**imported.groups, **imported.keys}
+    assert {key: ours.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_the_page_and_the_rules_know_the_same_keys(project: str) -> None:
+    module = PROJECTS[project]
+    documented = set(list_documented(module.HEADINGS))
+    own = module.RULES.keys() - (hugging_face.RULES.keys() if module.RULES.keys() > {"ddp_timeout"} else set())
+    assert sorted(key for key in own if key not in documented) == [], "docs/migration.md does not name them"
+
+
+def test_what_is_left_is_said_with_the_nearest_key(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "stage: ppo\nfinetuning_type: full\nuse_galore: true\nlearning_rte: 1\nval_size: 0\n"
+    )
+    left = import_config(tmp_path / "a.yaml").left
+    assert left["learning_rte"] == "none; the nearest key here is learning_rate"
+    assert left["stage"] == "none: no training on generated answers" and left["use_galore"] == "none"
+    assert explain("mix_strategy", ("From LLaMA-Factory",)).endswith("data.mixture_by")
+
+
+def test_the_written_file_names_its_source_and_what_is_left(tmp_path: Path) -> None:
+    text = convert(tmp_path, "axolotl/lora_8b").render("mine", "lora-8b.yml")
+    assert text.startswith("# deepspeed trainer_base_ds_mp.py -cn mine\n# Made of lora-8b.yml (axolotl) by ")
+    assert "#   special_tokens.pad_token: data.special_tokens, convert2ckpt.py --pad_token\n" in text
+    loaded = yaml.safe_load(text)
+    assert {"override adapter": "lora"} in loaded["defaults"] and loaded["adapter"]["r"] == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: b: c", "neither YAML, JSON nor a script with a command"), ("- a", "not a mapping of keys to values"),
+        ("x: 1", "none of llama-factory, axolotl, trl, ms-swift, paddlenlp has these keys"),
+    ],
+)  # fmt: skip
+def test_what_is_not_a_config_is_said_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        import_config(tmp_path / "a.yaml")
+    with pytest.raises(UserError, match="there is no such file"):
+        import_config(tmp_path / "b.yaml")

@@ -1,0 +1,382 @@
+"""Classifiers through real pipeline stages against transformers' own class and loss in one process: steps, packed rows,
+evaluations, checkpoints at other layouts, adapters, and what is exported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import objective_runs
+from support.adapters import make_adapter
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    CLIPPED,
+    CONTEXT_PARALLEL,
+    LAYOUTS,
+    ROOT,
+    ZERO_LAYOUTS,
+    Case,
+    merge,
+    relative_difference,
+    worst_difference,
+)
+from support.head_runs import NAMES, load_oracle, load_with_adapter, pad_documents, save_documents
+from support.objective_runs import TENSOR_PARALLEL, check_continued, find_dataset, start_runs, train_answers
+from support.tiny import save_llama, save_tokenizer
+from support.workers import WorkerError, WorkerGroup
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from data.options import ProblemType
+from data.order import GlobalOrder
+from data.storage.rows import Rows
+from data.storage.tokenized import TokenizedDataset
+from models.storage.tensor_files import open_safetensors
+from training.inputs.datasets import build_row_plan
+from training.objectives.classification import ClassificationLoss, compute_auc, compute_f1
+
+NUM_DOCUMENTS = 42  # no multiple of a batch
+WEIGHTED = "classification.class_weights=[0.5,2.0,1.0]"
+PACKED = ("data.packing=true", "micro_batch_size=1", "global_batch_size=4")
+MULTI = ("data.problem_type=multi_label_classification", "data.label_field=labels")
+REGRESSION = ("data.problem_type=regression", "data.label_field=number")
+NUMBERS = ("data.problem_type=regression", "data.label_field=numbers", "data.labels=[spaces,kind]")
+SMALL_STEPS = "learning_rate=0.01"  # a squared error diverges with those of classes, and rounding grows with it
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("classification")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_documents(root / "train.jsonl", NUM_DOCUMENTS)
+    return root
+
+
+def build_case(
+    root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False, steps: int = 5, file: str = "train"
+) -> Case:
+    given = ("data=classification", "learning_rate=0.1", *overrides)
+    return objective_runs.build_case(root, workdir, layout, *given, tied=tied, steps=steps, file=file)
+
+
+def compute_loss(case: Case, model: torch.nn.Module, dataset: TokenizedDataset, ids: list[int]) -> tuple[Any, Any]:
+    """Return the loss of some documents in one padded batch, by the model's own class, and their scores."""
+    config, labels = case.config(), dataset.sample_labels
+    assert labels is not None
+    chosen = torch.from_numpy(labels[ids].copy())
+    kind = config.data.problem_type
+    chosen = chosen[:, 0].long() if kind is ProblemType.single_label_classification else chosen.float()
+    pad = AutoTokenizer.from_pretrained(config.model_name_or_path).pad_token_id
+    batch = pad_documents([dataset.input_ids(i) for i in ids], pad)
+    found = model(**batch, labels=chosen, use_cache=False)
+    if config.classification.class_weights is None:
+        return found.loss, found.logits
+    weights = torch.tensor(config.classification.class_weights)
+    if kind is ProblemType.single_label_classification:
+        losses = -found.logits.log_softmax(dim=1)[torch.arange(len(ids)), chosen] * weights[chosen]
+        return losses.mean(), found.logits
+    likelihood = torch.where(chosen > 0, found.logits.sigmoid(), 1 - found.logits.sigmoid())
+    return (-likelihood.log() * weights).mean(), found.logits
+
+
+def compute_accuracy(kind: ProblemType, scores: torch.Tensor, labels: np.ndarray) -> list[float]:
+    """Return the share of documents that are right; nothing of numbers."""
+    if kind is ProblemType.regression:
+        return []
+    if kind is ProblemType.multi_label_classification:
+        return [float(((scores.numpy() > 0) == labels).all(axis=1).mean())]
+    return [float((scores.argmax(dim=1).numpy() == labels[:, 0]).mean())]
+
+
+def train_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:
+    """The same steps of SGD: the documents of all rows of a global batch at once."""
+    config, dataset = case.config(), find_dataset(case.workdir)
+    path = next(path for path in (case.workdir / "cache").iterdir() if path.is_dir())
+    rows = Rows(path, build_row_plan(config, "train_file"), False, False)
+    order = GlobalOrder(len(rows), config.global_batch_size, config.seed)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
+    result: dict[str, Any] = {"losses": [], "norms": [], "accuracies": [], "documents": []}
+    for step in range(case.steps):
+        ids = [sample for row in order.sample_ids(step) for sample, _, _ in rows.pieces(int(row))]
+        optimizer.zero_grad()
+        loss, scores = compute_loss(case, model, dataset, ids)
+        loss.backward()
+        result["losses"].append(loss.item())
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
+        result["accuracies"] += compute_accuracy(config.data.problem_type, scores.detach(), dataset.sample_labels[ids])
+        result["documents"].append(len(ids))
+        optimizer.step()
+    return result | {"weights": {name: tensor.detach().clone() for name, tensor in model.named_parameters()}}
+
+
+def check_steps(case: Case, workers: Callable[[int], WorkerGroup]) -> dict[str, Any]:
+    """Check five steps against the oracle, which is returned."""
+    model = load_oracle(case)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, model)
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    assert [metrics["accuracy"] for metrics in result["metrics"] if "accuracy" in metrics] == pytest.approx(
+        oracle["accuracies"]
+    )
+    assert max(result["losses"]) > 1.01 * min(result["losses"])  # it has moved
+    return oracle
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied", "overrides"),
+    [
+        ("pp2", True, (WEIGHTED, CLIPPED, CHECKPOINTED)),
+        *(
+            pytest.param(layout, False, (CLIPPED, CHECKPOINTED), marks=pytest.mark.full)
+            for layout in (*LAYOUTS, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *ZERO_LAYOUTS)
+        ),
+        *(
+            pytest.param("pp2", True, (f"schedule={name}", *overrides), marks=pytest.mark.full)
+            for name, *overrides in (("interleaved", "virtual_stages_per_rank=2"), ("zero_bubble",))
+        ),
+        *(
+            pytest.param("pp2xdp2", False, overrides, marks=pytest.mark.full)
+            for overrides in (
+                MULTI,
+                (*MULTI, "classification.class_weights=[2.0,0.5]"),
+                (*REGRESSION, SMALL_STEPS),
+                (*NUMBERS, SMALL_STEPS),
+            )
+        ),
+    ],
+)
+def test_five_sgd_steps_equal_transformers(
+    workers: Callable[[int], WorkerGroup],
+    root: Path,
+    tmp_path: Path,
+    layout: str,
+    tied: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    check_steps(build_case(root, tmp_path, layout, *overrides, tied=tied), workers)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp1", "pp2xdp2", "tp2", "cp2"])
+def test_packed_documents_are_scored_alone(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
+) -> None:
+    oracle = check_steps(build_case(root, tmp_path, layout, *PACKED, SMALL_STEPS), workers)
+    assert len(set(oracle["documents"])) > 1 and max(oracle["documents"]) > 4  # rows hold several
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    return start_runs(workers, root, tmp_path, build_case)
+
+
+def count_auc(scores: np.ndarray, actual: np.ndarray) -> float:
+    """The share of pairs that are in order, counted one by one."""
+    pairs = [(a, b) for a in scores[actual] for b in scores[~actual]]
+    return float(np.mean([1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs]))
+
+
+def count_f1(predicted: np.ndarray, actual: np.ndarray) -> float:
+    found, said, there = (predicted & actual).sum(), predicted.sum(), actual.sum()
+    if not found:
+        return 0.0
+    precision, recall = found / said, found / there
+    return float(2 * precision * recall / (precision + recall))
+
+
+def evaluate(model: torch.nn.Module, dataset: TokenizedDataset, pad: int, problem_type: str) -> dict[str, float]:
+    """Evaluate as users would, in one padded batch."""
+    labels = dataset.sample_labels
+    assert labels is not None
+    batch = pad_documents([dataset.input_ids(i) for i in range(len(dataset))], pad)
+    with torch.no_grad():
+        scores = model.eval()(**batch, use_cache=False).logits
+    if problem_type == "regression":
+        errors = scores - torch.from_numpy(labels.copy())
+        return {"eval_loss": errors.square().mean().item(), "eval_mae": errors.abs().mean().item()}
+    if problem_type == "multi_label_classification":
+        actual, predicted, sure = labels > 0, (scores > 0).numpy(), scores.numpy()
+        loss = F.binary_cross_entropy_with_logits(scores, torch.from_numpy(labels.copy()).float())
+    else:
+        columns = np.arange(scores.shape[1])
+        actual, predicted = labels == columns, scores.argmax(dim=1, keepdim=True).numpy() == columns
+        sure = scores.softmax(dim=1).numpy()
+        loss = F.cross_entropy(scores, torch.from_numpy(labels[:, 0].astype("int64")))
+    occurring = [c for c in range(actual.shape[1]) if (actual | predicted)[:, c].any()]
+    return {
+        "eval_loss": loss.item(),
+        "eval_accuracy": float((actual == predicted).all(axis=1).mean()),
+        "eval_f1": float(np.mean([count_f1(predicted[:, c], actual[:, c]) for c in occurring])),
+        "eval_auc": float(np.mean([count_auc(sure[:, c], actual[:, c]) for c in range(actual.shape[1])])),
+    }
+
+
+def check_record(record: dict[str, Any], expected: dict[str, float]) -> None:
+    assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("saved", "resumed", "overrides"),
+    [
+        ("pp2", "pp1", ()),
+        ("pp2xdp2", "tp2", MULTI),
+        ("zero3", "pp2", REGRESSION),
+        ("tp2xpp2", "cp2", PACKED),
+    ],
+)
+def test_a_run_learns_continues_at_another_layout_and_is_exported(
+    run, root: Path, tmp_path: Path, saved: str, resumed: str, overrides: tuple[str, ...]
+) -> None:
+    overrides = ("learning_rate=3e-3", *overrides)
+    whole = run("whole", saved, *overrides)
+    begun = run("begun", saved, "stop_after_steps=3", *overrides)
+    assert [record["step"] for record in begun if "loss" in record] == [1, 2, 3]
+    ended = run("ended", resumed, f"resume={tmp_path}/begun/checkpoints", *overrides)
+    check_continued(whole, ended, ("loss", "grad_norm"), absolute=1e-5)
+    assert whole[-1]["eval_loss"] < whole[0]["eval_loss"]
+
+    folder = tmp_path / "ended" / "hf"
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    expected = evaluate(model, find_dataset(tmp_path), model.config.pad_token_id, model.config.problem_type)
+    check_record(ended[-1], expected)
+    run("again", "pp2", "evaluate_only=true", f"model_name_or_path={folder}", *overrides)
+    check_record(json.loads((tmp_path / "again" / "evaluation.json").read_text()), expected)
+
+
+def convert(source: Path, target: Path, *flags: str) -> None:
+    command = [sys.executable, "convert2ckpt.py", "--model_name_or_path", str(source), "--output_dir", str(target)]
+    subprocess.run([*command, *flags], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.full
+def test_an_export_is_read_back_bit_for_bit_and_its_tokenizer_gives_the_tokens(run, root: Path, tmp_path: Path) -> None:
+    run("first", "pp2", "max_steps=1")
+    hf, converted, back = tmp_path / "first" / "hf", tmp_path / "converted", tmp_path / "back"
+    convert(hf, converted)
+    convert(converted, back, "--to_hf")
+    tensors = [open_safetensors(next(folder.glob("*.safetensors"))) for folder in (hf, back)]
+    assert set(tensors[0].keys()) == set(tensors[1].keys()) and "score.weight" in tensors[0].keys()
+    assert all(torch.equal(tensors[0].get_tensor(name), tensors[1].get_tensor(name)) for name in tensors[0].keys())
+    assert AutoConfig.from_pretrained(back).id2label == dict(enumerate(NAMES))
+
+    record = json.loads((root / "train.jsonl").read_text().splitlines()[5])
+    tokens = AutoTokenizer.from_pretrained(hf)(record["text"])["input_ids"]
+    assert tokens == find_dataset(tmp_path).input_ids(5).tolist()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2", "tp2", "pp2xdp2"])
+def test_a_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_path: Path, layout: str) -> None:
+    lora = ("adapter=lora", "adapter.r=4", "learning_rate=3e-3")
+    whole = run("whole", layout, *lora)
+    run("begun", layout, *lora, "stop_after_steps=3")
+    ended = run("ended", "pp1", *lora, f"resume={tmp_path}/begun/checkpoints")
+    check_continued(whole, ended, ("loss", "grad_norm"), absolute=1e-5)
+    hf, merged = tmp_path / "ended" / "hf", tmp_path / "merged"
+    dataset = find_dataset(tmp_path)
+    expected = evaluate(
+        load_with_adapter(root / "tiedFalse", hf, len(NAMES)), dataset, 0, "single_label_classification"
+    )
+    check_record(ended[-1], expected)
+    convert(hf, merged, "--to_hf")
+    model = AutoModelForSequenceClassification.from_pretrained(merged, dtype=torch.float32)
+    assert model.config.id2label == dict(enumerate(NAMES))
+    check_record(ended[-1], evaluate(model, dataset, 0, "single_label_classification"))
+    run("evaluated", "pp2", "evaluate_only=true", f"resume={tmp_path}/ended/checkpoints")
+    check_record(json.loads((tmp_path / "evaluated" / "evaluation.json").read_text()), expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp1", "pp2", "zero2"])
+def test_five_sgd_steps_with_adapters_equal_peft(
+    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, layout: str
+) -> None:
+    """From an exported adapter, so that its matrices and its head have gradients in the first step."""
+    run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
+    adapter = tmp_path / "first" / "hf"
+    case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={adapter}", CHECKPOINTED)
+    model = load_with_adapter(root / "tiedFalse", adapter, len(NAMES)).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
+    model.config.problem_type = "single_label_classification"
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, model)
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+    head = oracle["weights"]["base_model.model.score.modules_to_save.default.weight"]
+    assert relative_difference(result["weights"]["score.weight"], head) < BOUND
+    name = "model.layers.2.mlp.down_proj.lora_B.default.weight"
+    assert relative_difference(result["weights"][name], oracle["weights"][f"base_model.model.{name}"]) < BOUND
+
+
+def test_what_a_classifier_cannot_be_is_refused(run, root: Path, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "lora", root / "tiedFalse", ["q_proj"])
+    for overrides, message in (
+        (("classification.class_weights=[1,2]",), "give one weight of 0 or more for each of the 3 labels"),
+        ((*REGRESSION, "classification.class_weights=[1]"), "numbers have no classes"),
+        (
+            ("data.labels=[calendar,json]",),
+            "field 'label' is 'textwrap', which is not among the labels .calendar, json",
+        ),
+        (("data.labels=[calendar]",), "data.labels=.calendar.: name each label once, and at least 2"),
+        (("data.label_field=number",), "field 'number' must be a label, a text or a whole number"),
+        (("evaluate_only=true",), "is not a sequence classifier, its head would be a new one"),
+        (
+            ("adapter=lora", f"adapter.name_or_path={tmp_path}/lora"),
+            "the adapter has no head, and that of a new sequence",
+        ),
+    ):
+        with pytest.raises(WorkerError, match=message):
+            run("refused", "pp1", *overrides)
+
+
+SCORES = torch.tensor([[2.0, -1.0, 0.5], [0.1, 0.2, 0.3], [-1.0, 3.0, 0.0], [0.0, 0.0, 1.0]])
+TARGETS = (torch.full((4, 1), 0) + torch.arange(4)[:, None], torch.tensor(8.0), torch.arange(4))
+
+
+def score(loss: ClassificationLoss, labels: torch.Tensor) -> torch.Tensor:
+    numbers, denominator, indices = TARGETS
+    return loss((SCORES[:, None], torch.eye(3)), (numbers, labels.double(), denominator, indices))
+
+
+def test_the_losses_equal_their_formulas() -> None:
+    weights = [0.5, 2.0, 1.0]
+    classes = torch.tensor([0, 2, 1, 1])
+    loss = ClassificationLoss(ProblemType.single_label_classification, 3, weights)
+    expected = F.cross_entropy(SCORES, classes, torch.tensor(weights), reduction="sum") / 8
+    torch.testing.assert_close(score(loss, classes[:, None]), expected)
+    several = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]])
+    loss = ClassificationLoss(ProblemType.multi_label_classification, 3, weights)
+    expected = F.binary_cross_entropy_with_logits(SCORES, several.float(), torch.tensor(weights)) * 4 / 8
+    torch.testing.assert_close(score(loss, several), expected)
+    loss = ClassificationLoss(ProblemType.regression, 3)
+    torch.testing.assert_close(score(loss, several), F.mse_loss(SCORES, several.float()) * 4 / 8)
+    assert len(loss.take_scored()) == 1 and not loss.take_scored()
+
+
+def test_areas_and_f1_equal_those_counted_one_by_one() -> None:
+    generator = np.random.default_rng(0)
+    scores, actual = generator.integers(0, 6, 40) / 3, generator.random(40) < 0.3
+    found = compute_auc(torch.from_numpy(scores), torch.from_numpy(actual))
+    assert found == pytest.approx(count_auc(scores, actual))
+    assert compute_auc(torch.ones(3), torch.ones(3, dtype=torch.bool)) is None
+    said = scores > 1
+    counts = torch.tensor([[(said & actual).sum(), 0], [said.sum(), 0], [actual.sum(), 0]], dtype=torch.float64)
+    assert compute_f1(counts) == pytest.approx(count_f1(said, actual))

@@ -1,0 +1,147 @@
+"""report.html: its curves are those of metrics.jsonl at any length, and it needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pages import load_page, open_in_browser
+
+from training.checkpoint.run_folder import RunFolder
+from training.observability.curves import MOST_POINTS, Curve
+from training.observability.metrics import Event, EventsFile, MetricsFile
+from training.observability.run_page import RunPage
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def record(step: int, **figures: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 1 / step, "num_tokens": 10 * step, "peak_memory": [7, 8], **figures}
+
+
+def write_run(folder: Path, steps: int, **facts: Any) -> Path:
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(facts))
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(1, steps + 1):
+            file.write(json.dumps(record(step, grad_norm=None if step == 2 else 1.5)) + "\n")
+    return folder
+
+
+def test_a_curve_is_the_values_themselves_until_there_are_many() -> None:
+    curve = Curve()
+    for step in range(10, 10 * MOST_POINTS + 1, 10):
+        curve.add(step, step / 4)
+    steps = list(range(10, 10 * MOST_POINTS + 1, 10))
+    assert curve.describe() == {"step": steps, "mean": [float(f"{step / 4:.6g}") for step in steps]}
+
+
+def test_a_long_curve_keeps_its_means_and_every_spike() -> None:
+    values = [random.Random(step).random() for step in range(1, 100_001)]
+    values[54_321], values[99_998] = 50.0, -7.0
+    curve = Curve()
+    for step, value in enumerate(values, start=1):
+        curve.add(step, value)
+    assert MOST_POINTS / 2 <= len(curve.buckets) <= MOST_POINTS
+    assert sum(bucket.count for bucket in curve.buckets) == 100_000 and curve.buckets[-1].step == 100_000
+    assert math.fsum(bucket.total for bucket in curve.buckets) == pytest.approx(math.fsum(values))
+    described = curve.describe()
+    assert max(described["high"]) == 50 and min(described["low"]) == -7
+    begin = curve.buckets[0].step
+    assert described["mean"][1] == pytest.approx(
+        math.fsum(values[begin : curve.buckets[1].step]) / curve.buckets[1].count, rel=1e-5
+    )
+
+
+def test_the_page_is_there_from_the_first_report_and_follows_evaluations_and_saves(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    page = RunPage(folder, first_step=0)
+    page.report(record(1))
+    assert load_page(folder.report)["runs"][0]["curves"]["loss"]["step"] == [1]
+    page.report(record(2, loss=math.nan))
+    page.report({"step": 2, "eval_loss": 0.25})
+    (run,) = load_page(folder.report)["runs"]
+    assert run["curves"]["eval_loss"] == {"step": [2], "mean": [0.25]} and run["curves"]["loss"]["step"] == [1]
+    assert run["curves"]["stage1/peak_memory"]["mean"] == [8, 8] and run["last"]["peak_memory"] == [7, 8]
+    page.note(Event(3, "save", "global_step3"))
+    assert [event["text"] for event in load_page(folder.report)["runs"][0]["events"]] == ["global_step3"]
+    page.report(record(4))
+    page.close()
+    assert load_page(folder.report)["runs"][0]["curves"]["loss"]["step"] == [1, 4]
+
+
+def test_a_resumed_run_continues_its_page(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first = [MetricsFile(folder.metrics, 0), EventsFile(folder.events, 0)]
+    for reporter in first:
+        for step in (1, 2, 3):
+            reporter.report(record(step))
+            reporter.note(Event(step, "save", f"global_step{step}"))
+        reporter.close()
+    reporters = [MetricsFile(folder.metrics, 2), EventsFile(folder.events, 2), RunPage(folder, 2)]
+    for reporter in reporters:
+        reporter.note(Event(2, "resumed", "from step 2"))
+        reporter.report(record(3, loss=9.0))
+        reporter.close()
+    (run,) = load_page(folder.report)["runs"]
+    assert run["curves"]["loss"] == {"step": [1, 2, 3], "mean": [1, 0.5, 9]}
+    assert [(event["step"], event["kind"]) for event in run["events"]] == [(1, "save"), (2, "save"), (2, "resumed")]
+    assert len(folder.events.read_text().splitlines()) == 3
+
+
+def test_pictures_and_samples_are_in_the_page(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "step_3.png").write_bytes(b"\x89PNG...")
+    (tmp_path / "step_1.png").write_bytes(b"of another run")
+    hostile = "</script><script>alert(1)</script>"
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": hostile}]}) + "\n")
+    page = RunPage(folder, first_step=0)
+    page.note(Event(3, "picture", "step_3.png"))
+    page.close()
+    (run,) = load_page(folder.report)["runs"]
+    assert [picture["name"] for picture in run["pictures"]] == ["step_3.png"]
+    assert run["pictures"][0]["src"].startswith("data:image/png;base64,iVBOR")
+    assert run["samples"][0]["messages"][0]["content"] == hostile and hostile not in folder.report.read_text()
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    page = RunPage(RunFolder(tmp_path), first_step=0)
+    page.close()
+    text = (tmp_path / "report.html").read_text()
+    assert "default-src 'none'" in text
+    assert not [part for part in ("src=", 'href="http', "@import", "fetch(") if part in text.replace("image.src =", "")]
+
+
+def compare(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / "report.py", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_script_compares_runs_and_names_a_folder_that_is_none(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, 3, config={"seed": seed}) for name, seed in (("a", 1), ("b", 2))]
+    done = compare(*folders, "--output", tmp_path / "compared.html")
+    assert done.returncode == 0 and done.stdout.count("training loss, first and last report") == 2, done.stderr
+    runs = load_page(tmp_path / "compared.html")["runs"]
+    assert [run["name"] for run in runs] == ["a", "b"] and runs[1]["facts"]["config"]["seed"] == 2
+    assert runs[0]["curves"]["loss"]["mean"] == [1, 0.5, 0.333333] and runs[0]["curves"]["grad_norm"]["step"] == [1, 3]
+    failed = compare(tmp_path)
+    assert failed.returncode == 1 and failed.stderr.startswith(f"error: {tmp_path} has no metrics.jsonl; give the ")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_browser_draws_a_hundred_thousand_steps_without_an_error(tmp_path: Path, width: int) -> None:
+    folder = write_run(tmp_path / "long", 100_000, config={}, plan={"tokens_per_second": 5.0})
+    assert compare(folder).returncode == 0
+    assert (folder / "report.html").stat().st_size < 2_000_000
+    drawn = "document.title = [document.querySelectorAll('figure:not([hidden]) polyline').length, "
+    drawn += "document.documentElement.scrollWidth <= innerWidth].join(' ')"
+    title, console = open_in_browser(folder / "report.html", tmp_path / "profile", width, drawn)
+    assert title == "4 true" and console == []  # loss, gradient norm, memory of two stages; nothing is too wide

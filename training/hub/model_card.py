@@ -1,0 +1,165 @@
+"""The model card of a run: what it was made of, how, and how it went, from the files of `output_dir` alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from filesystem import write_atomically
+from training.checkpoint.run_folder import RunFolder
+from training.observability.run_page import RunHistory, read_history
+
+README, PLOT = "README.md", "loss.png"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+Facts = Mapping[str, Any]
+
+
+def write_card(run: RunFolder, folder: Path, repo_id: str, license: str | None) -> None:
+    """Write README.md, and the losses as loss.png, into `folder`, an export of a run. license: of the base model; None
+    where it is not known. Raises UserError where the run has left no metrics."""
+    history = read_history(run)
+    draw_losses(history, folder / PLOT)
+    write_atomically(folder / README, render_card(run, folder, history, repo_id, license))
+
+
+def find_base(run: RunFolder) -> str | None:
+    """Return the base model of a run: a hub id without its revision, or a path. None for one from scratch."""
+    config = _read(run.facts).get("config", {})
+    name = config.get("model_name_or_path")
+    return name.partition("@")[0] if name and config.get("init") != "random" else None
+
+
+def find_license(folder: Path) -> str | None:
+    """Return the licence that the model card in a folder states, None where there is none."""
+    file = folder / README
+    found = re.match(r"---\n(.*?)\n---\n", file.read_text(), re.DOTALL) if file.is_file() else None
+    fields = yaml.safe_load(found.group(1)) if found else None
+    return fields.get("license") if isinstance(fields, dict) else None
+
+
+def render_card(run: RunFolder, folder: Path, history: RunHistory, repo_id: str, license: str | None) -> str:
+    """Return the text of the model card. folder: the export, of which the kind of model is read."""
+    facts, done = _read(run.facts), _read(run.completed)
+    config = facts.get("config", {})
+    base = find_base(run)
+    is_adapter = (folder / "adapter_config.json").is_file()
+    rows = [
+        ("base model", f"`{base}`" if base else "none: trained from scratch"),
+        ("licence of the base", license or "not stated where it was read from; see the base model"),
+        *_describe_training(config, history, done),
+        *_describe_machine(facts),
+    ]
+    kind = "A LoRA adapter (peft) for" if is_adapter else "A fine-tuned model, from"
+    intro = f"{kind} `{base}`." if base else "A model trained from scratch."
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    sections = [
+        f"# {repo_id.rpartition('/')[2]}",
+        intro,
+        f"| | |\n|---|---|\n{table}",
+        f"## Data\n\n{_render_data(config, facts.get('data', {}))}",
+        f"## Losses\n\n{_render_losses(history)}\n\n![Losses over steps]({PLOT})",
+        f"## How it was made\n\n```bash\n{facts.get('environment', {}).get('command', '')}\n```",
+    ]
+    header = _describe_header(config, base, license, is_adapter)
+    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def draw_losses(history: RunHistory, file: Path) -> None:
+    """Draw the losses of training and evaluations over steps. A run without any gets an empty chart."""
+    from matplotlib.figure import Figure  # here: it takes long to import
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, curve in history.curves.items():
+        if name == "loss" or re.fullmatch(r"eval_(\w+_)?loss", name):
+            points = curve.describe()
+            axes.plot(points["step"], points["mean"], label=name, marker="o" if len(points["step"]) < 30 else "")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per target token")
+    if axes.lines:
+        axes.legend()
+    figure.savefig(file, dpi=120)
+
+
+def _describe_header(config: Facts, base: str | None, license: str | None, is_adapter: bool) -> dict[str, Any]:
+    """Return the fields by which the hub lists a model."""
+    scores = config.get("task") == "reward"
+    return {
+        **({"base_model": base} if base and HUB_ID.fullmatch(base) and not Path(base).exists() else {}),
+        **({"license": license} if license else {}),
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-classification" if scores else "text-generation",
+        **({"datasets": datasets} if (datasets := sorted(set(_list_hub_data(config.get("train_file"))))) else {}),
+        "tags": ["llm-pipeline", "deepspeed", *([] if not is_adapter else ["lora"])],
+    }
+
+
+def _list_hub_data(entry: Any) -> Iterator[str]:
+    """Yield the data sets of the hub in `train_file`."""
+    if isinstance(entry, list):
+        for part in entry:
+            yield from _list_hub_data(part)
+    elif isinstance(entry, dict):
+        yield from _list_hub_data(entry.get("path"))
+    elif isinstance(entry, str) and entry.startswith("hf:"):
+        yield entry.removeprefix("hf:").partition("?")[0]
+
+
+def _describe_training(config: Facts, history: RunHistory, done: Facts) -> Iterator[tuple[str, str]]:
+    task = config.get("task") or config.get("data", {}).get("name", "")
+    yield "task", f"{task}, rows of up to {config.get('max_seq_length', 0):,} tokens"
+    step = done.get("step") or history.last.get("step", 0)
+    yield "steps", f"{step:,}, {history.last.get('num_tokens', 0):,} tokens"
+    if "best_step" in done:
+        yield "exported", f"step {done['best_step']}, the best by {config.get('metric_for_best_model')}"
+    rate = f"{config.get('learning_rate')}, {config.get('lr_scheduler_type')}"
+    yield "optimizer", f"{config.get('optimizer', {}).get('name')}, learning rate {rate}, seed {config.get('seed')}"
+    adapter = config.get("adapter", {})
+    if adapter.get("name") == "lora":
+        yield "adapter", f"r {adapter['r']}, alpha {adapter['lora_alpha']}, on {adapter['target_modules']}"
+
+
+def _describe_machine(facts: Facts) -> Iterator[tuple[str, str]]:
+    config, environment = facts.get("config", {}), facts.get("environment", {})
+    sizes = {name: config.get(f"{name}_size", 1) for name in ("tensor_parallel", "context_parallel")}
+    ranks, stages = sum(environment.get("hosts", {}).values()), config.get("num_stages", 1)
+    replicas = ranks // (stages * sizes["tensor_parallel"] * sizes["context_parallel"])
+    axes = [f"{stages} stages", f"{replicas} replicas", *(f"{name} {size}" for name, size in sizes.items() if size > 1)]
+    yield "layout", f"{', '.join(axes)}; ZeRO stage {config.get('zero_stage')}, {config.get('precision')}"
+    yield "hardware", f"{ranks} x {environment.get('device')} on {len(environment.get('hosts', {}))} host(s)"
+    packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())
+    source = f"; llm-pipeline {environment['git']}" if environment.get("git") else ""
+    yield "versions", f"Python {environment.get('python')}, {packages}{source}"
+
+
+def _render_data(config: Facts, data: Mapping[str, Sequence[Facts]]) -> str:
+    """Return the files with their counts; of a stream, which is not counted before, what `train_file` says."""
+    lines = [
+        f"| `{key}` | `{file['name']}` | {file['samples']:,} | {file['tokens']:,} | {file['targets']:,} |"
+        for key, files in data.items()
+        for file in files
+    ]
+    streamed = "" if "train_file" in data else f"Streamed from `{json.dumps(config.get('train_file'))}`.\n\n"
+    if not lines:
+        return streamed.strip()
+    return "\n".join([f"{streamed}| key | file | samples | tokens | target tokens |\n|---|---|---|---|---|", *lines])
+
+
+def _render_losses(history: RunHistory) -> str:
+    rows = []
+    for name, curve in history.curves.items():
+        if name == "loss" or re.fullmatch(r"eval_(\w+_)?loss", name):
+            first, last = curve.buckets[0], curve.buckets[-1]
+            rows.append(
+                f"| `{name}` | {first.total / first.count:.4f} | {last.total / last.count:.4f} | {last.step:,} |"
+            )
+    return "\n".join(["| | first report | last report | at step |\n|---|---|---|---|", *rows])
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}

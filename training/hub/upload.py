@@ -1,0 +1,111 @@
+"""Uploads the model of a run to the Hugging Face hub, with a model card. Main rank only.
+
+The token is HF_TOKEN, from the environment alone: it is in no config, log or file. `huggingface_hub` skips what the
+repository already holds, so an upload that broke off is continued by starting it again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from console import say
+from errors import UserError
+from training.checkpoint.run_folder import RunFolder
+from training.config.schema import HubConfig
+from training.hub.model_card import find_base, find_license, write_card
+
+REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Repository:
+    """A model repository of the hub."""
+
+    def __init__(self, repo_id: str, private: bool) -> None:
+        """Create the repository if it does not exist yet. private: of a new one.
+
+        Raises UserError for a wrong name, without a token, and where the hub refuses it or does not answer.
+        """
+        from huggingface_hub import HfApi  # here: most runs upload nothing
+
+        if REPO_ID.fullmatch(repo_id) is None:
+            raise UserError(f"hub.repo_id={repo_id}: give org/name, or your own name and that of the model")
+        token = os.environ.get("HF_TOKEN")
+        if not token:
+            raise UserError(f"hub.repo_id={repo_id}: set HF_TOKEN in the environment to a token that may write there")
+        self.repo_id, self._api = repo_id, HfApi(token=token)
+        try:
+            self._api.create_repo(repo_id, private=private, exist_ok=True)
+        except Exception as error:  # of its HTTP library, of the network
+            raise UserError(
+                f"hub.repo_id={repo_id} could not be created ({describe_error(error)}); check HF_TOKEN, the name and "
+                "the network, or give hub.repo_id=null and upload later with scripts/upload.py"
+            ) from None
+
+    def upload(self, run: RunFolder, folder: Path, message: str) -> str:
+        """Write the model card of a run into `folder`, one of its exports, and upload all files of it. Returns where
+        they are. Raises the exceptions of `huggingface_hub` and of its HTTP library."""
+        write_card(run, folder, self.repo_id, self._find_license(run))
+        self._api.upload_folder(repo_id=self.repo_id, folder_path=folder, commit_message=message)
+        return f"{self._api.endpoint}/{self.repo_id}"
+
+    def _find_license(self, run: RunFolder) -> str | None:
+        """Return the licence that the model card of the base states: of its folder, else of its repository."""
+        base = find_base(run)
+        if base is None or Path(base).exists():
+            return find_license(Path(base)) if base else None
+        try:
+            fields = self._api.model_info(base).card_data
+        except Exception:  # the hub does not have it, or does not answer: the model card says that it is not known
+            return None
+        return fields.get("license") if fields is not None else None
+
+
+class Uploader:
+    """Uploads the exports of a run while it trains, one at a time, in a thread. A failure is printed and ends
+    nothing."""
+
+    def __init__(self, repository: Repository, run: RunFolder) -> None:
+        self._repository, self._run = repository, run
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, folder: Path, message: str) -> None:
+        """Upload `folder`, an export of the run, which must not change meanwhile. Waits for the upload before."""
+        self.wait()
+        self._thread = threading.Thread(target=self._upload, args=(folder, message), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the last upload has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _upload(self, folder: Path, message: str) -> None:
+        try:
+            say(f"hub: {message} is at {self._repository.upload(self._run, folder, message)}")
+        except Exception as error:
+            traceback.print_exception(error, file=sys.stdout)  # the rank's log
+            say(
+                f"hub: {message} could not be uploaded ({describe_error(error)}); the run continues. Later: "
+                f"python scripts/upload.py {self._run.path} --repo_id {self._repository.repo_id}"
+            )
+
+
+def open_uploader(config: HubConfig, run: RunFolder) -> Uploader | None:
+    """Return the uploader of `hub.repo_id`, None without one. Raises UserError as `Repository` does: before a run
+    trains, not when it has ended."""
+    return None if config.repo_id is None else Uploader(Repository(config.repo_id, config.private), run)
+
+
+def describe_error(error: Exception) -> str:
+    """Return the first line of an error, without an address, in which a server may have put a signature."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {re.sub(r'https?://[^ ]*', 'the hub', line)}" if line else type(error).__name__

@@ -1,0 +1,1 @@
+"""Configs of other trainers, read as ones of this project."""

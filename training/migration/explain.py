@@ -1,0 +1,43 @@
+"""Explains a key of another trainer in the words of docs/migration.md, or by the nearest key of ours."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from training.config.key_table import list_types
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
+
+
+@cache
+def read_rows(heading: str) -> list[tuple[str, str]]:
+    """Return the rows under a heading of the page: (left cell, right cell)."""
+    section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [(cells[0], cells[1]) for line in section.splitlines() if len(cells := _split(line)) == 2]
+
+
+def _split(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def list_documented(headings: Sequence[str]) -> Iterator[str]:
+    """Yield the keys in the left columns under some headings."""
+    for heading in headings:
+        for left, _ in read_rows(heading):
+            for code in re.findall(r"`([^`]+)`", left):
+                yield from re.findall(r"\w+", code)
+
+
+def explain(key: str, headings: Sequence[str]) -> str:
+    """Return what takes the place of a key, in the words of the page, else the nearest key of ours."""
+    for heading in headings:
+        for left, right in read_rows(heading):
+            if any(key in re.findall(r"\w+", code) for code in re.findall(r"`([^`]+)`", left)):
+                return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", right).replace("`", "")
+    by_last_part = {name.rpartition(".")[2]: name for name in list_types()}
+    near = difflib.get_close_matches(key, by_last_part, n=1)
+    return f"none; the nearest key here is {by_last_part[near[0]]}" if near else "none"

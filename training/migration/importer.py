@@ -1,0 +1,147 @@
+"""From the config of another trainer to one of ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from errors import UserError
+from training.migration import axolotl, llama_factory, ms_swift, paddlenlp, trl
+from training.migration.draft import Draft
+from training.migration.explain import explain
+
+PROJECTS: dict[str, ModuleType] = {
+    "llama-factory": llama_factory, "axolotl": axolotl, "trl": trl, "ms-swift": ms_swift, "paddlenlp": paddlenlp,
+}  # fmt: skip
+# Keys that only one of them has; the first project of which one is there.
+SIGNS: dict[str, set[str]] = {
+    "axolotl": {"base_model", "sequence_len", "micro_batch_size"},
+    "paddlenlp": {"pipeline_parallel_degree", "tensor_parallel_degree", "dataset_name_or_path", "train_dataset_path",
+                  "unified_checkpoint", "fp16_opt_level"},
+    "llama-factory": {"finetuning_type", "cutoff_len", "stage", "lora_target"},
+    "ms-swift": {"train_type", "tuner_type", "sft_type", "rlhf_type", "split_dataset_ratio", "quant_bits", "model"},
+    "trl": {"use_peft", "dataset_name", "lora_target_modules", "max_length", "packing"},
+}  # fmt: skip
+COMMAND = re.compile(r"^\s*(?:[A-Za-z_]\w*=\S*\s+)*(swift|trl|llamafactory-cli|megatron)\s+(\w+)\s+(.*)$", re.M)
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """groups, keys: as in `Draft`. left: key of theirs -> what takes its place here, in words."""
+
+    project: str
+    groups: Mapping[str, str]
+    keys: Mapping[str, Any]
+    left: Mapping[str, str]
+
+    def list_overrides(self) -> Iterator[str]:
+        """Yield what a command line of ours would say."""
+        yield from (f"{group}={choice}" for group, choice in self.groups.items())
+        yield from (f"{key}={json.dumps(value)}" for key, value in self.keys.items())
+
+    def render(self, name: str, source: str) -> str:
+        """Return a file of `conf/`. name: its own, without the suffix. source: of theirs."""
+        lines = [
+            f"# deepspeed trainer_base_ds_mp.py -cn {name}",
+            f"# Made of {source} ({self.project}) by scripts/import_config.py.",
+        ]
+        if self.left:
+            lines.append("# Not carried over, and what takes its place:")
+            lines += [f"#   {key}: {why}" for key, why in self.left.items()]
+        overrides = [f"  - override {group}: {choice}" for group, choice in self.groups.items()]
+        nested: dict[str, Any] = {}
+        for key, value in self.keys.items():
+            *above, last = key.split(".")
+            place = nested
+            for part in above:
+                place = place.setdefault(part, {})
+            place[last] = value
+        body = yaml.safe_dump(nested, sort_keys=False, default_flow_style=None, width=110)
+        return "\n".join([*lines, "defaults:", "  - base", *overrides, "  - _self_", "", body])
+
+
+def import_config(file: Path, project: str | None = None) -> Imported:
+    """Read the config of another trainer: YAML, JSON, or a script with its command. project: a name of PROJECTS; None
+    finds it by the keys. Raises UserError for a file that is none of these."""
+    their, command, program = read_theirs(file)
+    found = (
+        project
+        or {"swift": "ms-swift", "llamafactory-cli": "llama-factory"}.get(program, program)
+        or find_project(their)
+    )
+    if found not in PROJECTS:
+        raise UserError(f"{file}: none of {', '.join(PROJECTS)} has these keys; name the project with --project")
+    module = PROJECTS[found]
+    draft = Draft(their, keys=dict(module.DEFAULTS))
+    for key, value in their.items():
+        if rule := module.RULES.get(key):
+            rule(draft, key, value)
+        else:
+            draft.leave(key)
+    module.finish(draft, file.parent, command)
+    if "adapter" not in draft.groups:
+        draft.drop(*[key for key in draft.keys if key.startswith("adapter.")])
+    draft.keys.setdefault("output_dir", f"outputs/{file.stem}")
+    left = {key: why or explain(key, module.HEADINGS) for key, why in draft.left.items()}
+    return Imported(found, draft.groups, draft.keys, left)
+
+
+def find_project(their: Mapping[str, Any]) -> str | None:
+    """Return the project whose keys these are, None if there is none."""
+    return next((name for name, signs in SIGNS.items() if signs & their.keys()), None)
+
+
+def read_theirs(file: Path) -> tuple[dict[str, Any], str, str]:
+    """Return (keys and values, the command after the program's name, the program) of a file; the last two are empty
+    where it is not a script. Raises UserError."""
+    if not file.is_file():
+        raise UserError(f"{file}: there is no such file")
+    text = file.read_text()
+    if match := COMMAND.search(re.sub(r"\\\s*\n", " ", text)):
+        program, command, arguments = match.groups()
+        return parse_arguments(shlex.split(arguments, comments=True)), command, program
+    try:
+        their = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{file}: neither YAML, JSON nor a script with a command: {str(error).splitlines()[0]}"
+        ) from None
+    if not isinstance(their, dict):
+        raise UserError(f"{file}: not a mapping of keys to values")
+    return {key: convert(value) for key, value in their.items()}, "", ""
+
+
+def parse_arguments(words: list[str]) -> dict[str, Any]:
+    """Return `--key value` words as keys and values; several values become a list, and none a switch."""
+    found: dict[str, Any] = {}
+    key = None
+    for word in words:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            found[key] = [value] if equals else []
+        elif key is not None:
+            found[key].append(word)
+    return {
+        key: convert(values[0]) if len(values) == 1 else [convert(value) for value in values] if values else True
+        for key, values in found.items()
+    }
+
+
+def convert(value: Any) -> Any:
+    """Return a text that is a number or a truth value as one: YAML 1.1 reads 1e-4 as text."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if NUMBER.fullmatch(value):
+        return int(value) if re.fullmatch(r"[-+]?\d+", value) else float(value)
+    return value

@@ -1,0 +1,144 @@
+"""LLaMA-Factory: the YAML of `llamafactory-cli train`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from training.migration import hugging_face
+from training.migration.draft import Draft, Rule, if_true, left, read_list, set_targets, set_words, to, unneeded
+from training.migration.hugging_face import name_hub, set_attention, set_held_out, set_task
+
+HEADINGS = ("From LLaMA-Factory", "From the Hugging Face Trainer")
+DEFAULTS = {**hugging_face.DEFAULTS, "activation_checkpoint_interval": 1, "max_seq_length": 2048}
+STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward"}
+# What an entry of dataset_info.json calls the fields of a record -> our key.
+COLUMNS = {
+    "prompt": "data.prompt_field", "response": "data.completion_field", "messages": "data.messages_field",
+    "chosen": "data.chosen_field", "rejected": "data.rejected_field", "kto_tag": "data.label_field",
+}  # fmt: skip
+FIELDS = {
+    "chat": ("data.messages_field",), "preference": ("data.prompt_field", "data.chosen_field", "data.rejected_field"),
+    "unpaired_preference": ("data.prompt_field", "data.completion_field", "data.label_field"),
+    "pretrain": (),
+}  # fmt: skip
+
+
+def set_stage(draft: Draft, key: str, value: Any) -> None:
+    if value not in STAGES:
+        draft.leave(key, "none: no training on generated answers")
+
+
+def set_finetuning(draft: Draft, key: str, value: Any) -> None:
+    if value == "lora":
+        draft.set("adapter", "lora")
+        # LLaMA-Factory's own defaults
+        for ours, default in (("r", 8), ("lora_alpha", 2 * draft.their.get("lora_rank", 8)), ("lora_dropout", 0.0)):
+            draft.keys.setdefault(f"adapter.{ours}", default)
+    elif value == "freeze":
+        draft.leave(key, "freeze: patterns of what is not trained")
+    elif value != "full":
+        draft.leave(key)
+
+
+def set_bits(draft: Draft, key: str, value: Any) -> None:
+    if value == 4:
+        draft.set("adapter.load_in_4bit", True)
+    elif value:
+        draft.leave(key)
+
+
+RULES: dict[str, Rule] = {
+    **hugging_face.RULES,
+    "stage": set_stage, "finetuning_type": set_finetuning, "lora_rank": to("adapter.r"),
+    "lora_alpha": to("adapter.lora_alpha"), "lora_dropout": to("adapter.lora_dropout"), "lora_target": set_targets,
+    "use_rslora": to("adapter.use_rslora"), "use_dora": to("adapter.use_dora"),
+    "adapter_name_or_path": to("adapter.name_or_path"), "additional_target": set_words("adapter.modules_to_save"),
+    "quantization_bit": set_bits, "quantization_method": unneeded, "double_quantization": unneeded,
+    "dataset": unneeded, "dataset_dir": unneeded, "eval_dataset": unneeded, "media_dir": unneeded,
+    "template": left("the tokenizer's own chat template; where it has none, data.chat_template"),
+    "cutoff_len": to("max_seq_length"), "max_samples": to("data.max_samples"),
+    "preprocessing_num_workers": to("data.num_proc"), "preprocessing_batch_size": unneeded,
+    "overwrite_cache": unneeded,
+    "tokenized_path": unneeded, "packing": to("data.packing"), "neat_packing": if_true(data__packing=True),
+    "train_on_prompt": left(), "mask_history": if_true(data__train_on="last_turn"), "val_size": set_held_out,
+    "streaming": left("data.streaming=true, with max_steps"), "mix_strategy": left(), "interleave_probs": left(),
+    "plot_loss": unneeded, "compute_accuracy": unneeded, "flash_attn": set_attention,
+    "enable_liger_kernel": if_true(fused_kernels="auto"),
+    "disable_gradient_checkpointing": if_true(activation_checkpoint_interval=0),
+    "pref_loss": unneeded, "ref_model": left(), "enable_thinking": left(), "default_system": left(),
+    "resize_vocab": unneeded, "add_tokens": set_words("data.special_tokens"),
+    "new_special_tokens": set_words("data.special_tokens"),
+    "rope_scaling": left(), "freeze_trainable_layers": left(), "freeze_trainable_modules": left(),
+    "loraplus_lr_ratio": to("adapter.loraplus_lr_ratio"), "pissa_init": left(),
+    "use_galore": left(), "use_badam": left(), "use_apollo": left(), "freeze_vision_tower": unneeded,
+    "freeze_multi_modal_projector": unneeded, "image_max_pixels": unneeded, "video_max_pixels": unneeded,
+    "use_unsloth": unneeded, "upcast_layernorm": unneeded, "low_cpu_mem_usage": unneeded, "cache_dir": unneeded,
+    "kto_chosen_weight": to("kto.desirable_weight"), "kto_rejected_weight": to("kto.undesirable_weight"),
+    "pref_beta": unneeded, "pref_ftx": unneeded, "dpo_label_smoothing": to("dpo.label_smoothing"),
+    "simpo_gamma": to("simpo.gamma"), "eval_on_each_dataset": unneeded,
+}  # fmt: skip
+
+
+def finish(draft: Draft, folder: Path, command: str) -> None:
+    """Settle the task and its data. folder: of their config."""
+    task = STAGES.get(draft.their.get("stage", "sft"), "sft")
+    loss = draft.their.get("pref_loss", "sigmoid")
+    if task == "dpo" and loss in ("orpo", "simpo"):
+        task = loss
+    elif task == "dpo" and loss in ("sigmoid", "hinge", "ipo", "robust"):
+        draft.set("dpo.loss_type", loss)
+    elif task == "dpo":
+        draft.leave("pref_loss")
+    set_task(draft, task)
+    if "pref_beta" in draft.their and task in ("dpo", "orpo", "simpo", "kto"):
+        draft.set(f"{task}.beta", draft.their["pref_beta"])
+    if draft.their.get("pref_ftx") and task in ("dpo", "simpo"):
+        draft.set(f"{task}.sft_coef", draft.their["pref_ftx"])
+    if task != "simpo":
+        draft.drop("simpo.gamma")
+    set_data(draft, folder)
+    hugging_face.finish(draft)
+
+
+def set_data(draft: Draft, folder: Path) -> None:
+    info = read_info(draft.their.get("dataset_dir", "data"), folder)
+    for theirs, ours in (("dataset", "train_file"), ("eval_dataset", "eval_file")):
+        files = [find_file(draft, name, info) for name in read_list(draft.their.get(theirs))]
+        if files:
+            draft.set(ours, files[0] if len(files) == 1 else files)
+
+
+def read_info(dataset_dir: Any, folder: Path) -> Mapping[str, Any]:
+    """Return dataset_info.json, which lies where the command was started, or above the config."""
+    for base in (Path.cwd(), folder, *folder.absolute().parents):
+        file = base / str(dataset_dir) / "dataset_info.json"
+        if file.is_file():
+            return {"": file.parent, **json.loads(file.read_text())}
+    return {}
+
+
+def find_file(draft: Draft, name: str, info: Mapping[str, Any]) -> str:
+    """Return a data set of dataset_info.json as `train_file` takes it, and set the fields of its records."""
+    entry = info.get(name)
+    if entry is None:
+        draft.leave(f"dataset {name}", "it is not in a dataset_info.json that was found; give its file in train_file")
+        return f"data/{name}.json"
+    for ours, field in list_fields(entry):
+        if ours in FIELDS[draft.groups["data"]]:
+            draft.set(ours, field)
+    if "file_name" in entry:
+        return str(info[""] / entry["file_name"])
+    if "hf_hub_url" in entry:
+        return name_hub(entry["hf_hub_url"], config=entry.get("subset"), split=entry.get("split"))
+    draft.leave(f"dataset {name}", "it is neither a file nor a data set of the hub; give its file in train_file")
+    return f"data/{name}.json"
+
+
+def list_fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (our key, field of a record). The layouts of Alpaca and ShareGPT are read as they are."""
+    for column, field in entry.get("columns", {}).items():
+        if column in COLUMNS and field not in ("instruction", "output", "conversations"):
+            yield COLUMNS[column], field

@@ -1,0 +1,139 @@
+"""`output_dir/report.html`: a run to look at in a browser. One file, without server or network; it is written again at
+evaluations and saves, and holds several runs when `scripts/report.py` compares them. Main rank only.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+from filesystem import write_page
+from training.checkpoint.run_folder import RunFolder
+from training.observability.curves import Curve
+from training.observability.metrics import Event, Record, Reporter, split_stages
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+SAMPLES = "samples.jsonl"  # in output_dir: prompts and answers, as `scripts/generate.py --output` writes them
+MOST_EVENTS, MOST_SAMPLES, MOST_PICTURES = 500, 20, 2
+
+
+class RunHistory(Reporter):
+    """The curves, last figures and latest events of a run, in memory that does not grow with its length."""
+
+    def __init__(self) -> None:
+        self.curves: dict[str, Curve] = {}
+        self.last: Record = {}
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+
+    def report(self, record: Record) -> None:
+        self.last |= record
+        for key, value in split_stages(record).items():
+            # What the plan predicts is the same in each report: the last one is enough.
+            if key != "step" and not key.rpartition("/")[2].startswith("predicted_") and _is_number(value):
+                self.curves.setdefault(key, Curve()).add(record["step"], value)
+
+    def note(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def read_history(folder: RunFolder) -> RunHistory:
+    """Return what the files of a run say. Raises UserError where there are none."""
+    if not folder.metrics.is_file():
+        raise UserError(f"{folder.path} has no metrics.jsonl; give the output_dir of a run that has trained")
+    history = RunHistory()
+    for record in _read_lines(folder.metrics):
+        history.report(record)
+    for event in _read_lines(folder.events):
+        history.note(Event(**event))
+    return history
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines; none where it is missing. The last line may be half written."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+class RunPage(Reporter):
+    """The page of a run that is training. It is written at its first report, at evaluations, saves and the end."""
+
+    def __init__(self, folder: RunFolder, first_step: int) -> None:
+        """folder: its files hold the first `first_step` steps."""
+        self._folder = folder
+        self._history = read_history(folder) if first_step else RunHistory()
+        self._is_written = False
+
+    def report(self, record: Record) -> None:
+        self._history.report(record)
+        if "eval_loss" in record or not self._is_written:
+            self._write()
+
+    def note(self, event: Event) -> None:
+        self._history.note(event)
+        if event.kind == "save":
+            self._write()
+
+    def close(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        write_run_page(self._folder.report, [(self._folder, self._history)])
+        self._is_written = True
+
+
+def write_run_page(file: Path, runs: Sequence[tuple[RunFolder, RunHistory]]) -> None:
+    """Write the page of one run, or of several to compare."""
+    names = _name_runs([folder for folder, _ in runs])
+    described = [_describe(name, folder, history) for name, (folder, history) in zip(names, runs, strict=True)]
+    write_page(file, TEMPLATE, {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": described})
+
+
+def _name_runs(folders: Sequence[RunFolder]) -> list[str]:
+    """Return the names of the folders, or their whole paths where two have the same name."""
+    names = [folder.path.absolute().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder.path) for folder in folders]
+
+
+def _describe(name: str, folder: RunFolder, history: RunHistory) -> dict[str, Any]:
+    return {
+        "name": name,
+        "facts": _read_json(folder.facts),
+        "completed": _read_json(folder.completed) or None,
+        "last": {key: value for key, value in history.last.items() if isinstance(value, list) or _is_number(value)},
+        "curves": {key: curve.describe() for key, curve in history.curves.items()},
+        "events": [asdict(event) for event in history.events],
+        "pictures": [_embed(picture) for picture in _list_pictures(folder, history)],
+        "samples": _read_lines(folder.path / SAMPLES)[:MOST_SAMPLES],
+    }
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _list_pictures(folder: RunFolder, history: RunHistory) -> list[Path]:
+    """Return the newest pictures of this run."""
+    named = [folder.path / event.text for event in history.events if event.kind == "picture"]
+    return [picture for picture in named if picture.is_file()][-MOST_PICTURES:]
+
+
+def _embed(picture: Path) -> dict[str, str]:
+    return {"name": picture.name, "src": f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"}
