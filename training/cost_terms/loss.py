@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.losses.logit_chunks import count_chunk_logits, count_waiting
+from models.losses.logit_chunks import count_chunk_logits, count_rows, count_waiting
 from training.config.schema import Device, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
@@ -28,27 +28,40 @@ def compute_loss(stage: Stage) -> Memory:
         return Memory()
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
     hidden = stage.chunks[-1].block_bytes
-    head = count_new_gradient(stage, stage.layers[-1].largest_trainable)
+    trained = stage.layers[-1].largest_trainable
+    head = count_new_gradient(stage, trained)
     hidden_size = hidden // (run.tokens * run.weight_bytes)
     on_gpu = run.hardware.device is not Device.cpu
-    taken = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision, on_gpu) + hidden + head
+    logits = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision, on_gpu, weight_trains=trained > 0)
+    taken = logits + hidden + head
     return Memory(loss=max(0, taken - 2 * hidden - count_on_the_way(stage)))
 
 
-def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, precision: Precision, on_gpu: bool) -> int:
+def compute_loss_bytes(
+    num_targets: int,
+    vocabulary: int,
+    hidden_size: int,
+    precision: Precision,
+    on_gpu: bool,
+    *,
+    weight_trains: bool = True,
+) -> int:
     """Return the peak bytes of `models.losses.cross_entropy` without the head's gradient. num_targets: B x T, every
     token a target.
 
-    In a chunk: logits, in bf16 a copy in fp32, and their log-softmax. For all, or for those that wait: the logits'
-    gradient in bf16; in addition the sum of the head's in fp32, and a part of it in bf16. fp16 takes no chunks: its
-    peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
+    In a chunk, of whole tiles of targets: logits, in bf16 a copy in fp32, and their log-softmax. For all, or for those
+    that wait for a product with the head: the logits' gradient in bf16; in addition the sum of the head's in fp32, and
+    a part of it in bf16. None of these where the head is frozen. fp16 takes no chunks: its peak is in the backward
+    pass, log-softmax, its gradient, and the logits' gradient, in fp32.
     """
     num_logits = num_targets * vocabulary
-    chunk_logits = min(num_logits, count_chunk_logits(on_gpu))
+    chunk_logits = min(num_targets, count_rows(vocabulary, on_gpu)) * vocabulary
     if precision is not Precision.bf16:
         return {Precision.fp32: 8 * chunk_logits, Precision.fp16: 12 * num_logits}[precision]
+    if not weight_trains:
+        return 10 * chunk_logits
     waiting = count_waiting(num_targets, hidden_size, vocabulary, on_gpu)
-    summed = 4 * hidden_size * vocabulary + 2 * chunk_logits if waiting < num_targets else 0
+    summed = 4 * hidden_size * vocabulary + 2 * count_chunk_logits(on_gpu) if waiting < num_targets else 0
     return 10 * chunk_logits + 2 * waiting * vocabulary + summed
 
 

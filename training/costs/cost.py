@@ -21,6 +21,8 @@ from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
 from models.experts.sizes import active_share, count_experts, list_matrices
 from models.layers.alike import list_alike
+from models.layers.context import MicroBatchContext
+from models.layers.documents import DocumentBounds
 from models.layers.layer import Layer
 from models.layers.recurrent import find_mixers
 from models.layers.sharding_styles import count_sums
@@ -341,6 +343,7 @@ def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
 def _run(built: _BuiltLayer) -> Any:
     """The layer's outputs for a micro-batch, on the meta device."""
     layer, module = built.layer, built.module
+    _announce_documents(built)
     shape = (built.batch.rows, built.batch.seq_length)
     position_ids = torch.zeros(*shape, dtype=torch.long, device="meta")
     length = built.batch.seq_length // built.hidden_parts
@@ -349,6 +352,16 @@ def _run(built: _BuiltLayer) -> Any:
     )  # [B, T, D]
     inputs = (position_ids if built.is_first else hidden_states, position_ids, position_ids.to(torch.int32))
     return layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)
+
+
+def _announce_documents(built: _BuiltLayer) -> None:
+    """Where attention keeps the documents of a row apart by a mask, let the layer make it: other kernels take their
+    offsets, which are next to nothing."""
+    makes_mask = built.batch.is_packed and built.config._attn_implementation == "sdpa" and built.parts.size == 1
+    context = getattr(built.module, "context", None)
+    if isinstance(context, MicroBatchContext):
+        length = built.batch.seq_length
+        context.bounds = DocumentBounds(2 * built.batch.rows, length) if makes_mask else None
 
 
 def _count_deferred(built: _BuiltLayer) -> int:

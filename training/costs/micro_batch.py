@@ -10,11 +10,12 @@ import torch
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """Rows of `seq_length` tokens, whose activations have `dtype`."""
+    """Rows of `seq_length` tokens, whose activations have `dtype`. is_packed: whether a row has several documents."""
 
     rows: int
     seq_length: int
     dtype: torch.dtype
+    is_packed: bool = False
 
     @property
     def tokens(self) -> int:

@@ -91,7 +91,7 @@ class WithoutData(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention:
-            return _FusedAttention.apply(*args[:3])
+            return _FusedAttention.apply(*args[:3], (kwargs or {}).get("attn_mask"))
         if function is torch.Tensor.__bool__ and args[0].is_meta:
             return True
         return function(*args, **(kwargs or {}))
@@ -102,26 +102,30 @@ def _attend_flash(
 ) -> tuple[torch.Tensor, None]:
     """Stands for `transformers`' `flash_attention_forward`, which pads values to the size of the queries."""
     size = value.shape[-1]
-    output = _FusedAttention.apply(query, key, F.pad(value, (0, query.shape[-1] - size)))
+    output = _FusedAttention.apply(query, key, F.pad(value, (0, query.shape[-1] - size)), None)
     return output.transpose(1, 2)[..., :size], None
 
 
 class _FusedAttention(torch.autograd.Function):
     """Saves the tensors that FlashAttention saves (2205.14135, algorithm 2): query, key, value, output, and one fp32
-    number per row."""
+    number per row. A mask is saved by each layer, as the kernels take it: in the dtype of the queries
+    (`convert_boolean_attn_mask` of torch's `attention.cpp`)."""
 
     is_running = False
 
     @staticmethod
-    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         batch, heads, length, _ = query.shape
         _FusedAttention.is_running = True
         output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own memory order
         row_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
         _FusedAttention.is_running = False
-        context.save_for_backward(query, key, value, output, row_sums)
+        masks = [] if mask is None else [mask.to(query.dtype)]
+        context.save_for_backward(query, key, value, output, row_sums, *masks)
         return output
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        return tuple(torch.empty_like(tensor) for tensor in context.saved_tensors[:3])
+        return *(torch.empty_like(tensor) for tensor in context.saved_tensors[:3]), None

@@ -95,6 +95,10 @@ def _override_positions(config: RunConfig, model: DescribedModel) -> PretrainedC
 
 def _check_packing(config: RunConfig, architecture: PretrainedConfig) -> None:
     """A user's collator may lay several documents in a row too."""
-    packing = find_kind(config.data.name).choose_packing(config.data.packing)
-    if packing is not Packing.NONE or config.data.collator is not None:
+    if packs_rows(config) or config.data.collator is not None:
         check_packing(architecture)
+
+
+def packs_rows(config: RunConfig) -> bool:
+    """Return whether a row of the run may have several documents."""
+    return find_kind(config.data.name).choose_packing(config.data.packing) is not Packing.NONE

@@ -19,6 +19,7 @@ from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
 from training.pipeline.partition import weigh_layers
 from training.pipeline.schedules import find_schedule
+from training.resolution.architecture import packs_rows
 
 
 class LayerCounts:
@@ -55,7 +56,7 @@ class LayerCounts:
         return count_layers(
             self._counted,
             self._architecture,
-            MicroBatchShape(rows, seq_length, DTYPES[config.precision]),
+            MicroBatchShape(rows, seq_length, DTYPES[config.precision], is_packed=packs_rows(config)),
             adapter=self._adapter,
             freeze=config.freeze,
             ranks=LayerRanks(

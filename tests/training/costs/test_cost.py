@@ -36,12 +36,13 @@ def build_real(layer: Layer, dtype: torch.dtype) -> torch.nn.Module:
     return layer.module_class(*layer.args).to(dtype)
 
 
-def real_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    integers = torch.arange(T).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
+def real_inputs(dtype: torch.dtype, document: int = T) -> tuple[torch.Tensor, ...]:
+    """document: tokens of each of a row's documents."""
+    integers = (torch.arange(T) % document).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
     return torch.randn(B, T, D, requires_grad=True).to(dtype), *integers
 
 
-def bytes_really_saved(layer: Layer, dtype: torch.dtype) -> int:
+def bytes_really_saved(layer: Layer, dtype: torch.dtype, document: int = T) -> int:
     """Storages that autograd keeps of a real forward pass, without the layer's parameters."""
     module, saved = build_real(layer, dtype), {}
 
@@ -49,7 +50,7 @@ def bytes_really_saved(layer: Layer, dtype: torch.dtype) -> int:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    inputs = real_inputs(dtype)
+    inputs = real_inputs(dtype, document)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(inputs)
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -64,6 +65,16 @@ def test_the_activations_are_those_that_autograd_saves(index: int, attention: st
     cost = count(config, dtype)[index]
     assert not cost.is_estimated
     assert cost.saved_bytes == pytest.approx(bytes_really_saved(build_layers(config)[index], dtype), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_packed_rows_keep_a_mask_in_each_layer_and_keys_of_every_head(dtype: torch.dtype) -> None:
+    config = build_config()
+    layers = build_layers(config)
+    packed = count_layers(layers, config, MicroBatchShape(B, T, dtype, is_packed=True))[1]
+    whole = count_layers(layers, config, MicroBatchShape(B, T, dtype))[1]
+    assert packed.saved_bytes == pytest.approx(bytes_really_saved(build_layers(config)[1], dtype, T // 2), rel=0.01)
+    assert packed.saved_bytes > whole.saved_bytes + B * T * T * dtype.itemsize and not packed.is_estimated
 
 
 def test_flash_attention_is_counted_where_its_package_is_missing() -> None:

@@ -232,22 +232,25 @@ def test_only_the_last_stage_makes_logits() -> None:
     assert [memory(stage, 3, 8, 1).loss for stage in range(3)] == [0, 0, beside]
 
 
-@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2**25), (True, 2**27)])
-def test_the_loss_makes_its_logits_in_pieces(on_gpu: bool, chunk: int) -> None:
+@pytest.mark.parametrize(("on_gpu", "rows"), [(False, 256), (True, 1024)])
+def test_the_loss_makes_its_logits_in_pieces(on_gpu: bool, rows: int) -> None:
     many, vocabulary = 4096, 128_000
+    chunk = rows * vocabulary
     sizes = many, vocabulary, 4096
     assert compute_loss_bytes(*sizes, Precision.bf16, on_gpu) == 2 * many * vocabulary + 10 * chunk
+    assert compute_loss_bytes(*sizes, Precision.bf16, on_gpu, weight_trains=False) == 10 * chunk
     assert compute_loss_bytes(*sizes, Precision.fp32, on_gpu) == 8 * chunk
     assert compute_loss_bytes(*sizes, Precision.fp16, on_gpu) == 12 * many * vocabulary
     assert compute_loss_bytes(10, 10, 4096, Precision.fp32, on_gpu) == 800
 
 
-@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2**25), (True, 2**27)])
-def test_of_many_targets_the_loss_sums_the_gradient_of_the_head(on_gpu: bool, chunk: int) -> None:
+@pytest.mark.parametrize(("on_gpu", "rows", "part"), [(False, 256, 2**25), (True, 1024, 2**27)])
+def test_of_many_targets_the_loss_sums_the_gradient_of_the_head(on_gpu: bool, rows: int, part: int) -> None:
     """As much for 128k tokens as for 16k: pieces of 1,024 targets in all wait, beside a sum in fp32."""
     vocabulary, hidden_size = 128_000, 4096
     needed = [compute_loss_bytes(many, vocabulary, hidden_size, Precision.bf16, on_gpu) for many in (2**14, 2**17)]
-    assert needed == [12 * chunk + 2 * 1024 * vocabulary + 4 * vocabulary * hidden_size] * 2
+    summed = 4 * vocabulary * hidden_size + 2 * part
+    assert needed == [10 * rows * vocabulary + 2 * 1024 * vocabulary + summed] * 2
     assert needed[0] < 2 * 2**14 * vocabulary + 12 * 2**27
 
 
@@ -259,7 +262,8 @@ def test_the_peak_is_the_larger_of_backward_pass_and_step() -> None:
     assert replace(found, step=1000).peak == 1 + 2 + 4 + 16 + 1000
 
 
-def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weight_trains", [True, False])
+def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch, weight_trains: bool) -> None:
     """Beside what goes in, the gradients that come out included."""
     tokens, hidden_size, vocabulary = 2048, 128, 3000
     set_chunk_size(monkeypatch, 32 * vocabulary)
@@ -269,9 +273,11 @@ def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch) ->
         for shape in ((1, tokens, hidden_size), (vocabulary, hidden_size))
     )
     targets = torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0)
+    weight.requires_grad_(weight_trains)
     with AllocationPeak(states, weight) as counter:
-        torch.autograd.grad(causal_lm_loss((states, weight), targets), (states, weight))
+        torch.autograd.grad(causal_lm_loss((states, weight), targets), (states, weight)[: 1 + weight_trains])
     grad_hidden = 2 * 2 * states.numel()  # those of targets, and their gradient
-    expected = compute_loss_bytes(tokens, vocabulary, hidden_size, Precision.bf16, on_gpu=False) + grad_hidden
+    sizes = tokens, vocabulary, hidden_size
+    expected = compute_loss_bytes(*sizes, Precision.bf16, on_gpu=False, weight_trains=weight_trains) + grad_hidden
     assert counter.peak == pytest.approx(expected, rel=0.05)
     assert expected < 2 * tokens * vocabulary
