@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import Any
@@ -53,7 +54,8 @@ def split_layers(
     if isinstance(method, list):
         return _bounds_of_list(method, len(weights), num_stages, schedule.num_chunks if schedule else 1)
     if schedule is not None and schedule.num_chunks > 1:
-        return list(_balance_chunks(tuple(weights), schedule))
+        alike = replace(schedule, num_micro_batches=schedule.num_stages)  # of which the split does not depend
+        return list(_balance_chunks(tuple(weights), alike))
     return _balance_within(tuple(weights), num_stages, fits if method == "balanced" else None)
 
 

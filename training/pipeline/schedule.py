@@ -172,6 +172,15 @@ class OneForwardOneBackward(Schedule):
         backward = [unit._replace(kind=UnitKind.backward) for unit in forward]
         return _alternate(forward, backward, ahead=self.num_stages - 1 - stage_id)
 
+    @cache
+    def list_in_flight(self, stage_id: int) -> frozenset[InFlight]:
+        most = min(self.num_stages - stage_id, self.num_micro_batches)
+        return frozenset(InFlight((held,), (0,)) for held in range(1, most + 1))
+
+    @cache
+    def list_backward(self, stage_id: int) -> frozenset[tuple[InFlight, int]]:
+        return frozenset((held, 0) for held in self.list_in_flight(stage_id))
+
 
 class Interleaved(Schedule):
     """Interleaved 1F1B (2104.04473): V chunks per rank, so that the pipeline fills V times as fast."""

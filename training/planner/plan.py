@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from training.cost_terms import table
 from training.cost_terms.context_parallel import ModeCost, compare_modes
@@ -93,19 +93,13 @@ class StagePlan:
 class Plan:
     """The predicted memory and time of a run, in bytes and seconds.
 
-    transfer_seconds: either way [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on
-    average, uneven stages counted. sequence_modes: of the stage that sends most; none where each rank has whole
-    sequences. imbalance: by how much the slowest stage exceeds the mean. model_flops: of a token, as
-    `compute_model_flops` counts them. peak_flops: FLOP/s of all ranks.
+    sequence_modes: of the stage that sends most; none where each rank has whole sequences. model_flops: of a token, as
+    `compute_model_flops` counts them. peak_flops: FLOP/s of all ranks. The step is simulated when it is first asked
+    for: a search asks for that of few.
     """
 
     layout: Layout
     stages: list[StagePlan]
-    idle: float
-    imbalance: float
-    passes: list[Pass]
-    transfer_seconds: list[float]
-    pipeline_seconds: float
     reduce_seconds: float
     optimizer_seconds: float
     tokens_per_step: int
@@ -121,6 +115,45 @@ class Plan:
     @property
     def schedule(self) -> Schedule:
         return build_schedule(self.layout)
+
+    @cached_property
+    def _chunks(self) -> list[ChunkPlan]:
+        """In the order of the model."""
+        return sorted((chunk for stage in self.stages for chunk in stage.chunks), key=lambda chunk: chunk.first_layer)
+
+    @property
+    def transfer_seconds(self) -> list[float]:
+        """Seconds from each chunk to the next, either way [P x V - 1]."""
+        return [chunk.transfer_seconds for chunk in self._chunks[:-1]]
+
+    @cached_property
+    def passes(self) -> list[Pass]:
+        """The passes of the simulated step."""
+        forward, backward, deferred = (
+            tuple(getattr(chunk, name) for chunk in self._chunks)
+            for name in ("forward_seconds", "backward_seconds", "deferred_seconds")
+        )
+        return _simulate(self.schedule, forward, backward, tuple(self.transfer_seconds), deferred)
+
+    @cached_property
+    def pipeline_seconds(self) -> float:
+        return max(each.stop for each in self.passes)
+
+    @property
+    def busy_seconds(self) -> list[float]:
+        """Seconds that each stage computes."""
+        num_micro_batches = self.layout.gradient_accumulation_steps
+        return [num_micro_batches * (stage.forward_seconds + stage.backward_seconds) for stage in self.stages]
+
+    @property
+    def idle(self) -> float:
+        """The share of a stage's time that the simulated step waits, on average, uneven stages counted."""
+        return 1 - sum(self.busy_seconds) / (len(self.stages) * self.pipeline_seconds)
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the slowest stage exceeds the mean."""
+        return max(self.busy_seconds) / (sum(self.busy_seconds) / len(self.stages)) - 1
 
     @property
     def bubble(self) -> float:
@@ -184,21 +217,9 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
     ]
     held_by = [Stage(run, stage_id, costs, indices) for stage_id, indices in enumerate(held)]
     stages = [_plan_stage(stage) for stage in held_by]
-    chunks = sorted((chunk for stage in stages for chunk in stage.chunks), key=lambda chunk: chunk.first_layer)
-    transfers = [chunk.transfer_seconds for chunk in chunks[:-1]]
-    forward, backward = [chunk.forward_seconds for chunk in chunks], [chunk.backward_seconds for chunk in chunks]
-    deferred = [chunk.deferred_seconds for chunk in chunks]
-    passes = _simulate(schedule, tuple(forward), tuple(backward), tuple(transfers), tuple(deferred))
-    busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
-    pipeline_seconds = max(p.stop for p in passes)
     return Plan(
         layout=layout,
         stages=stages,
-        idle=1 - sum(busy) / (len(busy) * pipeline_seconds),
-        imbalance=max(busy) / (sum(busy) / len(busy)) - 1,
-        passes=passes,
-        transfer_seconds=transfers,
-        pipeline_seconds=pipeline_seconds,
         reduce_seconds=max(stage.reduce_seconds for stage in stages),
         optimizer_seconds=max(stage.optimizer_seconds for stage in stages),
         tokens_per_step=layout.global_batch_size * run.tokens_per_sample,
