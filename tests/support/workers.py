@@ -5,7 +5,8 @@
 
 `function` is a module-level function; it runs on every rank with an initialised gloo process group. An exception on any
 rank is raised here with that rank's stack trace. When a rank does not answer after that, since it has ended or waits
-for one that failed, new processes are started for the next case; so they are when a case has left many threads behind.
+for one that failed, new processes are started for the next case; so they are when cases have left many threads or much
+memory behind.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 FORKSERVER = multiprocessing.get_context("forkserver")
 # By the folder that pytest is started in: the forkserver of Python 3.11 does not take over sys.path.
 GPU_WATCH = "tests.support.gpu_watch"
 FORKSERVER.set_forkserver_preload(["tests.support.preload"])
 _SECONDS_A_CASE = 600
 _MOST_THREADS = 40  # of an idle worker; see `_run_in_group`
+_MOST_MEMORY = 2**30  # bytes of an idle worker. It begins with half of that; hundreds of cases leave fragments
 
 
 class WorkerError(AssertionError):
@@ -43,7 +47,7 @@ class WorkerGroup:
         self.send(function, *args, **kwargs)
         answers = [self._answer(rank) for rank in range(self.world_size)]
         failed = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
-        if self._lost or any(count_threads(process.pid) > _MOST_THREADS for process in self._processes):
+        if self._lost or any(_is_worn_out(process.pid) for process in self._processes):
             self.close()
         if failed:
             raise WorkerError("\n".join(failed))
@@ -90,6 +94,10 @@ class WorkerGroup:
             if process.is_alive():
                 process.kill()
         self._processes, self._pipes = [], []
+
+
+def _is_worn_out(pid: int) -> bool:
+    return count_threads(pid) > _MOST_THREADS or psutil.Process(pid).memory_info().rss > _MOST_MEMORY
 
 
 def count_threads(pid: int | str) -> int:
