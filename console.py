@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any, TextIO, TypeVar
 from tqdm import tqdm
 
 _SECONDS_BEFORE_BAR = 1.0  # work that takes less needs none
+_SECONDS_BEFORE_PHASE = 2.0
 _SECONDS_BEFORE_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0  # where there is no terminal
 _WIDTH = 80  # of a terminal that does not say
 _BAR = "{desc} {n_fmt}/{total_fmt}{unit} |{bar}| {remaining} left{postfix}"
@@ -235,3 +237,22 @@ def progress(what: str, total: float | None = None, unit: str = "", shown: bool 
         yield shows
     finally:
         shows.end()
+
+
+@contextmanager
+def phase(what: str, shown: bool = True) -> Iterator[None]:
+    """Prints `what` if the block takes more than two seconds and no bar is visible by then. shown: False on a rank that
+    prints nothing."""
+    timer = threading.Timer(_SECONDS_BEFORE_PHASE, _announce, [what])
+    timer.daemon = True
+    if shown:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _announce(what: str) -> None:
+    if all(progress._bar is None for progress in _alive):
+        say(f"{what} ...")

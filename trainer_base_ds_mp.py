@@ -37,7 +37,8 @@ def run_composed(config: DictConfig) -> None:
     if config.plan is not False:
         # a plan takes seconds, most of them imports, and garbage collection would take a sixth of them
         gc.disable()
-        from training.planner.run import run_plan  # without the engine
+        with SINGLE_PROCESS.phase("importing torch and transformers"):
+            from training.planner.run import run_plan  # without the engine
 
         run_plan(config)
         gc.freeze()  # nor at its end: no collection either
@@ -53,11 +54,12 @@ def import_run() -> Callable[[DictConfig], None]:
     # DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is
     # for their developers
     gc.disable()  # imports leave no garbage, and searching them takes two of six seconds, one at the end
+    ranks = read_ranks()
     with redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings(action="ignore"):
         try:
-            from training.run import run
+            with ranks.phase("importing torch, transformers and DeepSpeed"):
+                from training.run import run
         except (ImportError, AttributeError):
-            ranks = read_ranks()
             with exit_on_user_error(ranks, reports=ranks.is_main):
                 check_internals()
             raise

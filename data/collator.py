@@ -89,6 +89,14 @@ def shift_labels(labels: Tensor) -> Tensor:
     return pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
+def defer_targets(targets: Tensor, segment_ids: Tensor, depth: int) -> Tensor:
+    """Return at each position the target `depth` positions later, int64 [B, T], and -100 where that is one of another
+    document. targets, segment_ids: [B, T], of whole rows."""
+    later = pad(targets[:, depth:], (0, depth), value=IGNORE_INDEX)
+    same = segment_ids == pad(segment_ids[:, depth:], (0, depth))
+    return later.masked_fill(~same, IGNORE_INDEX)
+
+
 def unshift_targets(targets: Tensor) -> Tensor:
     """Return the labels that `shift_labels` turns into these targets; the first, which nothing predicts, is -100."""
     return pad(targets[:, :-1], (1, 0), value=IGNORE_INDEX)
@@ -111,6 +119,13 @@ def number_documents(rows: NumpyRows, shape: Shape) -> Tensor:
 def index_targets(targets: Tensor) -> Tensor:
     """Return the indices of the targets in the flattened [B, T], int64 [N]."""
     return (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+
+
+def number_targets(targets: Tensor, first: np.ndarray) -> Tensor:
+    """Return int64 [B, T]: at each target its number, counted within its row from `first` [<= B]; elsewhere any."""
+    firsts = np.zeros(len(targets), np.int64)
+    firsts[: len(first)] = first
+    return (targets != IGNORE_INDEX).cumsum(dim=1) - 1 + torch.from_numpy(firsts)[:, None]
 
 
 def pad_segments(rows: NumpyRows, shape: Shape) -> Tensor:

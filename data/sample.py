@@ -19,17 +19,19 @@ class Sample(TypedDict):
     input_ids: list[int]  # [T]
     labels: list[int]  # [T]
     desirable: NotRequired[bool]  # of kinds whose answers carry such a label
-    label: NotRequired[list[int] | list[float]]  # of kinds that label whole documents; as many numbers for each
+    # of kinds that learn from whole documents; as many numbers for each, maybe none
+    label: NotRequired[list[int] | list[float]]
+    num_last: NotRequired[int]  # tokens at its end that stay where it is truncated; 0 by default
 
 
-Pair = tuple[Sample, Sample]  # chosen, rejected
+Group = tuple[Sample, ...]  # samples that stay together, such as a chosen and a rejected answer
 
 
 class Encoder(Protocol):
     """A frozen dataclass: its `repr` names every option, and is part of the key of the tokenized cache."""
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | list[Sample] | Pair:
-        """Return the whole sample, of any length, or several; a pair of them for preferences. Raises `UserError`
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | list[Sample] | Group:
+        """Return the whole sample, of any length, or several; a tuple of those that stay together. Raises `UserError`
         naming `location` for a record that cannot be read.
         """
         ...

@@ -4,9 +4,11 @@ peft folder.
     python scripts/generate.py --model_name_or_path outputs/demo/hf --prompt "What does json.loads do?"
     python scripts/generate.py --model_name_or_path outputs/demo/checkpoints --prompt_file in.jsonl --output out.jsonl
     python scripts/generate.py --model_name_or_path outputs/my_chat/hf     # a chat; an empty line or Ctrl-C ends it
+    python scripts/generate.py --model_name_or_path outputs/my_mtp/hf --speculative --prompt "What does json.loads do?"
 
 A prompt is formatted by the tokenizer's chat template, as training shows a turn's context, or by `--prompt_template` if
-it has none. `tools` and `chat_template_kwargs` of a record go to the template, as in training.
+it has none. `tools` and `chat_template_kwargs` of a record go to the template, as in training. `--speculative` lets the
+layers that predict further tokens draft, and reports how many of their drafts were right; the text is the same.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ from data.encoders.rendering import RECORD_KWARGS, read_template_kwargs  # noqa:
 from data.encoders.turns import find_stop_tokens  # noqa: E402
 from errors import UserError  # noqa: E402
 from models.architecture.lookup import build_layers  # noqa: E402
+from models.further.layers import FurtherDecoderLayer  # noqa: E402
+from models.further.speculative import SpeculativeDecoder  # noqa: E402
 from models.heads.table import find_head  # noqa: E402
+from models.weights.further import add_further  # noqa: E402
 from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from models.weights.vocabulary import add_end, open_tokenizer  # noqa: E402
@@ -73,6 +78,8 @@ def load_model(source: WeightSource) -> PreTrainedModel:
     source.check_complete(layers)
     tensors: dict[str, torch.Tensor] = {}
     for index, alone in enumerate(build_layers(source.config)):
+        if alone.is_further:
+            continue
         for name, tensor in source.read_layer(index, layers[index]).items():
             tensors |= {piece.hf_name: tensor[piece.index] for piece in alone.get_pieces(name)}
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
@@ -84,6 +91,18 @@ def load_model(source: WeightSource) -> PreTrainedModel:
     return model.to(choose_device())
 
 
+def load_further(source: WeightSource, model: PreTrainedModel) -> list[FurtherDecoderLayer]:
+    """Returns the layers of `source` that predict further tokens, in the dtype and on the device of the model."""
+    further = []
+    for index, layer in enumerate(build_layers(source.config)):
+        if layer.is_further and layer.owns_weights:
+            module = layer.build_on_meta()
+            module.load_state_dict(source.read_layer(index, layer), assign=True)
+            assert isinstance(module, FurtherDecoderLayer)
+            further.append(module.to(model.device).eval())
+    return further
+
+
 def choose_device() -> torch.device:
     """Returns the accelerator if there is one, else the CPU; DS_ACCELERATOR overrides it, as in training."""
     chosen = os.environ.get("DS_ACCELERATOR") or torch.accelerator.current_accelerator(check_available=True) or "cpu"
@@ -93,8 +112,9 @@ def choose_device() -> torch.device:
 class Generator:
     """Generates answers to messages, or continues text.
 
-    template_kwargs: what the chat template is called with in addition. Raises UserError for a model that cannot be
-    loaded, and for keywords without a chat template.
+    template_kwargs: what the chat template is called with in addition. speculative: whether further layers draft.
+    Raises UserError for a model that cannot be loaded, for keywords without a chat template, and for sampling with
+    drafts.
     """
 
     def __init__(
@@ -104,13 +124,19 @@ class Generator:
         max_new_tokens: int,
         temperature: float,
         template_kwargs: dict[str, Any] | None = None,
+        speculative: bool = False,
     ) -> None:
         self.tokenizer: PreTrainedTokenizerBase = open_tokenizer(source.path)
         self._template = prompt_template or (None if self.tokenizer.chat_template else DEFAULT_TEMPLATE)
         self._kwargs = template_kwargs or {}
         if self._kwargs and self._template is not None:
             raise UserError(f"{KWARGS} is for chat templates, and none is used here; omit it")
+        if speculative and temperature > 0:
+            raise UserError("--speculative decodes greedily; omit --temperature")
+        if speculative:
+            source = add_further(source, trains=True)
         self.model = load_model(source)
+        self.decoder = SpeculativeDecoder(self.model, load_further(source, self.model)) if speculative else None
         sampling: dict[str, Any] = (
             {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         )
@@ -127,6 +153,11 @@ class Generator:
     def answer(self, prompt: Prompt, streamer: TextStreamer | None = None) -> str:
         """Returns the answer to a prompt. Without a chat template only its last message is used."""
         input_ids = torch.tensor([self._encode(prompt)], device=self.model.device)  # [1, T]
+        if self.decoder is not None:
+            ends = self._options["eos_token_id"]
+            ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+            written = self.decoder.generate(input_ids[0].tolist(), self._options["max_new_tokens"], ends)
+            return self.tokenizer.decode(written, skip_special_tokens=True).strip()
         with torch.inference_mode():
             output = self.model.generate(
                 input_ids=input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **self._options
@@ -146,6 +177,8 @@ class Generator:
         while text := _read_line(read):
             messages.append({"role": "user", "content": text})
             messages.append({"role": "assistant", "content": self.answer(Prompt(messages), streamer)})
+            if self.decoder is not None:  # which writes nothing before its end
+                print(messages[-1]["content"])
 
 
 def _read_line(read: Callable[[str], str]) -> str:
@@ -215,6 +248,11 @@ def main() -> None:
     )
     parser.add_argument("--trust_checkpoint", action="store_true", help="accept a checkpoint without a manifest.json")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token")
+    parser.add_argument(
+        "--speculative",
+        action="store_true",
+        help="draft with the layers that predict further tokens, and report how many drafts were right",
+    )
     arguments = parser.parse_args()
     disable_progress_bar()  # of tensors that have been read already
     try:
@@ -233,7 +271,12 @@ def generate(arguments: argparse.Namespace) -> None:
         prompts += read_prompts(arguments.prompt_file)
     source = open_weights(arguments.model_name_or_path, arguments.trust_remote_code, arguments.trust_checkpoint)
     generator = Generator(
-        source, arguments.prompt_template, arguments.max_new_tokens, arguments.temperature, template_kwargs
+        source,
+        arguments.prompt_template,
+        arguments.max_new_tokens,
+        arguments.temperature,
+        template_kwargs,
+        arguments.speculative,
     )
     if not prompts:
         generator.chat()
@@ -249,6 +292,9 @@ def generate(arguments: argparse.Namespace) -> None:
                     file=output,
                     flush=True,
                 )
+    if generator.decoder is not None:
+        accepted, drafted = generator.decoder.accepted, generator.decoder.drafted
+        print(f"accepted {accepted:,} of {drafted:,} drafts ({accepted / max(1, drafted):.1%})")
 
 
 if __name__ == "__main__":

@@ -179,8 +179,8 @@ KEYS = {
     ),
     "no such kind": (
         ("data=dialogue",),
-        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, classification, preference, "
-        "pretrain, process_reward, sft, token_classification, unpaired_preference",
+        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, classification, embedding, "
+        "preference, pretrain, process_reward, rerank, sft, token_classification, unpaired_preference",
     ),
     "no such task": (("task=ppo",), "task=ppo: must be one of classification, cpo, dpo, "),
     "preferences without pairs": (

@@ -60,7 +60,11 @@ WITHOUT_ROW = {
         "task=orpo", "task=simpo", "task=cpo", "dpo", "orpo", "simpo", "cpo", "reward", "kto", "label_smoothing",
     ),
     "the head and the positions are those of reward; the loss is a few numbers per document": (
-        "task=classification", "classification", "task=token_classification", "task=process_reward",
+        "task=classification", "classification", "task=token_classification", "task=process_reward", "task=rerank",
+        "rerank",
+    ),
+    "hidden states and passes are those of other rows and of evaluations; the loss is a few products of vectors": (
+        "task=embedding", "embedding",
     ),
     "plain tokens, as in sft; rows are packed as in the packed rows": ("task=pretrain",),
     "random numbers, which differ between a GPU and its oracle": (
@@ -71,6 +75,8 @@ WITHOUT_ROW = {
     ),
     "the user's own code": ("loss", "optimizer=custom", "optimizer.custom"),
     "the routers' losses are sums over a few numbers per token, from logits that the rows of experts have": ("moe",),
+    "the chunks of logits are those of the loss; a gather of a few tokens of each, and a forward pass": ("distill",),
+    "decoder layers and the loss once more, and the sums of tied weights": ("mtp",),
     "what a run does at a value that is not finite, which these runs have none of": ("on_nonfinite=skip",),
     "LoRA's own kernels are those of the LoRA rows: other numbers, targets or start": (
         "adapter.r", "adapter.lora_alpha", "adapter.target_modules", "adapter.use_dora=true",

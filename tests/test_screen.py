@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatc
         "saving: 50% of 2.00GB",
         "saving: 100% of 2.00GB",
     ]
+
+
+def test_a_phase_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    came = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        came.set()
+
+    monkeypatch.setattr(console, "say", say)
+    monkeypatch.setattr(console, "_SECONDS_BEFORE_PHASE", 0.0)
+    with console.phase("starting the engine"):
+        assert came.wait(60)
+    with console.phase("of another rank", shown=False):
+        assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    monkeypatch.setattr(console, "_SECONDS_BEFORE_PHASE", 3600.0)
+    with pytest.raises(KeyError), console.phase("that fails"):
+        (timer,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+        raise KeyError
+    timer.join(60)
+    assert not timer.is_alive() and said == ["starting the engine ..."]
 
 
 def test_a_replayed_terminal_shows_what_was_written_last() -> None:

@@ -25,6 +25,7 @@ MODELS = (
     ("models.layers", "models.losses"),
     ("models.experts", "models.heads"),
     ("models.families", "models.generic"),
+    ("models.further",),
     ("models.architecture",),
     ("models.sharding",),
     ("models.adapters",),
@@ -78,14 +79,14 @@ CONFIGURATION_FILES = {
 # Key of a run -> the most modules of training/ that name it. The others ask a property of the config for what it means
 # (`shards_weights`), name what they read as a protocol (`LayoutKeys`), or are handed the value.
 MOST_NAMED = {
-    "RunConfig": 34,
-    "zero_stage": 6,
+    "RunConfig": 35,
+    "zero_stage": 7,
     "offload_optimizer": 12,
-    "offload_parameters": 9,
+    "offload_parameters": 10,
     "sequence_parallel": 8,
-    "activation_offload": 7,
-    "sharding_parallel_size": 6,
-    "schedule_memory_limit": 2,
+    "activation_offload": 8,
+    "sharding_parallel_size": 7,
+    "schedule_memory_limit": 3,
 }
 MOST_PARAMETERS = 8  # of a function
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}

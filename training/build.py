@@ -6,13 +6,18 @@ constructs a `StageModule` or starts an engine.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from data.loading.teacher import teacher_path
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle
 from models.losses.cross_entropy import build_loss
+from models.losses.distill_loss import TeacherLoss
 from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, RunConfig
 from training.distributed.p2p import MOST_CTAS
@@ -21,9 +26,9 @@ from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
 from training.engine.start import start_engine
 from training.inputs import loaders
+from training.inputs.datasets import build_row_plan
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.objectives.user_loss import build_run_loss
 from training.pipeline.activation_checkpoint import KEEP_ALL
 from training.pipeline.module import (
     StageModule,
@@ -35,7 +40,9 @@ from training.pipeline.module import (
 )
 from training.pipeline.schedules import build_schedule
 from training.pipeline.weight_sharding import WeightSharding
-from training.scoring.reference_logprobs import prepare_reference
+from training.resolution.user_loss import build_run_loss
+from training.scoring.reference_logprobs import compute_model_id, prepare_reference
+from training.scoring.teacher import TeacherTask, check_visible, find_missing, score
 from training.setup import RunSetup
 
 
@@ -72,7 +79,8 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
     )
     loss = build_run_loss(config, setup.architecture, parallel, sequence_part)
     loss = loss or build_loss(setup.architecture, parallel)
-    module = StageModule(setup.layers, setup.bounds, setup.source, loss, ranks_of_stage, options)
+    with ranks.phase("building the stages and loading their weights"):
+        module = StageModule(setup.layers, setup.bounds, setup.source, loss, ranks_of_stage, options)
     if module.deferred_share is not None:
         ranks.say(
             f"schedule={config.schedule}: {module.deferred_share:.0%} of the trained matrices' gradients can wait"
@@ -90,7 +98,9 @@ def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
 
 def build_engine(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> Engine:
     """Start the engine of this rank's stage; see `build_stage`."""
-    return start_engine(build_stage(config, setup, ranks, trains), config, setup.layout, trains)
+    stage = build_stage(config, setup, ranks, trains)
+    with ranks.phase("starting the engine"):
+        return start_engine(stage, config, setup.layout, trains)
 
 
 def build_loaders(
@@ -100,7 +110,8 @@ def build_loaders(
     loader needs of the reference model, unless it is cached.
     """
     reference = _prepare_reference(config, setup, engine, data)
-    return loaders.build_loaders(config, engine.module, data, budget, reference)
+    with data.ranks.phase("opening the data"):
+        return loaders.build_loaders(config, engine.module, data, budget, reference)
 
 
 def build_eval_loaders(
@@ -109,6 +120,45 @@ def build_eval_loaders(
     """Build the loaders of an evaluation only; see `build_loaders`. sizes: by the names of the evaluation files."""
     reference = _prepare_reference(config, setup, engine, data)
     return loaders.build_eval_loaders(config, engine.module, data, sizes, reference)
+
+
+def prepare_teacher(config: RunConfig, setup: RunSetup, data: RankData) -> RankData:
+    """Return `data` with what the teacher of a distillation has written; where that is missing, the teacher is built,
+    scores the data, and is gone before the student is built. All ranks call it. Raises UserError."""
+    teacher = setup.teacher
+    if teacher is None:
+        return data
+    top_k, temperature = config.distill.top_k, config.distill.temperature
+    assert top_k is not None
+    num_tokens = min(setup.architecture.vocab_size, teacher.architecture.vocab_size)
+    model_id = compute_model_id(teacher.source, teacher.config, teacher.architecture._attn_implementation)
+    tasks = []
+    for key, path in data.datasets.items():
+        plan = build_row_plan(config, key)
+        rows = "" if plan.is_trivial else plan.folder(path).name
+        folder = teacher_path(path, rows, f"{model_id}-{num_tokens}", top_k, temperature)
+        tasks.append(TeacherTask(key, path, plan, folder))
+    missing = find_missing(tasks, top_k, data.ranks)
+    if missing:
+        data.ranks.say(f"teacher: {teacher.architecture.model_type} from {teacher.source.path}")
+        engine = build_engine(teacher.config, teacher, data.ranks, trains=False)
+        options = loaders.build_options(
+            teacher.config, engine.module, dataclasses.replace(data, layout=teacher.layout), missing[0].key
+        )
+        loss = TeacherLoss(teacher.architecture, temperature, top_k, num_tokens, engine.module.parallel)
+        for task in missing:
+            score(engine, task, options, loss, top_k, data.ranks)
+        _release(engine.module)
+    check_visible(tasks)
+    return dataclasses.replace(data, teacher={task.key: task.folder for task in tasks})
+
+
+def _release(module: StageModule) -> None:
+    """Free the memory of a stage, which DeepSpeed's hooks refer to in circles."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.new_empty(0)
+    if has_accelerator():
+        torch.cuda.empty_cache()
 
 
 def _prepare_reference(config: RunConfig, setup: RunSetup, engine: Engine, data: RankData) -> dict[str, Path]:

@@ -68,9 +68,15 @@ class Evaluations:
     def _evaluate(self, name: str, check: Callable[[], None]) -> Record:
         loader, size = self._loaders[name], self._sizes[name]
         check()
-        if self._first_pass is not None:
-            self._first_pass(loader.first.iterate(), len(loader.first), size.terms, check)
-        batches = loader.iterate()
-        loss = evaluate(self._engine, batches, len(loader), size.terms, bounds=size.documents, check=check)
-        metrics = self._metrics.finish_evaluation() if self._metrics is not None else {}
-        return {"eval_loss": loss, **metrics, "eval_tokens": size.targets}
+        found: dict[str, float] = {}
+        if self._first_pass is not None and self._first_pass.concludes:
+            self._first_pass.evaluate(loader.iterate(), len(loader), check)
+        else:
+            if self._first_pass is not None:
+                self._first_pass.prepare(loader.first.iterate(), len(loader.first), size.terms, check)
+            batches = loader.iterate()
+            loss = evaluate(self._engine, batches, len(loader), size.terms, bounds=size.documents, check=check)
+            found["eval_loss"] = loss
+        if self._metrics is not None:
+            found |= self._metrics.finish_evaluation()
+        return {**found, "eval_tokens": size.targets}

@@ -14,6 +14,7 @@ from filesystem import publish_changed, write_atomically
 from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import WriteOptions, export_hugging_face
 from models.conversion.model_files import write_json
+from models.heads.sentence_transformers import save_sentence_files
 from models.heads.table import find_head
 from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import check_disk_space, copy_processor_files
@@ -28,6 +29,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TEMPORARY_PREFIX, remove_leftovers
 from training.config.schema import RunConfig
 from training.hub.upload import Uploader
+from training.objectives.registry import describe_vectors
 from training.setup import RunSetup
 
 
@@ -62,6 +64,8 @@ def prepare_folder(
     tokenizer.save_pretrained(staged)
     if setup.adapter is not None:
         save_adapter_config(setup.adapter, staged, get_whole_config(setup.source))
+    if (described := describe_vectors(config, setup.architecture)) is not None:
+        save_sentence_files(described, staged)
     if not is_resumed:  # else these exist
         ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(sorted(stop_tokens))]
         _save_model_files(setup, tokenizer, staged, passthrough, ends)

@@ -179,7 +179,7 @@ class TrainingLoop:
             self._untimed(self._trace.start)
         if self._first_pass is not None:
             accumulated = self.engine.layout.gradient_accumulation_steps
-            self._first_pass(self._first_batches, accumulated, totals.num_samples)
+            self._first_pass.prepare(self._first_batches, accumulated, totals.num_samples)
         self._telemetry.start_step(profiled)
         loss = self._train_step(micro_batches, totals)
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))

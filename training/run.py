@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from models.architecture.lookup import warn_of_length
-from training.build import build_engine, build_eval_loaders, build_loaders
+from training.build import build_engine, build_eval_loaders, build_loaders, prepare_teacher
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.config.schema import Init, RunConfig, to_typed
@@ -25,7 +25,7 @@ from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
 from training.export import export, export_step, prepare_folder
 from training.hub.upload import Uploader, open_uploader
-from training.inputs.datasets import complete_labels, list_trained_stops, load_tokenizer, tokenize
+from training.inputs.datasets import check_same_tokens, complete_labels, list_trained_stops, load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
@@ -62,11 +62,13 @@ def run(composed: Any) -> None:
         if config.inspect_data:
             inspect_data(config, ranks)
             return
-        setup = check_run(config, ranks)
+        with ranks.phase("checking the run and reading the model's config"):
+            setup = check_run(config, ranks)
         config = setup.config
         folder = RunFolder(config.output_dir)
         uploads = ranks.is_main and not config.evaluate_only
-        uploader = open_uploader(config.hub, folder) if uploads else None
+        with ranks.phase("creating the repository of hub.repo_id"):
+            uploader = open_uploader(config.hub, folder) if uploads else None
     log = folder.path / "logs" / f"rank_{ranks.rank}.log"
     process.redirect_output_to_log(log, ranks)
     with exit_on_user_error(ranks, log=log):
@@ -107,7 +109,8 @@ def train(
     rank."""
     if ranks.is_main:
         folder.acquire_lock()
-    machine = find_run_machine(config, ranks) if ranks.is_main else None  # before the other ranks use the cores
+    with ranks.phase("measuring this machine"):
+        machine = find_run_machine(config, ranks) if ranks.is_main else None  # before the other ranks use the cores
     tokenizer = join_ranks(config, setup, ranks)
     watchdog = Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
@@ -121,20 +124,23 @@ def train(
             folder.release_lock()
             return 0
         hosts = process.gather_hosts()
-        prediction = predict_run(
-            config, setup, machine, train_path=datasets.get("train_file"), num_samples=budget.num_samples,
-            steps=range(start.step, budget.last_step), ranks=ranks,
-        )  # fmt: skip
+        with ranks.phase("planning the step"):
+            prediction = predict_run(
+                config, setup, machine, train_path=datasets.get("train_file"), num_samples=budget.num_samples,
+                steps=range(start.step, budget.last_step), ranks=ranks,
+            )  # fmt: skip
         if setup.recomputation is not None:
             ranks.say(setup.recomputation)
         if prediction is not None:
             show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
+        data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
         memory = MemoryPeak(process.current_device())
         engine = build_engine(config, setup, ranks)
-        loaders = build_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget)
+        loaders = build_loaders(config, setup, engine, data, budget)
         watchdog.limit_collectives()
         if setup.resume_from is not None:
-            load_checkpoint(engine, setup.resume_from, start)
+            with ranks.phase("loading the checkpoint's optimizer state"):
+                load_checkpoint(engine, setup.resume_from, start)
         totals = RunTotals(start)
         reporters: list[Reporter] = []
         if prediction is not None:
@@ -142,18 +148,12 @@ def train(
             # Only now: a run that could not start deletes nothing.
             stops = list_trained_stops(config, tokenizer, datasets.get("train_file"))
             prepare_folder(config, setup, tokenizer, folder, stops)
-            reporters = [
-                totals,
-                *open_reporters(
-                    config,
-                    prediction,
-                    folder=folder,
-                    datasets=datasets,
-                    budget=budget,
-                    first_step=start.step,
+            with ranks.phase("opening the loggers"):
+                opened = open_reporters(
+                    config, prediction, folder=folder, datasets=datasets, budget=budget, first_step=start.step,
                     hosts=hosts,
-                ),
-            ]
+                )  # fmt: skip
+            reporters = [totals, *opened]
             note_warnings(config, setup, start.step, reporters)
         timer = StageTimer(engine, memory)
         timer.attach()
@@ -184,8 +184,9 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
             folder.path.mkdir(parents=True, exist_ok=True)
             show_evaluation(config, setup, sizes=sizes, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
+        data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
         engine = build_engine(config, setup, ranks, trains=False)
-        loaders = build_eval_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), sizes)
+        loaders = build_eval_loaders(config, setup, engine, data, sizes)
         metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config))
         watchdog.limit_collectives()
@@ -202,12 +203,16 @@ def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTo
     # Rank 0 of each host reports: all ranks of a host see the error, other hosts may not.
     with exit_on_user_error(ranks, reports=ranks.local_rank == 0):
         process.find_device(ranks)
-    with exit_on_user_error(ranks, reports=ranks.is_main):
+    with exit_on_user_error(ranks, reports=ranks.is_main), ranks.phase("loading the tokenizer"):
         tokenizer = load_tokenizer(config, setup.source)
+        if setup.teacher is not None:
+            check_same_tokens(setup.teacher.source.path, tokenizer)
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile
-        tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)
+        with ranks.phase("reading the data"):
+            tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)
     process.take_device(ranks)
-    process.join_process_group(PREPARATION_TIMEOUT)
+    with ranks.phase("waiting for the other ranks"):
+        process.join_process_group(PREPARATION_TIMEOUT)
     return tokenizer
 
 
@@ -226,12 +231,13 @@ def agree_on_steps(
     ranks: Ranks,
 ) -> tuple[StepBudget, TrainerState]:
     """Return the length and the start of the run, as counted by the main rank."""
-    return process.broadcast_from_main(
-        lambda: compute_step_budget(
-            config, setup.layout, datasets, setup.resume_from, describe_identity(setup, tokenizer), tokenizer
-        ),
-        ranks,
-    )
+    with ranks.phase("counting steps and fingerprinting the base model"):
+        return process.broadcast_from_main(
+            lambda: compute_step_budget(
+                config, setup.layout, datasets, setup.resume_from, describe_identity(setup, tokenizer), tokenizer
+            ),
+            ranks,
+        )
 
 
 def note_warnings(config: RunConfig, setup: RunSetup, step: int, reporters: list[Reporter]) -> None:

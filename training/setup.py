@@ -22,6 +22,7 @@ from models.parallel.shard import find_length_multiple
 from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
 from models.weights.fingerprint import fingerprint_weights
+from models.weights.further import add_further
 from models.weights.new_head import add_head
 from models.weights.random_weights import RandomWeights
 from models.weights.resized_vocab import ResizedVocabWeights
@@ -33,6 +34,7 @@ from training.checkpoint.resume import Resumable, choose_resume, choose_whole, f
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity
 from training.config.schema import Device, FlashKernels, Init, RunConfig
+from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
 from training.costs.hardware import Machine
 from training.distributed.process import broadcast_from_main, describe_device, has_accelerator
@@ -41,6 +43,7 @@ from training.engine.deepspeed_internals import check_internals
 from training.inputs.datasets import build_row_plan, complete_labels, count_added_rows
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
+from training.resolution.architecture import check_teacher_size
 from training.resolution.packages import check_packages, has_package
 from training.resolution.resolve import ResolvedRun, check_keys, resolve
 from training.resolution.target import Target
@@ -51,13 +54,14 @@ class RunSetup(ResolvedRun):
     """A resolved run, and what it reads: everything that is known before a process group exists.
 
     source: of the weights. resumable: what `resume_from` is chosen from. reference: of an objective that needs one:
-    what the run has started from, or will.
+    what the run has started from, or will. teacher: the setup of its pass over the data; None without one.
     """
 
     source: WeightSource
     resume_from: Path | None = None
     resumable: Resumable | None = None
     reference: WeightSource | None = None
+    teacher: RunSetup | None = None
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
@@ -95,16 +99,39 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
 
 def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks) -> RunSetup:
     """Return the setup of a run that starts from `source`; its config names the labels. Raises UserError."""
+    setup = _build_own_setup(config, source, find_target(config, ranks))
+    return dataclasses.replace(setup, teacher=open_teacher(setup, ranks))
+
+
+def _build_own_setup(config: RunConfig, source: WeightSource, target: Target) -> RunSetup:
     config = complete_labels(config, source.config)
-    resolved = resolve(config, source, find_target(config, ranks))
+    resolved = resolve(config, source, target)
     if (head := resolved.objective.head) is not None:
         source = add_head(source, head, resolved.objective.name_labels(config.data), config.seed)
+    source = add_further(source, trains=config.mtp.loss_coef > 0)
     source.check_complete(resolved.layers)
     return RunSetup(
         **{field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)},
         source=source,
         reference=source if resolved.objective.needs_reference else None,
     )
+
+
+def open_teacher(setup: RunSetup, ranks: Ranks) -> RunSetup | None:
+    """Return the setup of the pass of `distill.teacher` over the data of a run; None without a teacher.
+
+    Raises UserError where it cannot be opened, or cannot run on the run's ranks.
+    """
+    if setup.config.distill.teacher is None:
+        return None
+    config = derive_teacher(setup.config, setup.layout.micro_batch_size)
+    try:
+        source = open_weights(config.model_name_or_path, config.trust_remote_code, config.trust_checkpoint)
+        teacher = _build_own_setup(config, source, Target(ranks.world_size, has_accelerator()))
+    except UserError as error:
+        raise UserError(f"distill.teacher={config.model_name_or_path}: {error}") from None
+    check_teacher_size(setup.config.distill, setup.architecture.vocab_size, teacher.architecture.vocab_size)
+    return teacher
 
 
 def find_target(config: RunConfig, ranks: Ranks) -> Target:
@@ -163,7 +190,8 @@ def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None])
 def describe_identity(setup: RunSetup, tokenizer: PreTrainedTokenizerBase) -> dict[str, Identity]:
     """Return what this run reads, by name, known by content: the tokenizer, the reference model, and the base model
     unless the run continues from weights of its own."""
-    sources = {"reference model": setup.reference}
+    teacher = None if setup.teacher is None else setup.teacher.source
+    sources = {"reference model": setup.reference, "teacher": teacher}
     if setup.resume_from is None or setup.adapter is not None:
         sources["base model"] = setup.source
     found = {

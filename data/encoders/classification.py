@@ -20,7 +20,7 @@ from data.counts import ContentCounts
 from data.encoders.control_tokens import Guard
 from data.encoders.messages import TURN_FLAGS, check_messages, read_tools, refuse_media
 from data.encoders.rendering import RECORD_KWARGS, Calendar, Renderer, read_template_kwargs
-from data.encoders.segments import CountingEncoder, Piece, Pieces, check_text, get_fields, tokenize_sample
+from data.encoders.segments import CountingEncoder, Piece, Pieces, check_filled, get_fields, tokenize_sample
 from data.options import ControlTokens, ProblemType
 from data.sample import IGNORE_INDEX, Sample
 from errors import UserError
@@ -75,15 +75,9 @@ class ClassificationEncoder(CountingEncoder):
         guard = Guard(tokenizer, self.control_tokens, counts)
         texts = []
         for name, value in zip(named.values(), get_fields(record, named, location)):
-            text = check_text(value, f"{location}: field '{name}'")
-            if not text.strip():
-                raise UserError(f"{location}: field '{name}' is empty; fill it or remove the record")
-            texts.append(guard.protect_text(text, f"{location}: field '{name}'"))
-        first, *between = find_special(tokenizer, len(texts))
-        pieces = [Piece(list(first), False)]
-        for text, special in zip(texts, between, strict=True):
-            pieces += [Piece(text, False), Piece(list(special), False)]
-        return guard.release(pieces)
+            where = f"{location}: field '{name}'"
+            texts.append(guard.protect_text(check_filled(value, where), where))
+        return guard.release(join_texts(texts, tokenizer))
 
     def _split_messages(
         self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
@@ -109,6 +103,15 @@ class ClassificationEncoder(CountingEncoder):
         text = renderer.render(renderer.fit_calls(turns))
         counts.num_default_dates += calendar.was_needed
         return guard.release([Piece(text, False)])
+
+
+def join_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    """Return the pieces of one text, or of several together, with what the tokenizer itself puts around them."""
+    first, *between = find_special(tokenizer, len(texts))
+    pieces = [Piece(list(first), False)]
+    for text, special in zip(texts, between, strict=True):
+        pieces += [Piece(text, False), Piece(list(special), False)]
+    return pieces
 
 
 @lru_cache(maxsize=4)

@@ -6,11 +6,11 @@ from typing import Any
 
 from data.encoders.chat import ChatEncoder
 from data.encoders.classification import ClassificationEncoder
-from data.encoders.preference import PreferenceEncoder
+from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.pretrain import PretrainEncoder
+from data.encoders.retrieval import EmbeddingEncoder, RerankEncoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.token_classification import ProcessRewardEncoder, TokenClassificationEncoder
-from data.encoders.unpaired import UnpairedEncoder
 from data.options import Packing
 from data.sample import Encoder
 from errors import UserError
@@ -22,7 +22,8 @@ class DataKind:
 
     encoder: turns its records into samples; a dataclass whose fields are keys of `data`.
     task: the objective that is trained on it by default.
-    samples_per_record: 2 where a record becomes (chosen, rejected).
+    together: what the samples of a record are that stay together, in their order, before any negatives; empty where a
+        record is one sample or several that do not.
     concatenates: its samples are documents that are laid end to end and cut where a row is full.
     label_names: of the labels of its samples, where they are always the same.
     lists_labels: a record has a list of labels, one for each of its words.
@@ -31,10 +32,21 @@ class DataKind:
     name: str
     encoder: Callable[..., Encoder]
     task: str
-    samples_per_record: int = 1
+    together: tuple[str, ...] = ()
     concatenates: bool = False
     label_names: tuple[str, ...] = ()
     lists_labels: bool = False
+
+    def count_samples(self, num_negatives: int) -> int:
+        """Return the number of samples that a record becomes, which stay together."""
+        return max(1, len(self.together)) + num_negatives
+
+    def name_samples(self, count: int) -> list[str]:
+        """Return what each of so many samples is that stay together; empty texts where none do."""
+        if not self.together:
+            return [""] * count
+        negatives = [f"negative {number}" for number in range(1, count - len(self.together) + 1)]
+        return [*self.together, *negatives][:count]
 
     def choose_packing(self, packs: bool) -> Packing:
         """Return how samples share rows. packs: whether they may."""
@@ -49,10 +61,12 @@ KINDS = {
         DataKind("sft", SFTEncoder, task="sft"),
         DataKind("chat", ChatEncoder, task="sft"),
         DataKind("pretrain", PretrainEncoder, task="pretrain", concatenates=True),
-        DataKind("preference", PreferenceEncoder, task="dpo", samples_per_record=2),
+        DataKind("preference", PreferenceEncoder, task="dpo", together=("chosen", "rejected")),
         DataKind("unpaired_preference", UnpairedEncoder, task="kto", label_names=("not liked", "liked")),
         DataKind("classification", ClassificationEncoder, task="classification"),
         DataKind("process_reward", ProcessRewardEncoder, task="process_reward"),
+        DataKind("embedding", EmbeddingEncoder, task="embedding", together=("query", "positive")),
+        DataKind("rerank", RerankEncoder, task="rerank", together=("positive",)),
         DataKind("token_classification", TokenClassificationEncoder, task="token_classification", lists_labels=True),
     )
 }

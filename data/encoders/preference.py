@@ -1,5 +1,5 @@
 """Preferences: one prompt and two answers, of which the first was preferred; each answer is a sample, and the two stay
-together.
+together. And single answers, each labelled desirable or not.
 
 Text:      `[bos] prompt_template(prompt) | chosen eos` and `[bos] prompt_template(prompt) | rejected eos`, targets
            after the bar.
@@ -22,8 +22,17 @@ from data.counts import ContentCounts
 from data.encoders.chat import MessageKeys, split_messages
 from data.encoders.control_tokens import Guard
 from data.encoders.messages import ASSISTANT, as_messages, refuse_media
-from data.encoders.segments import PieceEncoder, Pieces, check_text, get_eos, get_fields
+from data.encoders.segments import (
+    CountingEncoder,
+    PieceEncoder,
+    Pieces,
+    check_text,
+    get_eos,
+    get_fields,
+    tokenize_sample,
+)
 from data.encoders.sft import check_template, refuse_texts, split_completion
+from data.sample import Sample
 from errors import UserError
 
 MESSAGES = "the prompt or the answer as a list of messages"
@@ -125,3 +134,45 @@ def _is_conversation(answer: object) -> bool:
     return (
         isinstance(answer, list) and bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") != ASSISTANT
     )
+
+
+@dataclass(frozen=True)
+class UnpairedEncoder(AnswerKeys, CountingEncoder):
+    """Records with a prompt, a completion and a label. A field `tools` goes to the chat template."""
+
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    label_field: str = "label"
+
+    def encode(
+        self,
+        record: dict,
+        location: str,
+        tokenizer: PreTrainedTokenizerBase,
+        counts: ContentCounts | None = None,
+    ) -> Sample:
+        """Return the sample of one record. counts: what was found is added to it. Raises `UserError` naming `location`
+        when a field is missing or empty, or the label is not true or false.
+        """
+        get_eos(tokenizer)  # raises without one
+        refuse_media(record, location)
+        names = {
+            "data.prompt_field": self.prompt_field,
+            "data.completion_field": self.completion_field,
+            "data.label_field": self.label_field,
+        }
+        prompt, completion, label = get_fields(record, names, location)
+        if not isinstance(label, bool):
+            raise UserError(
+                f"{location}: field '{self.label_field}' must be true or false, not {label!r}; fix or remove the record"
+            )
+        check_answer(completion, self.completion_field, location)
+        if not isinstance(prompt, list):
+            check_text(prompt, f"{location}: field '{self.prompt_field}'")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            refuse_texts(self.chat_template, location, MESSAGES)
+        assert isinstance(prompt, str | list) and isinstance(completion, str | list)
+        found = counts or ContentCounts()
+        (pieces,) = split_answers(self, prompt, [completion], record, location, tokenizer, found)
+        sample = tokenize_sample(pieces, location, tokenizer)
+        return Sample(input_ids=sample["input_ids"], labels=sample["labels"], desirable=label)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.sample import IGNORE_INDEX, Pair, Sample
+from data.sample import IGNORE_INDEX, Group, Sample
 from errors import UserError
 
 
@@ -39,7 +39,7 @@ class PieceEncoder(ABC):
         found is added to it. Raises `UserError` naming `location` for a record that cannot be read.
         """
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair | list[Sample]:
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Group | list[Sample]:
         pieces = self.split(record, location, tokenizer, ContentCounts())
         unknown: dict[int, str] = {}
         samples = tokenize_pieces(pieces, tokenizer, unknown)
@@ -51,7 +51,8 @@ class PieceEncoder(ABC):
 
 
 class CountingEncoder(ABC):
-    """An encoder that makes the sample of a record itself, since it has a label in addition to tokens."""
+    """An encoder that makes the sample of a record itself, since it has a label in addition to tokens; or the samples
+    that stay together."""
 
     @abstractmethod
     def encode(
@@ -60,9 +61,9 @@ class CountingEncoder(ABC):
         location: str,
         tokenizer: PreTrainedTokenizerBase,
         counts: ContentCounts | None = None,
-    ) -> Sample:
-        """Return the sample of one record. counts: what was found is added to it. Raises `UserError` naming `location`
-        for a record that cannot be read.
+    ) -> Sample | Group:
+        """Return the sample of one record, or a tuple of those that stay together. counts: what was found is added to
+        it. Raises `UserError` naming `location` for a record that cannot be read.
         """
 
 
@@ -85,6 +86,14 @@ def check_text(value: object, where: str) -> str:
             f"{where} holds half of a surrogate pair, which is not a character; fix or remove the record"
         ) from None
     return value
+
+
+def check_filled(value: object, where: str) -> str:
+    """Return `value` if it is a text with letters. Raises `UserError` naming `where` if it is not."""
+    text = check_text(value, where)
+    if not text.strip():
+        raise UserError(f"{where} is empty; fill it or remove the record")
+    return text
 
 
 def get_fields(record: dict, named: dict[str, str], location: str) -> list[object]:

@@ -38,10 +38,10 @@ class _File:
     stop: int
     label_names: Sequence[str]
 
-    def name_answer(self, sample: int, group_size: int) -> str:
+    def name_sample(self, sample: int, sample_names: Sequence[str]) -> str:
         """Return what a sample of the dataset is among its kind; empty where all are alike."""
-        if group_size > 1:
-            return ("chosen", "rejected")[(sample - self.first) % group_size]
+        if len(sample_names) > 1:
+            return sample_names[(sample - self.first) % len(sample_names)]
         labels = self.dataset.sample_labels
         return "" if labels is None else describe_label(labels[sample], self.label_names)
 
@@ -52,18 +52,18 @@ def save_page(
     *,
     title: str,
     tokenizer: PreTrainedTokenizerBase,
-    group_size: int = 1,
+    sample_names: Sequence[str] = ("",),
     label_names: Sequence[str] = (),
 ) -> None:
-    """Write the page. datasets: key -> tokenized folder. group_size: samples that belong together, 2 for a preference,
-    of which the first was chosen. label_names: of the labels of samples, if any."""
+    """Write the page. datasets: key -> tokenized folder. sample_names: of the samples of a record that belong together.
+    label_names: of the labels of samples, if any."""
     files = _open_files(datasets, label_names)
     samples: list[dict] = []
     room = MOST_TOKENS
     per_file = max(LEAST_OF_FILE, MOST_SAMPLES // max(1, len(files)))
-    for number, ids in _take_turns([_choose_samples(each, per_file, group_size) for each in files]):
+    for number, ids in _take_turns([_choose_samples(each, per_file, len(sample_names)) for each in files]):
         for sample in ids:
-            described = _describe_sample(files[number], sample, tokenizer, group_size)
+            described = _describe_sample(files[number], sample, tokenizer, sample_names)
             room -= described["tokens"]
             samples.append({"file": number, **described})
         if room <= 0:
@@ -121,12 +121,14 @@ def _describe_file(file: _File) -> dict[str, Any]:
     }
 
 
-def _describe_sample(file: _File, sample: int, tokenizer: PreTrainedTokenizerBase, group_size: int) -> dict[str, Any]:
+def _describe_sample(
+    file: _File, sample: int, tokenizer: PreTrainedTokenizerBase, sample_names: Sequence[str]
+) -> dict[str, Any]:
     input_ids, labels = (read(sample)[:MOST_OF_SAMPLE] for read in (file.dataset.input_ids, file.dataset.labels))
-    number = (sample - file.first) // group_size
+    number = (sample - file.first) // len(sample_names)
     return {
         "number": number,
-        "answer": file.name_answer(sample, group_size),
+        "answer": file.name_sample(sample, sample_names),
         "length": int(file.dataset.lengths[sample]),
         "targets": int(file.dataset.num_targets[sample]),
         "tokens": len(input_ids),

@@ -68,9 +68,10 @@ def _count_labels(labels: np.ndarray, names: Sequence[str]) -> str:
 
 
 def _compare(rows: Rows, lengths: np.ndarray, plan: RowPlan) -> str:
-    """Return how full the rows would be if they were packed, in words; for pairs their number."""
+    """Return how full the rows would be if they were packed, in words; for samples that stay together the number of
+    records."""
     if plan.group_size > 1:
-        return f", in {len(rows) // plan.group_size:,} pairs"
+        return f", in {len(rows) // plan.group_size:,} records of {plan.group_size} samples"
     if plan.packing is not Packing.NONE:
         return " (packing efficiency)"
     packed = pack_best_fit(rows.sample_ids, lengths, plan.max_seq_length)

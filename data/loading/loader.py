@@ -21,14 +21,21 @@ pairs, tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean ove
 log-probability of each row, float64 [2 B], follows the targets: `(targets, reference_log_probabilities,
 loss_denominator, ...)`. Single answers labelled desirable or not have one more column after it, 1 or 0, float64 [B].
 
+In a distillation the teacher's tokens at each target, int32 [N, k], and their log-probabilities, fp32 [N, k + 1],
+follow the targets, in the order of target_indices.
+
 Where documents are scored as a whole (`RowTargets.last_tokens`), targets are their numbers in the micro-batch, from 0,
 each at its last token, and the labels of the N documents follow: `(targets, labels, loss_denominator, ...)`, float64
 [N, K], K being 0 for data without labels.
+
+Where further tokens are predicted, the tokens of whole sequences follow the other inputs, int64 [B, T], and after the
+targets those of each depth follow: `(targets, loss_denominator, target_indices, targets, loss_denominator, ...)`. The
+target of depth k at a position is that of the next token k positions later, in the same document.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,16 +45,26 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.collator import Collator, PadRight, index_targets, number_documents, pad_segments, shift_labels
+from data.collator import (
+    Collator,
+    PadRight,
+    defer_targets,
+    index_targets,
+    number_documents,
+    number_targets,
+    pad_segments,
+    shift_labels,
+)
 from data.loading.row_lengths import compute_seq_length
 from data.loading.row_source import RowSource
-from data.loading.step_totals import BatchShape, StepTotals, compute_step_totals
+from data.loading.step_totals import BatchShape, StepTotals, compute_step_totals, count_further
+from data.loading.teacher import TeacherTable
 from data.options import MeanOver, PadTo, RowTargets
 from data.order import GlobalOrder, Ids, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
 from data.worker_processes import iterate_dataset
 
-Batch = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, ...] | None]
+Batch = tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,9 @@ class LoaderOptions:
     collator: Collator = field(default_factory=PadRight)
     reads_desirable: bool = False  # whether each answer is desirable: a column after that of the reference
     reference_file: Path | None = None  # of a preference data set; see data/storage/reference.py
+    num_further: int = 0  # further tokens that are predicted: targets of so many depths follow those of the next token
+    teacher: TeacherTable | None = None  # of a distillation
+    numbers_targets: bool = False  # the number of each target is a column: of the pass that writes that table
 
     @property
     def reads_nothing(self) -> bool:
@@ -117,6 +137,7 @@ class _Step:
     groups: np.ndarray  # int64 [global_batch_size], of the rows
     seq_length: int
     totals: StepTotals
+    further_terms: tuple[int, ...]  # the targets of each further depth
 
 
 class StepLoader(ABC):
@@ -159,9 +180,10 @@ class StepLoader(ABC):
         number, micro_batch = divmod(index, self._gradient_accumulation_steps)
         options, step = self._options, self._describe(number)
         groups = options.take_micro_batch(step.groups, micro_batch)
-        num_terms = step.totals.count_terms(options.mean_over)
-        denominator = num_terms / (options.dp_size * options.num_parts * self._gradient_accumulation_steps)
-        return _collate(step.rows, groups, step.seq_length, loss_denominator=denominator, options=options)
+        terms = (step.totals.count_terms(options.mean_over), *(max(1, count) for count in step.further_terms))
+        shares = options.dp_size * options.num_parts * self._gradient_accumulation_steps
+        denominators = [count / shares for count in terms]
+        return _collate(step.rows, groups, step.seq_length, denominators=denominators, options=options)
 
     def _describe(self, number: int) -> _Step:
         if self._step is None or self._step.number != number:
@@ -173,7 +195,8 @@ class StepLoader(ABC):
             if isinstance(options.collator, PadRight):
                 shape = BatchShape(options.micro_batch_size * options.group_size, seq_length)
             totals = compute_step_totals(rows, row_ids, options.group_size, shape)
-            self._step = _Step(number, rows, groups, seq_length, totals)
+            further = count_further(rows, row_ids, options.num_further) if options.reads_labels else ()
+            self._step = _Step(number, rows, groups, seq_length, totals, further)
         return self._step
 
 
@@ -228,7 +251,9 @@ class EvalLoader:
     def _build_batch(self, index: int) -> Batch:
         options = self._options
         ids = options.take_micro_batch(range(self._num_samples), index)
-        return _collate(self._rows, ids, self._seq_length, loss_denominator=1.0, options=options)
+        return _collate(
+            self._rows, ids, self._seq_length, denominators=[1.0] * (1 + options.num_further), options=options
+        )
 
 
 class ScoringLoader:
@@ -238,15 +263,20 @@ class ScoringLoader:
     all -100.
     """
 
-    def __init__(self, path: str | Path, options: LoaderOptions, micro_batches: int) -> None:
-        """micro_batches: how many of them a chunk has on each data-parallel rank; the last one may have fewer."""
+    def __init__(self, path: str | Path, options: LoaderOptions, micro_batches: int, num_done: int = 0) -> None:
+        """micro_batches: how many of them a chunk has on each data-parallel rank; the last one may have fewer.
+        num_done: rows to leave out, the first in this order, which no layout changes."""
         self._options = options
         self._rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels)
-        self._ids = np.argsort(-self._rows.lengths, kind="stable")
+        self._ids = np.argsort(-self._rows.lengths, kind="stable")[num_done:]
         self._per_chunk = micro_batches * options.micro_batch_size * options.dp_size
 
     def __len__(self) -> int:
         return -(-len(self._ids) // self._per_chunk)
+
+    def count_rows(self, number: int) -> int:
+        """Return the rows of a chunk, over all data-parallel ranks."""
+        return min(self._per_chunk, len(self._ids) - number * self._per_chunk)
 
     def chunk(self, number: int) -> tuple[Iterator[Batch], list[np.ndarray]]:
         """Return the micro-batches of this rank in a chunk, and the rows in each."""
@@ -255,7 +285,7 @@ class ScoringLoader:
         seq_length = options.compute_seq_length(self._rows.lengths[ids])
         rows = [options.take_micro_batch(ids, index) for index in range(_count_eval_micro_batches(len(ids), options))]
         batches = (
-            _collate(self._rows, batch_rows, seq_length, loss_denominator=1.0, options=options) for batch_rows in rows
+            _collate(self._rows, batch_rows, seq_length, denominators=[1.0], options=options) for batch_rows in rows
         )
         return batches, rows
 
@@ -339,21 +369,43 @@ def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
 
 
 def _collate(
-    rows: RowSource, groups: np.ndarray | range, seq_length: int, *, loss_denominator: float, options: LoaderOptions
+    rows: RowSource,
+    groups: np.ndarray | range,
+    seq_length: int,
+    *,
+    denominators: Sequence[float],
+    options: LoaderOptions,
 ) -> Batch:
+    """denominators: of the loss, and of those of further tokens."""
     ids = list_rows(groups, options.group_size)
     shape = (options.micro_batch_size * options.group_size, seq_length)
-    inputs = targets = None
+    inputs: tuple[Tensor, ...] | None = None
+    targets: tuple[Tensor, ...] | None = None
     if options.reads_inputs:
         read = [rows.input_ids(i) for i in ids], [rows.position_ids(i) for i in ids]
         ids_and_positions = options.collator.collate_inputs(*read, shape, options.pad_token_id)
         input_ids, position_ids = ids_and_positions
         inputs = (options.take_part(input_ids), position_ids, pad_segments([rows.segment_ids(i) for i in ids], shape))
+        inputs = (*inputs, input_ids) if options.num_further else inputs
     if options.reads_labels:
-        own = options.take_part(_collate_targets(rows, ids, shape, options))
-        denominator = torch.tensor(loss_denominator, dtype=torch.float64)
+        whole = _collate_targets(rows, ids, shape, options)
+        depths = [whole]
+        if options.num_further:
+            segment_ids = pad_segments([rows.segment_ids(i) for i in ids], shape)
+            depths += [defer_targets(whole, segment_ids, depth) for depth in range(1, 1 + options.num_further)]
+        own, *further = map(options.take_part, depths)
+        denominator, *others = [torch.tensor(each, dtype=torch.float64) for each in denominators]
+        indices = index_targets(own)
         columns = _list_columns(rows, ids, shape[0], options) if isinstance(rows, Rows) else []
-        targets = (own, *columns, denominator, index_targets(own))
+        if options.numbers_targets or options.teacher is not None:
+            assert isinstance(rows, Rows)
+            numbers = options.take_part(number_targets(whole, rows.first_targets(ids))).flatten()[indices]  # [N]
+            columns += (
+                [numbers] if options.teacher is None else map(torch.from_numpy, options.teacher.read(numbers.numpy()))
+            )
+        targets = (own, *columns, denominator, indices)
+        for target_ids, other in zip(further, others, strict=True):
+            targets = (*targets, target_ids, other, index_targets(target_ids))
     return inputs, targets
 
 

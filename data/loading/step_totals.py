@@ -6,6 +6,7 @@ import numpy as np
 
 from data.loading.row_source import RowSource
 from data.options import MeanOver
+from data.sample import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,19 @@ def compute_step_totals(
         most_documents=0 if shape is None else bound_documents(rows.piece_counts(row_ids), shape.rows),
         longest_document=0 if shape is None else rows.longest_piece(row_ids, shape.seq_length),
     )
+
+
+def count_further(rows: RowSource, row_ids: np.ndarray, num_depths: int) -> tuple[int, ...]:
+    """Return the targets of each further depth in a global batch of these rows. rows: opened to read labels.
+
+    A target at depth k is one of the next token that has k tokens of its document before the one it is predicted from.
+    """
+    counts = np.zeros(num_depths, np.int64)
+    for row in row_ids if num_depths else ():
+        is_target, documents = rows.labels(row)[1:] != IGNORE_INDEX, rows.segment_ids(row)
+        for depth in range(1, 1 + num_depths):
+            counts[depth - 1] += np.count_nonzero(is_target[depth:] & (documents[depth:-1] == documents[: -1 - depth]))
+    return tuple(counts.tolist())
 
 
 def bound_documents(counts: np.ndarray, num_rows: int) -> int:

@@ -13,17 +13,17 @@ from transformers import PreTrainedTokenizerBase
 from data.counts import ContentCounts
 from data.encoders.segments import CountingEncoder, PieceEncoder, Pieces, no_token_error, tokenize_pieces
 from data.options import LengthPolicy, OnBadRecord
-from data.sample import IGNORE_INDEX, Encoder, Pair, Sample, count_targets
+from data.sample import IGNORE_INDEX, Encoder, Group, Sample, count_targets
 from data.sources.formats import RawRecord
 from data.sources.records import parse_record
 from data.sources.selection import TAKE_ALL, Selection, hash_record
 from data.storage.cache import compute_cache_key
-from data.storage.length import LengthCounts, fit_pair, fit_samples
+from data.storage.length import LengthCounts, fit_group, fit_samples
 from data.storage.summary import BatchCounts, sum_counts
 from data.storage.tokenized import LABEL_DTYPES
 from errors import UserError
 
-Encoded = Sample | list[Sample] | Pair
+Encoded = Sample | list[Sample] | Group
 _UNCUT = LengthCounts()
 
 
@@ -32,8 +32,8 @@ class Encoding:
     """The settings that turn records into samples. max_seq_length: None keeps documents whole, to be cut where a row is
     full.
 
-    samples_per_record: 2 where a record is a preference; then its samples follow each other, the chosen one
-    first. selection: the records that are taken.
+    samples_per_record: more than 1 where the samples of a record stay together; they then follow each other, the chosen
+    answer of a preference first. selection: the records that are taken.
     """
 
     encoder: Encoder
@@ -125,10 +125,10 @@ def _list_labels(encoded: Encoded) -> Sequence[int | float]:
 
 def _fit(encoded: Encoded, record: _Record, encoding: Encoding) -> list[Sample]:
     """Return what the length policy makes of the samples of a record, and count it. Raises UserError as
-    `fit_samples` and `fit_pair` do."""
+    `fit_samples` and `fit_group` do."""
     limits = record.location, encoding.length_policy, encoding.max_seq_length
     if isinstance(encoded, tuple):
-        samples, (fitted, counts) = list(encoded), fit_pair(encoded, *limits)
+        samples, (fitted, counts) = list(encoded), fit_group(encoded, *limits)
     else:
         samples = encoded if isinstance(encoded, list) else [encoded]
         fitted, counts = fit_samples(samples, *limits)
@@ -157,7 +157,7 @@ def _count_runs(sample: Sample) -> int:
 def _encode_records(
     records: Sequence[RawRecord], states: Sequence[_Record], encoding: Encoding
 ) -> Iterator[tuple[_Record, Encoded]]:
-    """Yield each readable record that is taken, and its samples or pair; those of a `PieceEncoder` are tokenized in one
+    """Yield each readable record that is taken, and its samples; those of a `PieceEncoder` are tokenized in one
     call."""
     encoder, tokenizer = encoding.encoder, encoding.tokenizer
     encoded: list[Any] = []  # samples, or pieces to tokenize
@@ -168,10 +168,11 @@ def _encode_records(
             if parsed is None:
                 continue
             made = _bind_counts(encoder, record.content)(parsed, raw.location, tokenizer)
-            if isinstance(made, tuple) != (encoding.samples_per_record == 2):
+            num_together = len(made) if isinstance(made, tuple) else 1
+            if num_together != encoding.samples_per_record:
                 raise UserError(
-                    f"{raw.location}: the encoder must make a (chosen, rejected) of a record with data=preference, "
-                    "and one sample otherwise"
+                    f"{raw.location}: the encoder must make {_describe_made(encoding.samples_per_record)} of a record, "
+                    f"not {_describe_made(num_together)}"
                 )
             encoded.append(made)
         except UserError as error:
@@ -186,6 +187,10 @@ def _encode_records(
             _handle_bad_record(no_token_error(unknown[number], record.location), encoding, record.counts)
             continue
         yield record, sample
+
+
+def _describe_made(num_samples: int) -> str:
+    return "one sample" if num_samples == 1 else f"a tuple of {num_samples}"
 
 
 def _select_record(raw: RawRecord, selection: Selection, record: _Record) -> dict | None:
@@ -231,14 +236,14 @@ def _count_split(samples: Sequence[Sample]) -> ContentCounts:
 def _tokenize_encoded(
     encoded: Sequence[Sequence[Pieces]], tokenizer: PreTrainedTokenizerBase, unknown: dict[int, str]
 ) -> Sequence[Encoded]:
-    """Return the samples of each record, a pair for a pair of pieces. unknown: as in `tokenize_pieces`."""
+    """Return the samples of each record, a tuple for a tuple of pieces. unknown: as in `tokenize_pieces`."""
     found: dict[int, str] = {}
     samples = iter(tokenize_pieces([pieces for record in encoded for pieces in record], tokenizer, found))
     owners = [number for number, record in enumerate(encoded) for _ in record]
     for place, text in found.items():
         unknown.setdefault(owners[place], text)
     made = [list(islice(samples, len(record))) for record in encoded]
-    return [(one[0], one[1]) if isinstance(record, tuple) else one for one, record in zip(made, encoded)]
+    return [tuple(one) if isinstance(record, tuple) else one for one, record in zip(made, encoded)]
 
 
 def _handle_bad_record(error: UserError, encoding: Encoding, counts: BatchCounts) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data.options import LengthPolicy
-from data.sample import IGNORE_INDEX, OVERLAP, Pair, Sample, count_targets
+from data.sample import IGNORE_INDEX, OVERLAP, Group, Sample, count_targets
 from errors import UserError
 
 
@@ -65,6 +65,8 @@ def fit_sample(
     num_kept_tokens = end = 0
     for start in starts:
         piece = _cut(sample, start, start + max_seq_length)
+        if num_last := min(sample.get("num_last", 0), len(piece["input_ids"])):
+            piece["input_ids"][-num_last:] = sample["input_ids"][-num_last:]
         if count_targets(piece) == 0:
             continue
         kept.append(piece)
@@ -103,20 +105,20 @@ def fit_samples(
     return fitted, counts
 
 
-def fit_pair(
-    pair: Pair, location: str, policy: LengthPolicy, max_seq_length: int | None
+def fit_group(
+    group: Group, location: str, policy: LengthPolicy, max_seq_length: int | None
 ) -> tuple[list[Sample], LengthCounts]:
-    """Fit both samples of a pair as `fit_sample` does; where one is dropped, drop both.
+    """Fit the samples that stay together as `fit_sample` does; where one is dropped, drop all.
 
-    Raises `UserError` also where the two are the same after they are cut.
+    Raises `UserError` also where two answers are the same after they are cut.
     """
     fitted, counts = [], LengthCounts()
-    for sample in pair:
+    for sample in group:
         kept, sample_counts = fit_sample(sample, location, policy, max_seq_length)
         fitted += kept
         counts.add(sample_counts)
-    if len(fitted) < len(pair):
-        for sample in fitted:  # the other one was dropped
+    if len(fitted) < len(group):
+        for sample in fitted:  # another one was dropped
             counts.add(
                 LengthCounts(
                     num_dropped=1,
@@ -125,7 +127,7 @@ def fit_pair(
                 )
             )
         return [], counts
-    if fitted[0] == fitted[1]:
+    if "label" not in fitted[0] and fitted[0] == fitted[1]:
         raise UserError(
             f"{location}: the two answers are the same up to max_seq_length={max_seq_length} tokens; "
             "raise it, or remove the record"

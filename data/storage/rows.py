@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,7 @@ INDEX_VERSION = 2  # raise it when the same plan gives other rows
 class RowPlan:
     """The layout of samples in rows of at most `max_seq_length` tokens.
 
-    group_size: rows that stay together: 2 for the pairs of preferences, which are adjacent. The order
+    group_size: rows that stay together, and are adjacent: 2 for the pairs of preferences. The order
     shuffles groups, and `micro_batch_size` counts them.
     """
 
@@ -107,10 +107,7 @@ def copy_rows(path: Path, other: Path, plan: RowPlan, compares_bytes: bool = Tru
 def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], *, names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
     if plan.group_size > 1:
-        log(
-            f"{key}: {len(rows) // plan.group_size:,} pairs; "
-            "of each, the chosen answer is a sample and the rejected one another"
-        )
+        log(f"{key}: {len(rows) // plan.group_size:,} records, of each {plan.group_size} samples that stay together")
     if plan.mixture is not None:
         dataset, size = TokenizedDataset(path, False, False), plan.group_size
         described = plan.mixture.describe(
@@ -282,6 +279,14 @@ class Rows:
         lengths = self._index["stop"][places] - self._index["start"][places]
         lengths[ends - 1] += seq_length - self.lengths[rows]
         return int(lengths.max())
+
+    @cached_property
+    def _first_targets(self) -> np.ndarray:
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.num_targets, dtype=np.int64)])
+
+    def first_targets(self, rows: np.ndarray) -> np.ndarray:
+        """Return the number of the first target of each row, where all are numbered row by row."""
+        return self._first_targets[rows]
 
     def input_ids(self, row: int) -> np.ndarray:
         """Return the tokens of the row, int32 [T]."""

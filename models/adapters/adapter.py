@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from errors import UserError
+from models.adapters.base_inits import restore_starts, start_from_base
 from models.adapters.folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
+from models.adapters.options import starts_from_base
 from models.adapters.targets import is_saved, list_projections, list_targets
 from models.layers.layer import Layer
 from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
@@ -87,6 +89,12 @@ class Adapter:
                 tensors = {name: whole.get_parameter(name) for name in adapter_names(whole)}
             shards = read_shards(module, parallel, expert_parallel)
             tensors = tensors and {name: t if t is None else shards.take(name, t) for name, t in tensors.items()}
+        if starts_from_base(self.config.init_lora_weights) and not is_meta:
+            if tensors is None:
+                with self._seeded(index):
+                    start_from_base(module, str(self.config.init_lora_weights))
+            else:
+                tensors = restore_starts(module, tensors)
         if tensors:
             fill_adapter(module, tensors)
 
@@ -99,9 +107,14 @@ class Adapter:
         fill_parameters(module, {name: t if t is None else shards.take(name, t) for name, t in tensors.items()}, names)
 
     def _inject_random(self, module: nn.Module, index: int, layer: Layer) -> None:
+        with self._seeded(index):
+            inject_adapter(self.config, module, layer)
+
+    @contextmanager
+    def _seeded(self, index: int) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed * 1_000_003 + index)
-            inject_adapter(self.config, module, layer)
+            yield
 
 
 def _build_shape_only(layer: Layer) -> nn.Module:
@@ -230,6 +243,8 @@ def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
     exact = copy.deepcopy(config)
     exact.target_modules, exact.target_parameters = list(targets.projections), list(targets.parameters) or None
     exact.modules_to_save, exact.ensure_weight_tying = None, False  # those are other layers
+    if starts_from_base(config.init_lora_weights):
+        exact.init_lora_weights = True  # until the base weights are loaded
     weight = next(module.parameters())
     with warnings.catch_warnings(), torch.device("meta" if weight.is_meta else "cpu"), peft_orientation(module):
         # about rank patterns for another layer, or for a parameter

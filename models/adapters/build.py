@@ -21,7 +21,7 @@ from models.adapters.folder import (
     load_lora_config,
     name_for_peft,
 )
-from models.adapters.options import AdapterName, AdapterOptions
+from models.adapters.options import AdapterName, AdapterOptions, starts_from_base
 from models.adapters.targets import (
     build_lora_config,
     is_named,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head"
 INITS = (True, "gaussian", "orthogonal")  # of peft, with B A = 0 at the start and the base weights unchanged
-CHANGE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+CHANGE_BASE = ("loftq", "corda", "eva", "lora_ga")
 
 
 def build_adapter(
@@ -70,6 +70,11 @@ def build_adapter(
         lora, tensors = _build_new_config(options, layers, head), {}
     lora.base_model_name_or_path, lora.revision = split_revision(base_name)
     check_experts(lora, layers)
+    if lora.fan_in_fan_out and lora.init_lora_weights == "olora":
+        raise UserError(
+            "adapter.init_lora_weights=olora: peft does not know it for weights that are stored transposed, as this "
+            "model's are; give adapter.init_lora_weights=pissa"
+        )
     if is_part:
         lora.target_modules = list_full_names(layers, lora)
     return Adapter(lora, seed, tensors, options.load_in_4bit)
@@ -91,8 +96,8 @@ def _check_values(options: AdapterOptions) -> None:
 
 
 def _check_init(options: AdapterOptions) -> None:
-    """Raises UserError for an initialization that does not leave the base weights as they are. Checkpoints and exports
-    hold the adapter alone, for the base model as it was."""
+    """Raises UserError for an initialization that is unknown, that needs other base weights than the model's, or that
+    other keys exclude."""
     init = options.init_lora_weights
     if init in INITS:
         return
@@ -102,7 +107,21 @@ def _check_init(options: AdapterOptions) -> None:
             "exported with the adapter; make such an adapter with peft, save the changed base next to it, and give "
             "both as model_name_or_path and adapter.name_or_path"
         )
-    raise UserError(f"adapter.init_lora_weights={init}: one of true, gaussian, orthogonal")
+    if not starts_from_base(init):
+        raise UserError(
+            f"adapter.init_lora_weights={init}: one of true, gaussian, orthogonal, pissa, pissa_niter_16 or another "
+            "number, olora"
+        )
+    for key, value in (("load_in_4bit", options.load_in_4bit), ("use_dora", options.use_dora)):
+        if value:
+            raise UserError(
+                f"adapter.init_lora_weights={init} is not tested with adapter.{key}=true; give adapter.{key}=false, or "
+                "adapter.init_lora_weights=true"
+            )
+    if options.name_or_path:
+        raise UserError(
+            f"adapter.init_lora_weights={init} has no effect on an adapter that exists (adapter.name_or_path); omit one"
+        )
 
 
 def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
@@ -119,7 +138,7 @@ def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict
 
 
 def _build_new_config(options: AdapterOptions, layers: Sequence[Layer], head: Head | None) -> LoraConfig:
-    own = [] if head is None else [head.prefix.removesuffix(".")]
+    own = [] if head is None or not head.has_weights else [head.prefix.removesuffix(".")]
     saved = choose_saved(list(dict.fromkeys([*(options.modules_to_save or []), *own])), layers)
     return build_lora_config(
         layers,
@@ -176,7 +195,7 @@ def check_experts(lora: LoraConfig, layers: Sequence[Layer]) -> None:
         for layer in layers
         for name in list_targets(layer.build_on_meta(), layer, lora).parameters[:1]
     ]
-    if named and lora.init_lora_weights in INITS[1:]:
+    if named and (lora.init_lora_weights in INITS[1:] or starts_from_base(lora.init_lora_weights)):
         raise UserError(
             f"adapter.init_lora_weights={lora.init_lora_weights} is not tested on stacked parameters such as "
             f"'{named[0]}'; give adapter.init_lora_weights=true, or adapter.target_parameters=[] to leave the experts "

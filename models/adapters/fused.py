@@ -17,6 +17,8 @@ import torch
 from peft.tuners import lora
 from torch import nn
 
+from models.adapters.base_inits import get_start
+
 _PROJECTIONS = ("Linear", "Linear4bit")  # peft's classes; importing the second would import bitsandbytes
 
 
@@ -24,19 +26,32 @@ class _FusedForward:
     """The forward pass of peft's layer, with a fused last product where it is a plain one."""
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute base(x) + scaling * B A x; as peft does where something else is asked for."""
-        if self.disable_adapters or self.merged or args or kwargs or not _is_plain(self):
+        """Compute base(x) + scaling * (B A - B0 A0) x, B0 A0 as `models/adapters/base_inits.py` says, mostly zero; as
+        peft does where something else is asked for."""
+        if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        is_fused = not args and not kwargs and _is_plain(self)
+        output = self._add_adapter(x) if is_fused else super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        start = get_start(self)
+        if start is None:
+            return output
+        first, second = start  # without dropout: for peft it is a part of the base weight
+        (name,) = self.active_adapters
+        return _add_product(output, nn.functional.linear(x.to(first.dtype), first), second, -self.scaling[name])
+
+    def _add_adapter(self: Any, x: torch.Tensor) -> torch.Tensor:
         (name,) = self.active_adapters
         first, second = self.lora_A[name], self.lora_B[name]
-        output = self.base_layer(x)
         low_rank = first(self.lora_dropout[name](x.to(first.weight.dtype)))  # [..., r]
-        if output.dtype != second.weight.dtype:
-            return (output + second(low_rank) * self.scaling[name]).to(output.dtype)
-        rows = torch.addmm(
-            output.flatten(0, -2), low_rank.flatten(0, -2), second.weight.t(), alpha=self.scaling[name]
-        )  # [N, outputs]
-        return rows.view(output.shape)
+        return _add_product(self.base_layer(x), low_rank, second.weight, self.scaling[name])
+
+
+def _add_product(output: torch.Tensor, low_rank: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return output [..., outputs] + scaling * low_rank [..., r] times the transpose of weight [outputs, r]."""
+    if output.dtype != weight.dtype:
+        return (output + nn.functional.linear(low_rank, weight) * scaling).to(output.dtype)
+    rows = torch.addmm(output.flatten(0, -2), low_rank.flatten(0, -2), weight.t(), alpha=scaling)  # [N, outputs]
+    return rows.view(output.shape)
 
 
 def _is_plain(adapted: Any) -> bool:

@@ -5,6 +5,7 @@ The schema of a run imports this before torch is loaded, so nothing imported her
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -13,6 +14,18 @@ from typing import Any
 class AdapterName(Enum):
     none = "none"
     lora = "lora"
+
+
+# Other methods of peft, and why stages cannot run its code of them as it is
+UNSUPPORTED = {
+    "vera": "all layers of the model share its two random matrices, and a stage holds only its own layers",
+    "prefix_tuning": "it goes through the cache of a whole model, and a stage holds only its own layers",
+}
+
+
+def starts_from_base(init: object) -> bool:
+    """Returns whether an adapter with this `init_lora_weights` starts as a part of the base weights."""
+    return re.fullmatch(r"pissa(_niter_[1-9]\d*)?|olora", str(init)) is not None
 
 
 @dataclass

@@ -12,14 +12,16 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
+from models.adapters.base_inits import describe_saved
 from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TIED_HEAD, name_for_peft, to_peft_name
+from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.layer import Layer
 from models.storage.folders import copy_processor_files, copy_tokenizer_files, staged_folder
 
 
 def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig) -> None:
     """Write adapter_config.json into `folder`, as peft writes it for this model."""
-    name_for_peft(adapter.config, config).save_pretrained(str(folder))
+    name_for_peft(describe_saved(adapter.config), config).save_pretrained(str(folder))
 
 
 def export_adapter(
@@ -39,6 +41,7 @@ def export_adapter(
         save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         copy_tokenizer_files(checkpoints, folder.path)
         copy_processor_files(checkpoints, folder.path)
+        copy_sentence_files(checkpoints, folder.path)
         for name in ("config.json", "generation_config.json"):  # as the tokenizer, perhaps not the base model's
             if (checkpoints / name).is_file():
                 shutil.copyfile(checkpoints / name, folder.path / name)

@@ -23,6 +23,7 @@ What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary
 
     integers      position_ids int64 [B, T]: from 0 in each document
                   segment_ids int32 [B, T]: 0 for padding, the documents of a row from 1
+                  input_ids int64 [B, T]: only up to layers that predict further tokens (`models/further/`)
 
 Only `hidden_states` is floating, so DeepSpeed sends one gradient back across each boundary. Masks, angles and whatever
 else follows from the integers: `models/layers/context.py`. The loss takes the head's outputs:
@@ -42,6 +43,7 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.architecture.disk_names import name_pieces, name_wrapped_pieces
 from models.experts.grouped import GROUPED
+from models.further.table import add_further_layers
 from models.heads.table import put_head
 from models.layers.layer import Layer, Styles, refuse_sharding
 from models.layers.packed_attention import FLASH, VARLEN, find_obstacle
@@ -77,7 +79,7 @@ def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> li
         config._experts_implementation = GROUPED
     layers = _load_architecture(config).build_layers(config)
     if wrapper is None:
-        return put_head(config, name_pieces(config, layers))
+        return put_head(config, name_pieces(config, add_further_layers(config, layers)))
     proof = importlib.import_module("models.generic.wrapped_proof")
     proof.prove(config, wrapper, _load_architecture(config).build_layers)
     return name_wrapped_pieces(config, layers, wrapper)

@@ -14,10 +14,9 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
+from models.further.table import FURTHER_LAYERS, count_published
 from models.layers.wrapped import TEXT_CONFIG, Wrapper
 
-# The keys of config.json that count the layers that predict further tokens.
-FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 # Old exports hold them: rotary frequencies and causal masks, which are computed.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 _COMPUTED_WHERE_IGNORED = re.compile(r"(inv_freq|\.attention\.(masked_)?bias)$")
@@ -50,7 +49,7 @@ def find_unread(
 def list_ignored(config: PretrainedConfig) -> list[re.Pattern[str]]:
     """Return patterns of names that published weights hold and no layer needs: those that `transformers` ignores, and
     the layers that predict further tokens."""
-    first, further = config.num_hidden_layers, max(int(getattr(config, key, None) or 0) for key in FURTHER_LAYERS)
+    first, further = config.num_hidden_layers, count_published(config)
     numbers = "|".join(map(str, range(first, first + further)))
     patterns = _compile(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._keys_to_ignore_on_load_unexpected or (), config)
     return [*patterns, *([re.compile(rf"\.layers\.({numbers})\.")] if further else [])]

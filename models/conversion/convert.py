@@ -128,7 +128,7 @@ def convert_to_pipeline(
         places = {
             layer_file(step_dir, i): {name: (i, name) for name in infos}
             for i, infos in enumerate(weights.infos)
-            if infos
+            if weights.has_file(i)
         }
 
         records: dict[str, FileRecord] = {}

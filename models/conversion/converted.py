@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture.lookup import build_layers
+from models.further.table import list_copies
 from models.storage.safetensors_writer import TensorInfo
 from models.weights.passthrough import find_passthrough
 from models.weights.resized_vocab import resize_copies, resize_rows
@@ -69,6 +70,9 @@ class ConvertedWeights:
                         TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype),
                         (index, name, piece.index),
                     )
+        for name, index in list_copies(self.source.config, self._layers).items():
+            info = self.infos[index]["weight"]
+            yield TensorInfo(name, info.shape, info.dtype), (index, "weight", ())
         for name, info in self.passthrough_infos.items():
             yield info, (PASSTHROUGH, name, ())
 
@@ -99,6 +103,10 @@ class ConvertedWeights:
             current.clear()  # release the old one first: a source that cannot be mapped is in memory
             current.update(index=index, tensors=self.source.read_layer(index, self._layers[index]))
         return current["tensors"]
+
+    def has_file(self, index: int) -> bool:
+        """Whether a pipeline checkpoint has a file of the layer; that of a layer without parameters holds none."""
+        return self._layers[index].owns_weights
 
     def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
         infos = {}

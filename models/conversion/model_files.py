@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from models.conversion.converted import ConvertedWeights
+from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import StagedFolder, copy_processor_files, copy_tokenizer_files
 from models.storage.tensor_files import load_json
@@ -53,6 +54,7 @@ def write_model_files(
     else:
         copy_tokenizer_files(source_dir, folder.path)
     copy_processor_files(source_dir, folder.path)
+    copy_sentence_files(source_dir, folder.path)
     if generation_fields is not None:
         write_json(generation_fields, folder.path / generation_file.name)
     write_json(fields, folder.path / "config.json")

@@ -44,71 +44,79 @@ def exchange_counts(counts: torch.Tensor, group: str) -> tuple[torch.Tensor, tor
 
 
 @library.custom_op("experts::exchange_rows", mutates_args=())
-def exchange_rows(rows: torch.Tensor, splits: torch.Tensor, returns: bool, group: str) -> torch.Tensor:
+def exchange_rows(
+    rows: torch.Tensor, splits: torch.Tensor, num_received: int, returns: bool, group: str
+) -> torch.Tensor:
     """Send rows [S, D], sorted by rank, and return those received [R, D], sorted by the rank they are from.
 
-    splits: int64 [2, G] on the host, as `exchange_counts` returns it. returns: the way back.
+    splits: int64 [2, G] on the host, as `exchange_counts` returns it. num_received: R. returns: the way back.
     """
     parallel = _GROUPS[group]
     sent, received = splits.flip(0).tolist() if returns else splits.tolist()
-    outputs = rows.new_empty(sum(received), *rows.shape[1:])
+    outputs = rows.new_empty(num_received, *rows.shape[1:])
     with parallel.exchanges.observed():
         dist.all_to_all_single(outputs, rows.contiguous(), received, sent, group=parallel.group)
     return outputs
 
 
 @exchange_rows.register_fake
-def _make_received(rows: torch.Tensor, splits: torch.Tensor, returns: bool, group: str) -> torch.Tensor:
-    return torch.empty_like(rows)  # a plan's: of an even load, as many rows come as leave
+def _make_received(
+    rows: torch.Tensor, splits: torch.Tensor, num_received: int, returns: bool, group: str
+) -> torch.Tensor:
+    return rows.new_empty(num_received, *rows.shape[1:])
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, rows: torch.Tensor, splits: torch.Tensor, returns: bool, group: str) -> torch.Tensor:
+    def forward(
+        context: Any, rows: torch.Tensor, splits: torch.Tensor, num_received: int, returns: bool, group: str
+    ) -> torch.Tensor:
         context.save_for_backward(splits)
-        context.returns, context.group = returns, group
-        return exchange_rows(rows, splits, returns, group)
+        context.num_sent, context.returns, context.group = len(rows), returns, group
+        return exchange_rows(rows, splits, num_received, returns, group)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         (splits,) = context.saved_tensors
-        return exchange_rows(gradient, splits, not context.returns, context.group), None, None, None
+        sent_back = exchange_rows(gradient, splits, context.num_sent, not context.returns, context.group)
+        return sent_back, None, None, None, None
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one micro-batch's rows through a layer. splits: as `exchange_counts` returns it. experts: int64
-    [R, 1], the expert of each received row, among this rank's."""
+    """The way of one micro-batch's rows through a layer. splits: as `exchange_counts` returns it. num_sent: S. experts:
+    int64 [R, 1], the expert of each received row, among this rank's."""
 
     parallel: ExpertParallel
     splits: torch.Tensor
+    num_sent: int
     experts: torch.Tensor
 
     def send(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows [R, D] that this rank receives for its experts. rows: [S, D], sorted by expert."""
-        return self._exchange(rows, returns=False)
+        return self._exchange(rows, len(self.experts), returns=False)
 
     def bring_back(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the results [S, D] of this rank's rows. rows: [R, D], in the order in which they were received."""
-        return self._exchange(rows, returns=True)
+        return self._exchange(rows, self.num_sent, returns=True)
 
-    def _exchange(self, rows: torch.Tensor, returns: bool) -> torch.Tensor:
+    def _exchange(self, rows: torch.Tensor, num_received: int, returns: bool) -> torch.Tensor:
         name = name_group(self.parallel)
-        return _Exchange.apply(rows, self.splits, returns, name)  # type: ignore[no-any-return]
+        return _Exchange.apply(rows, self.splits, num_received, returns, name)  # type: ignore[no-any-return]
 
 
 def plan_route(offsets: torch.Tensor, sorted_experts: torch.Tensor, parallel: ExpertParallel) -> Route:
     """Exchange counts. offsets: int32 [E], where the rows of each expert end. sorted_experts: int64 [S], the expert of
     each row."""
-    num_own = len(offsets) // parallel.size
+    num_own, num_sent = len(offsets) // parallel.size, len(sorted_experts)
     if parallel.group is None:  # in a plan
         splits = torch.empty(2, parallel.size, dtype=torch.int64, device=offsets.device)
-        return Route(parallel, splits, (sorted_experts % num_own).unsqueeze(1))
+        return Route(parallel, splits, num_sent, sorted_experts.new_empty(round(parallel.imbalance * num_sent), 1))
     counts = offsets.long().diff(prepend=offsets.new_zeros(1, dtype=torch.int64))
     received, splits = exchange_counts(counts, name_group(parallel))
     numbers = torch.arange(num_own, device=offsets.device).repeat(parallel.size)
     experts = numbers.repeat_interleave(received.flatten(), output_size=int(splits[1].sum()))
-    return Route(parallel, splits, experts.unsqueeze(1))
+    return Route(parallel, splits, num_sent, experts.unsqueeze(1))
 
 
 def name_group(parallel: ExpertParallel) -> str:

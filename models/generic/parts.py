@@ -111,10 +111,10 @@ class BackboneEmbedding(_Copy, Embedding):
         self.backbone = backbone
 
     def forward(self, inputs: Activations) -> Activations:
-        embeddings, position_ids, segment_ids = super().forward(inputs)
-        if self.backbone is not None:
-            embeddings = self.backbone.prepare(embeddings, position_ids, {}, self.training)
-        return embeddings, position_ids, segment_ids
+        outputs = super().forward(inputs)
+        if self.backbone is None:
+            return outputs
+        return self.backbone.prepare(outputs[0], outputs[1], {}, self.training), *outputs[1:]
 
 
 class BackboneParts(nn.Module):

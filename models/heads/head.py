@@ -39,9 +39,10 @@ class Head:
     """One head.
 
     words: what messages call a model that has it. loaded_with: the class of transformers that loads its export.
-    ending: of the names of its classes in transformers. classes: class of a config -> its class there, for each family
-    that has one. module: the class of its layer, built from the config. prefix: of the names of its tensors. peft_task:
-    peft's name for what it is trained for.
+    ending: of the names of its classes in transformers, a regular expression. classes: class of a config -> its class
+    there, for each family that has one. module: the class of its layer, built from the config. prefix: of the names of
+    its tensors. peft_task: peft's name for what it is trained for. has_weights: False where hidden states are the
+    results, and the model's tensors have the names of its family's class without a head.
     """
 
     words: str
@@ -51,6 +52,7 @@ class Head:
     module: type[nn.Module]
     prefix: str
     peft_task: str
+    has_weights: bool = True
 
 
 @dataclass(frozen=True)

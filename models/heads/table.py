@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.heads.embedding import EMBEDDING
 from models.heads.head import Head, Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.heads.token_classification import TOKEN_CLASSIFICATION
 from models.layers.layer import Layer
 
-HEADS = (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION)
+HEADS = (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, EMBEDDING)
 _UNKNOWN_SIZE = 2  # labels of a plan whose data are not there to name them: they take next to nothing
 
 
 def find_head(config: PretrainedConfig) -> Head | None:
     """Return the head that the config names; None for an LM head."""
     names = config.architectures or ()
-    return next((head for head in HEADS if any(name.endswith(head.ending) for name in names)), None)
+    return next((head for head in HEADS if any(re.search(f"{head.ending}$", name) for name in names)), None)
 
 
 def list_labels(config: PretrainedConfig) -> tuple[str, ...]:
@@ -86,4 +88,24 @@ def put_head(config: PretrainedConfig, layers: Sequence[Layer]) -> list[Layer]:
     if head is None:
         return list(layers)
     _check_family(config, head)
-    return [*(replace(layer, tied_key=None) for layer in layers[:-1]), Layer(head.prefix, head.module, (config,))]
+    body = [replace(layer, tied_key=None) for layer in layers[:-1]]
+    return [*(body if head.has_weights else _drop_prefix(body)), Layer(head.prefix, head.module, (config,))]
+
+
+def _drop_prefix(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers with the names that their tensors have in the model without a head: those of the model with
+    one, without the prefix that all of them share."""
+    prefix = layers[0].hf_prefix.split(".")[0] + "."
+    if not all(layer.hf_prefix.startswith(prefix) for layer in layers):
+        return list(layers)
+    return [
+        replace(
+            layer,
+            hf_prefix=layer.hf_prefix.removeprefix(prefix),
+            pieces={
+                name: [replace(piece, hf_name=piece.hf_name.removeprefix(prefix)) for piece in pieces]
+                for name, pieces in layer.pieces.items()
+            },
+        )
+        for layer in layers
+    ]

@@ -62,7 +62,9 @@ class Layer:
     pieces: for tensors that Hugging Face stores in several, or under another name.
     styles: the parts that tensor parallelism shards, by their names in the module ("" is the module itself); empty
     without it. experts: of the module's stacks of experts, by their names in it, those experts that are read where each
-    has tensors of its own on disk; all of a stack that is not named.
+    has tensors of its own on disk; all of a stack that is not named. is_further: a layer that predicts further tokens,
+    or looks their embeddings up (`models/further/`). num_blocks: blocks of hidden states that go in, end to end along
+    the rows: one for each token that is predicted.
     """
 
     hf_prefix: str
@@ -73,10 +75,17 @@ class Layer:
     pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
     styles: Styles = field(default_factory=dict)
     experts: Mapping[str, range] = field(default_factory=dict)
+    is_further: bool = False
+    num_blocks: int = 1
 
     @property
     def owns_weights(self) -> bool:
         return self.forward_fn is None
+
+    @property
+    def is_tied_head(self) -> bool:
+        """Whether the layer multiplies with the token embedding, where others look tokens up."""
+        return not self.owns_weights and not self.is_further
 
     def build_on_meta(self) -> nn.Module:
         """Return the module without storage: its parameter names, shapes and counts cost nothing."""

@@ -100,7 +100,7 @@ def count_sums(layer: Layer) -> tuple[int, int]:
     `shard_module` and the loss."""
     styles = list(layer.styles.values())
     if Style.VOCABULARY in styles:
-        is_lookup = issubclass(layer.module_class, nn.Embedding) and layer.owns_weights
+        is_lookup = issubclass(layer.module_class, nn.Embedding) and not layer.is_tied_head
         return (1, 0) if is_lookup else (0, 1)
     return styles.count(Style.ROW) + styles.count(Style.EXPERTS), len(list_blocks(layer.styles))
 

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from models.losses.divergence import Teaching
 from models.losses.logit_chunks import (
     LogitGradients,
     VocabularyShard,
@@ -31,6 +32,7 @@ from models.losses.logit_chunks import (
     choose_targets,
     compute_log_probabilities,
     differentiate,
+    differentiate_cap,
     list_chunks,
     predict,
     shard_vocabulary,
@@ -62,6 +64,7 @@ def causal_lm_loss(
     *,
     label_smoothing: float = 0.0,
     num_correct: torch.Tensor | None = None,
+    teaching: Teaching | None = None,
 ) -> torch.Tensor:
     """Compute the next-token cross entropy of one micro-batch.
 
@@ -74,6 +77,8 @@ def causal_lm_loss(
     label_smoothing: e in a token's loss (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
         (1512.00567), as that of torch's cross_entropy.
     num_correct: int64 scalar, to which the number of targets with the largest logit is added; only without gradients.
+    teaching: the teacher's distributions at the targets. What is returned stays the cross entropy; its gradient is that
+        of (1 - coef) x cross entropy + coef x divergence from the teacher (`models/losses/divergence.py`). Not in fp16.
     Returns a scalar, fp32 at least. Logits are computed only where there is a target: prompts and padding cost nothing.
     """
     hidden_states, weight = outputs
@@ -83,13 +88,14 @@ def causal_lm_loss(
     needs_gradient = torch.is_grad_enabled() and (chosen.requires_grad or weight.requires_grad)
     # A gradient in fp16 needs the loss scale before it is rounded, which is known only in the backward pass.
     if weight.dtype is torch.float16 and needs_gradient:
+        assert teaching is None
         logits = F.linear(chosen, weight)
         if logit_softcap is not None:
             logits = logit_softcap * torch.tanh(logits / logit_softcap)
         loss = F.cross_entropy(logits.float(), target_ids, reduction="sum", label_smoothing=label_smoothing)
         return loss / loss_denominator.float()
     assert num_correct is None or not needs_gradient
-    options = LossOptions(logit_softcap, label_smoothing, sharing, num_correct)
+    options = LossOptions(logit_softcap, label_smoothing, sharing, num_correct, teaching)
     return _LinearCrossEntropy.apply(chosen, weight, target_ids, loss_denominator, options, needs_gradient)
 
 
@@ -115,6 +121,7 @@ class LossOptions:
     label_smoothing: float
     sharing: VocabularyShard | None
     num_correct: torch.Tensor | None
+    teaching: Teaching | None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -165,8 +172,13 @@ def _sum_chunk(
         loss = (1 - smoothing) * loss - smoothing * average_vocabulary(log_probabilities, sharing).sum()
     if options.num_correct is not None:
         options.num_correct.add_((predict(log_probabilities, sharing) == wanted).sum())
+    teaching = options.teaching
+    taught = None if teaching is None else teaching.compare(chunk, log_probabilities, sharing, gradients is not None)
     if gradients is not None:
-        gradients.add(chunk, differentiate(log_probabilities, tanh_logits, wanted, sharing, smoothing))
+        grad_logits = differentiate(log_probabilities, wanted, sharing, smoothing)
+        if teaching is not None and taught is not None:
+            grad_logits = taught.add_(grad_logits, alpha=1 - teaching.coef)
+        gradients.add(chunk, differentiate_cap(grad_logits, tanh_logits))
     return loss
 
 
@@ -234,7 +246,7 @@ class _TargetLogProbabilities(torch.autograd.Function):
             log_probabilities, tanh_logits = compute_log_probabilities(
                 hidden[chunk], weight, context.logit_softcap, sharing
             )
-            grad_logits = differentiate(log_probabilities, tanh_logits, target_ids[chunk], sharing)
+            grad_logits = differentiate_cap(differentiate(log_probabilities, target_ids[chunk], sharing), tanh_logits)
             gradients.add(chunk, grad_logits.mul_(-grad_outputs[chunk].unsqueeze(1)))
         grad_hidden, grad_weight = gradients.finish()
         return grad_hidden, grad_weight, None, None, None

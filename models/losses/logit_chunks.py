@@ -105,12 +105,12 @@ def predict(log_probabilities: torch.Tensor, sharing: VocabularyShard | None) ->
 
 def differentiate(
     log_probabilities: torch.Tensor,
-    tanh_logits: torch.Tensor | None,
     target_ids: torch.Tensor,
     sharing: VocabularyShard | None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return the gradient of the targets' cross entropies by the logits, [n, V]; overwrites `log_probabilities`."""
+    """Return the gradient of the targets' cross entropies by the capped logits, [n, V]; overwrites
+    `log_probabilities`."""
     probabilities = log_probabilities.exp_()
     if sharing is None:
         index, less = target_ids, probabilities.new_full((), label_smoothing - 1).expand_as(target_ids)
@@ -119,10 +119,12 @@ def differentiate(
         less = (label_smoothing - 1) * is_here.to(probabilities.dtype)
     if label_smoothing:
         probabilities.sub_(label_smoothing / (probabilities.shape[-1] if sharing is None else sharing.size))
-    grad_logits = probabilities.scatter_add_(1, index.unsqueeze(1), less.unsqueeze(1))
-    if tanh_logits is not None:
-        grad_logits.mul_(1 - tanh_logits.to(grad_logits.dtype).square())
-    return grad_logits
+    return probabilities.scatter_add_(1, index.unsqueeze(1), less.unsqueeze(1))
+
+
+def differentiate_cap(grad_logits: torch.Tensor, tanh_logits: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient by the logits before they were capped, in place. tanh_logits: None where they were not."""
+    return grad_logits if tanh_logits is None else grad_logits.mul_(1 - tanh_logits.to(grad_logits.dtype).square())
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:

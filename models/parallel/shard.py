@@ -67,12 +67,14 @@ NO_CP = ContextParallel()
 @dataclass(frozen=True)
 class ExpertParallel:
     """This rank among those that have the experts of each layer together, an equal run of them each. group: None where
-    no communication is needed. exchanges: measures those of this group."""
+    no communication is needed, as in a plan. exchanges: measures those of this group. imbalance: of a plan, the rows
+    that this rank's experts get, as a multiple of an even share."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     exchanges: Exchanges = field(default_factory=Exchanges, compare=False, repr=False)
+    imbalance: float = 1
 
 
 NO_EP = ExpertParallel()

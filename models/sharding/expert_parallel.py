@@ -7,6 +7,7 @@ tensor parallelism are; all other parameters are whole on each rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.architecture.alike import map_alike
 from models.experts.grouped import is_stack
 from models.experts.sizes import count_experts
 from models.layers.decoder import PipelineDecoderLayer
@@ -27,21 +29,28 @@ def check_expert_parallel(config: PretrainedConfig, layers: Sequence[Layer], siz
     """Raise UserError for a model whose experts cannot be divided among `size` ranks."""
     if size == 1:
         return
-    decoder = (layer for layer in reversed(layers) if issubclass(layer.module_class, PipelineDecoderLayer))
-    experts = next((part for layer in decoder for part in list_stacks(layer.build_on_meta())), None)
-    if experts is None and count_experts(config) == (1, 1):
+    numbers = find_stack_sizes(layers)
+    if not numbers and count_experts(config) == (1, 1):
         raise UserError(f"expert_parallel_size={size}: this '{config.model_type}' model has no experts; leave it at 1")
-    if experts is None:
+    if not numbers:
         raise UserError(
             f"expert_parallel_size={size}: the experts of a '{config.model_type}' are modules of their own, which are "
             "not divided; leave it at 1, and give more num_stages"
         )
-    if experts.num_experts % size:
-        fitting = ", ".join(str(n) for n in range(1, experts.num_experts + 1) if experts.num_experts % n == 0)
+    common = math.gcd(*numbers)
+    if common % size:
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        found = " and ".join(map(str, sorted(numbers)))
         raise UserError(
-            f"expert_parallel_size={size} does not divide the model's {experts.num_experts} experts; sizes that do: "
-            f"{fitting}"
+            f"expert_parallel_size={size} does not divide the model's {found} experts; sizes that do: {fitting}"
         )
+
+
+def find_stack_sizes(layers: Sequence[Layer]) -> set[int]:
+    """Return the numbers of experts that the layers' stacks have; empty where no layer has one."""
+    decoder = [layer for layer in layers if issubclass(layer.module_class, PipelineDecoderLayer)]
+    numbers = map_alike(lambda layer: {part.num_experts for part in list_stacks(layer.build_on_meta())}, decoder)
+    return set().union(*numbers)
 
 
 def list_stacks(module: nn.Module) -> Iterator[Any]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.architecture.alike import map_alike
 from models.experts.grouped import is_stack
-from models.layers.alike import map_alike
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.layer import Layer
 from models.layers.recurrent import find_mixers

@@ -32,9 +32,9 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
+from models.architecture.alike import map_alike
 from models.architecture.lookup import get_tensor_parallel_plan
 from models.experts.grouped import is_stack, is_transposed_to_peft
-from models.layers.alike import map_alike
 from models.layers.decoder import Embedding, LMHead, PipelineDecoderLayer
 from models.layers.layer import Fused, Layer, Style, Styles, refuse_sharding
 from models.layers.sharding_styles import fit_plan, list_blocks
@@ -72,7 +72,9 @@ def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styl
     if not issubclass(layer.module_class, PipelineDecoderLayer):
         return {}
     module = layer.build_on_meta()
-    styles = fit_plan(plan, module)
+    prefix = getattr(layer.module_class, "decoder_prefix", "")
+    decoder = module.get_submodule(prefix.rstrip("."))
+    styles = {prefix + name: style for name, style in fit_plan(plan, decoder).items()}
     # In a block each rank sees a share of what follows, so any other gradient would be a share too.
     for name, _ in module.named_parameters():
         if any(name.startswith(f"{block}.") for block in list_blocks(styles)) and not any(

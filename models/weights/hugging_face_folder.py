@@ -15,13 +15,14 @@ from safetensors import SafetensorError
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.architecture.unused import find_unread
+from models.heads.table import find_head
 from models.layers.layer import Layer, Piece
 from models.storage.safetensors_writer import TensorInfo
 from models.storage.tensor_files import load_json, open_tensors
 from models.weights.config_file import load_config
 from models.weights.passthrough import describe_tensor
 from models.weights.quantized import Read, parse_quantization
-from models.weights.shapes import check_shape, check_tensors
+from models.weights.source import check_shape, check_tensors
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_FILES = (*INDEX_FILES, "model.safetensors", "pytorch_model.bin")
@@ -119,10 +120,16 @@ class HuggingFaceFolder:
 
     def _add_prefix(self, layers: list[Layer]) -> None:
         """Add the prefix that all names of the model begin with, where it is missing: files saved from a model without
-        its head (gpt2's on the hub) lack it."""
-        prefix = layers[0].get_pieces("weight")[0].hf_name.split(".")[0] + "."
-        if self.wrapper is None and not any(name.startswith(prefix) for name in self._files):
+        its head (gpt2's on the hub) lack it. Of a model without a head drop that of a model with one."""
+        first = layers[0].get_pieces("weight")[0].hf_name
+        prefix = first.split(".")[0] + "."
+        if self.wrapper is not None or any(name.startswith(prefix) for name in self._files):
+            return
+        head = find_head(self.config)
+        if head is None or head.has_weights:
             self._rename({name: prefix + name for name in self._files})
+        elif (longer := next((name for name in self._files if name.endswith(f".{first}")), None)) is not None:
+            self._rename({name: name.removeprefix(longer.removesuffix(first)) for name in self._files})
 
     def _rename(self, names: Mapping[str, str]) -> None:
         """Rename the tensors. names: in the files -> as the layers' tensors are named."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -27,21 +29,31 @@ class WithNewHead:
         self._head, self._drawn = head, RandomWeights(self.config, seed)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        source = self._drawn if self._is_head(layer) else self._base
-        return source.read_layer(index, layer)
+        if self._is_head(layer):
+            return self._drawn.read_layer(index, layer) if self._head.has_weights else {}
+        return self._base.read_layer(index, self._name_in_base(index, layer))
 
     def check_complete(self, layers: list[Layer]) -> None:
         """Check the base model, including its own head."""
-        self._base.check_complete(build_layers(self._base.config))
+        self._base.check_complete(self._base_layers)
 
     def files(self) -> list[Path]:
         return self._base.files()
 
     def list_passthrough(self) -> list[TensorInfo]:
-        return self._base.list_passthrough()
+        return self._base.list_passthrough() if self._head.has_weights else []  # their names are of another class
 
     def read_passthrough(self, name: str) -> torch.Tensor:
         return self._base.read_passthrough(name)
+
+    def _name_in_base(self, index: int, layer: Layer) -> Layer:
+        """Return the layer with the names that its tensors have in the base model."""
+        named = self._base_layers[index]
+        return replace(layer, hf_prefix=named.hf_prefix, pieces=named.pieces)
+
+    @cached_property
+    def _base_layers(self) -> list[Layer]:
+        return build_layers(self._base.config)
 
     def _is_head(self, layer: Layer) -> bool:
         return layer.hf_prefix == self._head.prefix
@@ -57,7 +69,7 @@ class StoredWithNewHead(WithNewHead):
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if self._is_head(layer):
             return dict(layer.build_on_meta().state_dict())
-        return self._stored.describe_layer(index, layer)
+        return self._stored.describe_layer(index, self._name_in_base(index, layer))
 
 
 def add_head(source: WeightSource, head: Head, labels: Labels, seed: int) -> WeightSource:

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture.unused import clear_further_layers, find_unread, group_names
+from models.further.table import TRAINED
 from models.layers.wrapped import Wrapper
 from models.storage.manifest import HashedFile, write_manifest
 from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
@@ -47,6 +48,8 @@ class Passthrough(NamedTuple):
         config: of the text model. is_pipeline: the copy is in a file of its own."""
         before = copy.deepcopy(fields)
         fields.pop(PASSTHROUGH_TENSORS, None)
+        if not is_pipeline:
+            fields.pop(TRAINED, None)
         if self.kept and is_pipeline:
             fields[PASSTHROUGH_TENSORS] = len(self.kept)
         if self.unused and self.omits_unused:

@@ -19,7 +19,7 @@ from models.storage.safetensors_writer import TensorInfo
 from models.storage.tensor_files import load_torch_file
 from models.weights.config_file import load_config
 from models.weights.passthrough import PASSTHROUGH_NAME, has_passthrough, list_passthrough, read_passthrough
-from models.weights.shapes import check_tensors
+from models.weights.source import check_tensors
 
 
 def layer_file(step_dir: Path, index: int) -> Path:

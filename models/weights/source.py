@@ -1,4 +1,5 @@
-"""The interface to weights of every form. `models/weights/sources.py` opens them."""
+"""The interface to weights of every form, and the check that tensors are those of a layer. `models/weights/sources.py`
+opens them."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Protocol
 import torch
 from transformers import PretrainedConfig
 
+from errors import UserError
 from models.layers.layer import Layer
 from models.layers.wrapped import Wrapper
 from models.storage.safetensors_writer import TensorInfo
@@ -56,3 +58,24 @@ class StoredWeights(WeightSource, Protocol):
 def get_whole_config(source: DescribedModel) -> PretrainedConfig:
     """Return the config of the whole model, the one that transformers loads."""
     return source.config if source.wrapper is None else source.wrapper.config
+
+
+def check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) -> None:
+    """Check tensors against the layer's names and shapes. Raises UserError, which names the first tensor that is
+    missing, unknown or of another shape. where: the file or folder they come from."""
+    shapes = layer.shapes()
+    if tensors.keys() != shapes.keys():
+        wrong = sorted(tensors.keys() ^ shapes.keys())[0]
+        state = "missing" if wrong in shapes else "unknown"
+        raise UserError(
+            f"{where}: tensor '{layer.hf_prefix}{wrong}' is {state}; "
+            "the weights are of another model than config.json says"
+        )
+    for name, shape in shapes.items():
+        check_shape(tensors[name], shape, layer.hf_prefix + name, where)
+
+
+def check_shape(tensor: torch.Tensor, shape: torch.Size, name: str, where: str) -> None:
+    """Check one tensor's shape. Raises UserError, which names it and `where` it comes from."""
+    if tensor.shape != shape:
+        raise UserError(f"{where}: '{name}' has shape {list(tensor.shape)}, config.json makes it {list(shape)}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from errors import UserError
 from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
+from models.further.table import count_trained
 from models.heads.head import Labels
 from models.heads.table import find_head, list_labels
 from models.layers.rope_scaling import copy_positions
@@ -19,6 +20,7 @@ from models.storage.manifest import find_wrong_size
 from models.storage.steps import LATEST_NAME, find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest
 from models.weights.adapted import AdaptedWeights
 from models.weights.config_file import load_config
+from models.weights.further import FurtherWeights
 from models.weights.hugging_face_folder import WEIGHT_FILES, HuggingFaceFolder
 from models.weights.new_head import StoredWithNewHead
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
@@ -108,6 +110,8 @@ def _open_adapted(
             labels = Labels(list_labels(own_config), own_config.num_labels, own_config.problem_type)
             base = StoredWithNewHead(base, head, labels)  # the adapter brings the trained head
             base.config.pad_token_id = own_config.pad_token_id
+        if count_trained(own_config):  # the adapter is on further layers too
+            base = FurtherWeights(base)
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
     files = [path / ADAPTER_CONFIG, *files]
     return AdaptedWeights(base, path, lora, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())

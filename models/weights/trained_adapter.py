@@ -10,6 +10,7 @@ import torch
 
 from errors import UserError
 from models.adapters.adapter import Adapter
+from models.adapters.base_inits import describe_saved
 from models.adapters.folder import ADAPTER_CONFIG, fold_weights, load_lora_config, to_peft_name
 from models.layers.layer import Layer
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
@@ -45,7 +46,7 @@ def check_same_adapter(adapter: Adapter | None, resume_from: Path | None) -> Non
     if adapter is None:
         return
     saved_config = load_lora_config(resume_from.parent)
-    before, after = _describe_resumed(saved_config), _describe_resumed(adapter.config)
+    before, after = _describe_resumed(saved_config), _describe_resumed(describe_saved(adapter.config))
     for key, value in before.items():
         if value != after[key]:
             raise UserError(

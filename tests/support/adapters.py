@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from models.adapters.adapter import Adapter
 from models.adapters.build import build_adapter
@@ -17,6 +24,8 @@ from models.adapters.folder import name_for_peft, to_peft_name
 from models.adapters.options import AdapterName, AdapterOptions
 from models.adapters.targets import ALL_LINEAR, build_lora_config
 from models.architecture.lookup import build_layers
+from models.heads.head import Head, Labels
+from models.heads.table import describe_head
 from models.layers.layer import Layer
 
 
@@ -29,18 +38,43 @@ def build_lora(layers: Sequence[Layer], **options: Any) -> Adapter:
 
 
 def make_adapter(
-    folder: Path, model_folder: Path, target_modules: str | list[str] = ALL_LINEAR, **options: object
+    folder: Path,
+    model_folder: Path,
+    target_modules: str | list[str] = ALL_LINEAR,
+    head: Head | None = None,
+    **options: object,
 ) -> PeftModel:
     """A peft folder with random matrices, both of them, so that every one of them has a gradient. target_modules:
-    all projections and experts by default."""
+    all projections and experts by default. head: in place of the LM head, with one output, which is saved too."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    model, config = load_with_head(model_folder, head)
+    saved = {} if head is None else {"task_type": head.peft_task}
+    if head is not None and head.has_weights:
+        saved["modules_to_save"] = ["score"]
     lora = build_lora_config(
-        build_layers(deepcopy(model.config)), target_modules, r=4, lora_alpha=6, init_lora_weights=False, **options
+        build_layers(config),
+        target_modules,
+        r=4,
+        lora_alpha=6,
+        init_lora_weights=False,
+        **saved,
+        **options,
     )
     adapted = get_peft_model(model, name_for_peft(lora, model.config))
     adapted.save_pretrained(folder)
     return adapted
+
+
+def load_with_head(folder: Path, head: Head | None) -> tuple[PreTrainedModel, PretrainedConfig]:
+    """The model of a folder with this head, whose one output is drawn, in place of the LM head; and the config by which
+    the project knows it."""
+    if head is None:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        return model, deepcopy(model.config)
+    auto = AutoModelForSequenceClassification if head.has_weights else AutoModel
+    model = auto.from_pretrained(folder, **({"num_labels": 1} if head.has_weights else {}))
+    causal = AutoConfig.from_pretrained(folder)
+    return model, describe_head(causal, head, Labels(num_labels=1 if head.has_weights else None))
 
 
 def to_peft_weights(

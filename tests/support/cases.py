@@ -72,7 +72,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
 def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]:
     """The engine and training loader of this rank, built as a run builds them."""
     from training.build import build_engine as build
-    from training.build import build_loaders
+    from training.build import build_loaders, prepare_teacher
     from training.inputs.datasets import load_tokenizer, tokenize
     from training.inputs.loaders import RankData
     from training.setup import build_setup, open_source
@@ -82,12 +82,11 @@ def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]
     config = setup.config
     tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
+    data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
     engine = build(config, setup, ranks)
     num_rows = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
     budget = StepBudget(num_rows, case.steps, case.steps)
-    train_loader = build_loaders(
-        config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget
-    ).train
+    train_loader = build_loaders(config, setup, engine, data, budget).train
     return engine, train_loader, config, setup.layout, setup.bounds
 
 
@@ -121,12 +120,17 @@ def train_case(case: Case) -> dict[str, Any]:
     """Losses, gradient norms and final weights of a run on this rank, and what the routers report of all steps."""
     from training.engine.steps import train_step
     from training.inputs.step_totals import SharedTotals
+    from training.scoring.first_pass import build_first_pass
 
-    engine, loader, config, _, bounds = build_engine(case)
+    engine, loader, config, layout, bounds = build_engine(case)
     micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
+    first_pass = build_first_pass(engine, config)
+    first = None if first_pass is None else loader.first.iterate(0, case.steps)
     losses, norms = [], []
     for step in range(case.steps):
         known = totals.get(step)
+        if first_pass is not None:
+            first_pass.prepare(first, layout.gradient_accumulation_steps, known.num_samples)
         losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
         norms.append(float(engine.gradient_norm()))
     routers = engine.module.routers

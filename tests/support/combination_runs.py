@@ -17,30 +17,36 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapters import make_adapter, to_peft_weights
+from support.adapters import load_with_head, make_adapter, to_peft_weights
 from support.cases import BOUND, Case, merge, train_case, worst_difference
 from support.combinations import RANKS, Row, list_keys
 from support.families import save_family
+from support.head_runs import load_oracle
 from support.pair_runs import compute_pair
+from support.retrieval_runs import compare_scores, compare_vectors, save_queries
 from support.routers import add_router_losses, watch
 from support.tiny import save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from data.order import GlobalOrder
 from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
 from models.adapters.targets import ALL_LINEAR
+from models.heads.embedding import EMBEDDING
+from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig, StateDtype
 from training.inputs.datasets import build_row_plan
+from training.objectives.registry import get_objective
 
 STEPS = 2
 BATCH = ("global_batch_size=8", "max_seq_length=160")
 # A pair's gradient is in DPO that of sums over tokens
-LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.05}
+LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.05, "embedding": 0.005, "rerank": 0.02}
+HEADS = {"embedding": EMBEDDING, "rerank": SEQUENCE_CLASSIFICATION}
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = {  # with adapters
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
@@ -86,10 +92,14 @@ class Material:
     def adapter(self, family: str, row: Row) -> tuple[Path, nn.Module]:
         """A peft folder, and the Hugging Face model that has it."""
         model = self.model(family, row)
-        folder = model.with_name(f"{model.name}-{row['adapter']}")
+        head = HEADS.get(row["objective"])
+        folder = self.name_adapter(model, row)
         options = {"dora": {"use_dora": True}, "dropout": {"lora_dropout": 0.1}}.get(row["adapter"], {})
         targets = EXPERTS.get(family, ALL_LINEAR) if options else ALL_LINEAR  # which take neither
-        return folder, make_adapter(folder, model, targets, **options)
+        return folder, make_adapter(folder, model, targets, head, **options)
+
+    def name_adapter(self, model: Path, row: Row) -> Path:
+        return model.with_name("-".join((model.name, row["adapter"], *({row["objective"]} & HEADS.keys()))))
 
     def records(self, objective: str) -> Path:
         file = self.root / f"{objective}.jsonl"
@@ -100,6 +110,8 @@ class Material:
             texts += inspect.getsource(textwrap.TextWrapper).split("\n\n")
             file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
             return file
+        if objective in HEADS:
+            return save_queries(file, 30)
         return save_pairs(file, 40) if objective in ("dpo", "orpo") else save_records(file, 60)
 
     def tokenizer(self) -> Path:
@@ -116,7 +128,7 @@ class Material:
         given += (f"tokenizer_name_or_path={self.tokenizer()}",)
         model = self.model(family, row)
         if row["adapter"] != "none":
-            given += (f"adapter.name_or_path={model}-{row['adapter']}",)
+            given += (f"adapter.name_or_path={self.name_adapter(model, row)}",)
         return Case(model, self.records(objective), workdir, num_stages, RANKS[row["layout"]], STEPS, given)
 
 
@@ -128,7 +140,7 @@ def check_row(workers: Callable[[int], WorkerGroup], material: Material, family:
     result = merge(workers(case.world_size).run(train_case, case))
     assert all(tensor.isfinite().all() for tensor in result["weights"].values())
     assert all(0 < number < 1e4 for number in result["losses"] + result["norms"]), result
-    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
+    model, config = load_plain(case, row["objective"])
     start = {name: parameter.detach().clone() for name, parameter in (policy or model).named_parameters()}
     if row["adapter"] == "dropout" or (row["loss"] == "own" and family == "gemma2"):  # whose logits it does not cap
         return
@@ -150,9 +162,20 @@ def check_row(workers: Callable[[int], WorkerGroup], material: Material, family:
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
     found, expected = result["weights"], oracle["weights"]
     if policy is not None:
-        found, expected = to_peft_weights(result, oracle, model.config)
+        found, expected = to_peft_weights(result, oracle, config)
     worst, name = worst_difference(found, expected)
     assert worst < BOUND, name
+
+
+def load_plain(case: Case, objective: str) -> tuple[nn.Module, PretrainedConfig]:
+    """The model of Hugging Face that a run starts from, and the config by which the project knows it."""
+    if objective not in HEADS:
+        model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
+        return model, model.config
+    if HEADS[objective].has_weights:
+        model = load_oracle(case)
+        return model, model.config
+    return load_with_head(case.model, HEADS[objective])
 
 
 def round_twice(case: Case, policy: nn.Module, reference: nn.Module) -> list[list[float]]:
@@ -181,7 +204,7 @@ def train_oracle(
     if master is not None:
         follow(optimizer, master, policy)
     folder = next(path for path in (workdir / "cache").iterdir() if path.is_dir())
-    compute = compute_pairs if write_value(config.data.name) == "preference" else compute_documents
+    compute = COMPUTE.get(config.data.name, compute_documents)
     losses, norms = [], []
     watched = watch(policy, policy.config.model_type) if config.moe.aux_loss_coef else []
     for step in range(STEPS):
@@ -271,3 +294,19 @@ def compute_pairs(
         loss = compute_pair(config, policy, reference.eval(), dataset, pair)[0] / len(ids)
         loss.backward()
         yield loss.item()
+
+
+def compute_queries(
+    config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
+) -> Iterable[float]:
+    """The loss of a step's queries, its gradient left in the parameters."""
+    dataset = TokenizedDataset(folder, True, True)
+    num_queries = len(dataset) // get_objective(config).count_rows(config.data)
+    ids = GlobalOrder(num_queries, config.global_batch_size, config.seed).sample_ids(step).tolist()
+    compare = compare_vectors if config.data.name == "embedding" else compare_scores
+    loss = compare(config, policy, dataset, ids)[0].mean()
+    loss.backward()
+    yield loss.item()
+
+
+COMPUTE = {"preference": compute_pairs, "embedding": compute_queries, "rerank": compute_queries}

@@ -38,6 +38,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "objective": {
         "sft": ("data=sft",), "pretrain": ("data=pretrain",),
         "dpo": ("data=preference",), "orpo": ("data=preference", "task=orpo"),
+        "embedding": ("data=embedding",), "rerank": ("data=rerank",),
     },
     "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",), "fp16": ("precision=fp16",)},
     "recompute": {

@@ -64,7 +64,7 @@ def train_answers(case: Case) -> dict[str, Any]:
     result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
     for step in range(case.steps):
         if first_pass is not None:
-            first_pass(first, layout.gradient_accumulation_steps, config.global_batch_size)
+            first_pass.prepare(first, layout.gradient_accumulation_steps, config.global_batch_size)
         result["losses"].append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
         result["norms"].append(float(engine.gradient_norm()))
         metrics.add_step(counts=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 TWO_RANKS, SCRATCH = "tensor_parallel_size=2", "init=random"
 SHARED_SEQUENCES = "context_parallel_size=2"
+FURTHER_TOKENS = "mtp.loss_coef=0.1"
 # A start of the message -> what to write to get it, of each pair of the table in turn.
 EXAMPLES = {
     "precision=fp16 does not go together with a machine without a GPU: ": ("precision=fp16",),
@@ -51,6 +52,11 @@ EXAMPLES = {
         "adapter.lora_dropout=0.1",
     ),
     "tensor_parallel_size=2 does not go together with adapter.use_dora=true: ": (TWO_RANKS, "adapter.use_dora=true"),
+    "tensor_parallel_size=2 does not go together with adapter.init_lora_weights=pissa: ": (
+        TWO_RANKS,
+        "adapter=lora",
+        "adapter.init_lora_weights=pissa",
+    ),
     "tensor_parallel_size=2 does not go together with adapter.load_in_4bit=true: ": (
         TWO_RANKS,
         "adapter.load_in_4bit=true",
@@ -68,6 +74,7 @@ EXAMPLES = {
         for other, keys in {
             "plan=true with hardware=here": ("plan=true", "hardware=here", "hardware.peak_flops=null"),
             "data=token_classification": ("data=token_classification",),
+            "data=embedding": ("data=embedding",),
             "loss={_target_: ...}": ("loss={_target_: my.Loss}",),
             "attn_implementation=flash_attention_2": ("attn_implementation=flash_attention_2",),
             "compile=true": ("compile=true",),
@@ -171,6 +178,19 @@ EXAMPLES = {
         "data=classification",
         "data.length_policy=split",
     ),
+    "data=embedding does not go together with data.packing=true: ": ("data=embedding", "data.packing=true"),
+    "data=embedding does not go together with data.length_policy=split: ": (
+        "data=embedding",
+        "data.length_policy=split",
+    ),
+    "data=rerank does not go together with data.num_negatives=0: ": ("data=rerank", "data.num_negatives=0"),
+    "data.num_negatives=1 does not go together with data=sft: ": ("data.num_negatives=1",),
+    "data=embedding does not go together with adapter.lora_dropout=0.1: ": (
+        "data=embedding",
+        "adapter=lora",
+        "adapter.lora_dropout=0.1",
+    ),
+    "data=embedding does not go together with neftune_noise_alpha=5.0: ": ("data=embedding", "neftune_noise_alpha=5"),
     "data.streaming=true does not go together with max_steps=null: ": ("data.streaming=true",),
     **{
         f"data.streaming=true does not go together with {other}: ": ("data.streaming=true", "max_steps=5", override)
@@ -179,6 +199,7 @@ EXAMPLES = {
             "save_epochs": "save_epochs=1",
             "data=preference": "data=preference",
             "data=unpaired_preference": "data=unpaired_preference",
+            "data=embedding": "data=embedding",
             "data=classification": "data=classification",
             "train_file with shares": "train_file=[{path: a.jsonl, weight: 1}]",
             "data.eval_fraction=0.1": "data.eval_fraction=0.1",
@@ -187,6 +208,42 @@ EXAMPLES = {
             "inspect_data=true": "inspect_data=true",
         }.items()
     },
+    "mtp.loss_coef=0.1 does not go together with loss={_target_: ...}: ": (FURTHER_TOKENS, "loss={_target_: my.Loss}"),
+    "mtp.loss_coef=0.1 does not go together with compile=true: ": (FURTHER_TOKENS, "compile=true"),
+    "mtp.loss_coef=0.1 does not go together with sequence_parallel=true: ": (
+        FURTHER_TOKENS,
+        TWO_RANKS,
+        "sequence_parallel=true",
+    ),
+    "mtp.loss_coef=0.1 does not go together with context_parallel_size=2: ": (FURTHER_TOKENS, SHARED_SEQUENCES),
+    "mtp.loss_coef=0.1 does not go together with expert_parallel_size=2: ": (
+        FURTHER_TOKENS,
+        "expert_parallel_size=2",
+    ),
+    "mtp.loss_coef=0.1 does not go together with zero_stage=3: ": (FURTHER_TOKENS, "zero_stage=3"),
+    "mtp.loss_coef=0.1 does not go together with neftune_noise_alpha=5.0: ": (
+        FURTHER_TOKENS,
+        "neftune_noise_alpha=5",
+    ),
+    "mtp.loss_coef=0.1 does not go together with data.collator: ": (
+        FURTHER_TOKENS,
+        "data.collator={_target_: my.Collator}",
+    ),
+    "distill.teacher does not go together with mtp.loss_coef=0.1: ": ("distill.teacher=a", FURTHER_TOKENS),
+    "distill.teacher does not go together with precision=fp16: ": ("distill.teacher=a", "precision=fp16"),
+    "distill.teacher does not go together with loss={_target_: ...}: ": (
+        "distill.teacher=a",
+        "loss={_target_: my.Loss}",
+    ),
+    "distill.teacher does not go together with data.streaming=true: ": (
+        "distill.teacher=a",
+        "data.streaming=true",
+        "max_steps=5",
+    ),
+    "distill.teacher does not go together with data.collator: ": (
+        "distill.teacher=a",
+        "data.collator={_target_: my.Collator}",
+    ),
     "label_smoothing=0.1 does not go together with loss={_target_: ...}: ": (
         "label_smoothing=0.1",
         "loss={_target_: my.Loss}",
@@ -200,6 +257,7 @@ EXAMPLES = {
         "data=classification",
         "loss={_target_: my.Loss}",
     ),
+    "data=embedding does not go together with loss={_target_: ...}: ": ("data=embedding", "loss={_target_: my.Loss}"),
     "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: ": (
         "data=preference",
         "dpo.label_smoothing=0.1",

@@ -15,6 +15,7 @@ from data.storage.rows import Rows, list_rows
 from data.storage.tokenized import TokenizedDataset
 from training.config.schema import RunConfig
 from training.inputs.datasets import build_row_plan
+from training.objectives.registry import get_objective
 
 SIGMOID = (  # the other families have softmax
     "deepseek_v3",
@@ -84,7 +85,7 @@ def watch(model: nn.Module, family: str) -> list[Routed]:
 def list_documents(config: RunConfig, folder: Path, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) of the documents of a global batch, [T] each."""
     rows, dataset = Rows(folder, build_row_plan(config, "train_file"), True, True), TokenizedDataset(folder, True, True)
-    group = 2 if config.data.name == "preference" else 1
+    group = get_objective(config).count_rows(config.data)
     order = GlobalOrder(len(rows) // group, config.global_batch_size, config.seed)
     for row in list_rows(order.sample_ids(step), group):
         for sample, start, stop in rows.pieces(int(row)):

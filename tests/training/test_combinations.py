@@ -22,6 +22,7 @@ from transformers import AutoConfig
 from errors import UserError
 from models.architecture.lookup import choose_attention, find_sequence_obstacle
 from models.experts.sizes import count_experts
+from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from training.config.incompatible import INCOMPATIBLE, list_conflicts
 
 BATCH = ("micro_batch_size=2", "global_batch_size=8")
@@ -112,9 +113,11 @@ def test_a_row_trains_as_the_plain_model(
 
 
 def within(family: str, row: Row) -> Row:
-    """Return the row with a kernel that the family has (`ATTENTION_IMPLEMENTATIONS`), and with replicas if its
-    sequences cannot be split, or it has no experts to divide."""
+    """Return the row with a kernel that the family has (`ATTENTION_IMPLEMENTATIONS`), with replicas if its sequences
+    cannot be split, or it has no experts to divide, and with embeddings if `transformers` has no classifier of it."""
     config = AutoConfig.for_model(family)
+    if row["objective"] == "rerank" and type(config) not in SEQUENCE_CLASSIFICATION.classes:
+        row = row | {"objective": "embedding"}
     if row["layout"] == "cp2" and find_sequence_obstacle(config):
         row = row | {"layout": "dp2"}
     if row["layout"] in UNDIVIDED and count_experts(config) == (1, 1):

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from errors import UserError
+from models.adapters.options import UNSUPPORTED
 from training.config.schema import RunConfig
 
 CheckNames = Callable[[DictConfig], None]
@@ -168,6 +169,8 @@ def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
     group, _, name = file.removesuffix(".yaml").rpartition("/")
     known = sorted({option.stem for folder in dirs for option in (folder / group).glob("*.yaml")} - {"base"})
     asked = f"{group}={name}" if group else f"-cn {config_name}"
+    if group == "adapter" and (reason := UNSUPPORTED.get(name)):
+        return f"{asked} is not supported: {reason}; give adapter=lora"
     return f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml; there are {', '.join(known)}"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from data.encoders.kinds import find_keys, find_kind
 from errors import UserError
+from models.adapters.options import starts_from_base
 from training.config.schema import OptimizerName, RunConfig
 from training.config.sources import list_evaluations, parse_key
 
@@ -142,7 +143,19 @@ _LABELLED = Feature(
     lambda run: "labels" in find_keys(find_kind(run.config.data.name)),
     "data.name",
 )
-_PAIRS = Feature("data=preference", lambda run: find_kind(run.config.data.name).samples_per_record > 1, "data.name")
+_RETRIEVAL = Feature(
+    "data=embedding or rerank",
+    lambda run: "query_field" in find_keys(find_kind(run.config.data.name)),
+    "data.name",
+)
+_NO_QUERIES = Feature(
+    "data other than embedding or rerank",
+    lambda run: "query_field" not in find_keys(find_kind(run.config.data.name)),
+    "data.name",
+)
+_EMBEDDING = _is("data.name", "embedding")
+_TWO_PASSES = "each text runs twice a step, and both passes must give the same vector"
+_TEXTS_TOGETHER = "the texts of a query are rows of one micro-batch"
 _LORA = _is("adapter.name", "lora")
 _FROM_SCRATCH = _is("init", "random")
 _EVALUATION = _is("evaluate_only", "true")
@@ -181,7 +194,9 @@ _ONE_CADENCE = "both set the interval"
 _SHARDED = _is("zero_stage", "2", "3")
 _WEIGHTS_SHARDED = _is("zero_stage", "3")
 _GROUPED = _given("sharding_parallel_size", "sharding_parallel_size")
+_TEACHER = _given("distill.teacher", "distill.teacher")
 _NEEDS_A_MODEL = "it needs pretrained weights"
+_FURTHER_TOKENS = _positive("mtp.loss_coef")
 
 INCOMPATIBLE = (
     Pair(_FP16, _NO_GPU, "DeepSpeed refuses it on a CPU", "use precision=bf16 or fp32"),
@@ -272,6 +287,16 @@ INCOMPATIBLE = (
     ),
     Pair(
         _TENSOR_PARALLEL,
+        Feature(
+            "adapter.init_lora_weights=pissa or olora",
+            lambda run: starts_from_base(run.config.adapter.init_lora_weights),
+            "adapter.init_lora_weights",
+        ),
+        "they are decompositions of whole weights",
+        "give adapter.init_lora_weights=true, or tensor_parallel_size=1",
+    ),
+    Pair(
+        _TENSOR_PARALLEL,
         _is("adapter.load_in_4bit", "true"),
         "quantized projections are not sharded",
         "give tensor_parallel_size=1",
@@ -296,6 +321,7 @@ INCOMPATIBLE = (
         "an entity may lie in the parts of two ranks",
         _ONE_SEQUENCE,
     ),
+    Pair(_CONTEXT_PARALLEL, _EMBEDDING, "it is not tested with split sequences", _ONE_SEQUENCE),
     Pair(_CONTEXT_PARALLEL, _USER_LOSS, "it would see only a part of each sequence", _ONE_SEQUENCE),
     Pair(
         _CONTEXT_PARALLEL,
@@ -465,9 +491,9 @@ INCOMPATIBLE = (
         "angles depend on the longest document of a micro-batch",
         "give data.packing=false, or rope_parameters.rope_type=yarn",
     ),
-    Pair(_PAIRS, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
+    Pair(_DPO, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
     Pair(
-        _PAIRS,
+        _DPO,
         _is("data.length_policy", "split"),
         "an answer that is split cannot be preferred",
         "give data.length_policy=truncate or drop",
@@ -485,6 +511,27 @@ INCOMPATIBLE = (
         "its label is that of the whole document",
         "give data.length_policy=truncate or drop",
     ),
+    Pair(_RETRIEVAL, _PACKED, _TEXTS_TOGETHER, "give data.packing=false"),
+    Pair(
+        _RETRIEVAL,
+        _is("data.length_policy", "split"),
+        "a part of a text is not what belongs to its query",
+        "give data.length_policy=truncate or drop",
+    ),
+    Pair(
+        _is("data.name", "rerank"),
+        _is("data.num_negatives", "0"),
+        "a document is scored against others for its query",
+        "give data.num_negatives=1 or more",
+    ),
+    Pair(
+        _positive("data.num_negatives"),
+        _NO_QUERIES,
+        "its records have no negatives",
+        "give data.num_negatives=0",
+    ),
+    Pair(_EMBEDDING, _positive("adapter.lora_dropout"), _TWO_PASSES, "give adapter.lora_dropout=0"),
+    Pair(_EMBEDDING, _positive("neftune_noise_alpha"), _TWO_PASSES, "give neftune_noise_alpha=0"),
     Pair(
         _STREAMED,
         Feature("max_steps=null", lambda run: run.config.max_steps is None, "max_steps"),
@@ -493,8 +540,9 @@ INCOMPATIBLE = (
     ),
     Pair(_STREAMED, _given("eval_epochs", "eval_epochs"), _NO_EPOCHS, "give eval_steps"),
     Pair(_STREAMED, _given("save_epochs", "save_epochs"), _NO_EPOCHS, "give save_steps"),
-    Pair(_STREAMED, _PAIRS, "preferences are scored before the first step", "give data.streaming=false"),
+    Pair(_STREAMED, _DPO, "preferences are scored before the first step", "give data.streaming=false"),
     Pair(_STREAMED, _UNPAIRED, "preferences are scored before the first step", "give data.streaming=false"),
+    Pair(_STREAMED, _RETRIEVAL, _TEXTS_TOGETHER, "give data.streaming=false"),
     Pair(
         _STREAMED,
         _LABELLED,
@@ -518,10 +566,54 @@ INCOMPATIBLE = (
         "it shows what is tokenized before the first step",
         "give data.streaming=false data.max_samples=1000",
     ),
+    Pair(_FURTHER_TOKENS, _USER_LOSS, "it would see the hidden states of one depth", "give one of them"),
+    Pair(_FURTHER_TOKENS, _COMPILED, "it is not tested with compiled layers", "give compile=false"),
+    Pair(
+        _FURTHER_TOKENS,
+        _SEQUENCE_PARALLEL,
+        "the hidden states of several depths are not split by tokens",
+        "give sequence_parallel=false",
+    ),
+    Pair(_FURTHER_TOKENS, _CONTEXT_PARALLEL, "it is not tested with split sequences", _ONE_SEQUENCE),
+    Pair(_FURTHER_TOKENS, _EXPERT_PARALLEL, "it is not tested with divided experts", _WHOLE_EXPERTS),
+    Pair(_FURTHER_TOKENS, _WEIGHTS_SHARDED, "it is not tested with sharded weights", "give zero_stage=1 or 2"),
+    Pair(
+        _FURTHER_TOKENS,
+        _positive("neftune_noise_alpha"),
+        "the noise is that of the inputs, and further tokens use the embedding too",
+        "give neftune_noise_alpha=0, or mtp.loss_coef=0",
+    ),
+    Pair(
+        _FURTHER_TOKENS,
+        _given("data.collator", "data.collator"),
+        "which targets further tokens have is counted in rows as they are stored",
+        "omit data.collator, or give mtp.loss_coef=0",
+    ),
+    Pair(
+        _TEACHER,
+        _FURTHER_TOKENS,
+        "the teacher's distributions are those of the next token",
+        "give mtp.loss_coef=0, or distill.teacher=null",
+    ),
+    Pair(
+        _TEACHER,
+        _FP16,
+        "the gradient of the divergence is computed before the loss scale is known",
+        "use precision=bf16, or distill.teacher=null",
+    ),
+    Pair(_TEACHER, _USER_LOSS, "each of them defines the loss", "give one of them"),
+    Pair(_TEACHER, _STREAMED, "the teacher scores all data before the first step", "give data.streaming=false"),
+    Pair(
+        _TEACHER,
+        _given("data.collator", "data.collator"),
+        "the teacher's rows are numbered by their targets, which it may move",
+        "give data.collator=null",
+    ),
     Pair(_positive("label_smoothing"), _USER_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(_UNPAIRED, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(_LABELLED, _USER_LOSS, "each of them defines the loss", "give one of them"),
+    Pair(_RETRIEVAL, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(
         _positive("dpo.label_smoothing"),
         _is("dpo.loss_type", "ipo", "hinge"),

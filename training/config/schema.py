@@ -30,7 +30,7 @@ from data.options import (
 )
 from errors import UserError
 from models.adapters.options import AdapterOptions
-from models.losses.options import DPOLossType, NLLReduction
+from models.losses.options import Divergence, DPOLossType, NLLReduction, Pooling, RerankLossType
 from training.config.ranges import (
     at_least,
     below,
@@ -164,6 +164,12 @@ class DataConfig:
     steps_field: str | None = MISSING
     step_separator: str | None = MISSING
     label_all_pieces: bool = MISSING
+    query_field: str | None = MISSING
+    positive_field: str | None = MISSING
+    negatives_field: str | None = MISSING
+    num_negatives: int = zero_or_more()
+    query_prompt: str = MISSING
+    document_prompt: str = MISSING
     problem_type: ProblemType = MISSING
     labels: list[str] | None = MISSING
     train_on: TrainOn = MISSING
@@ -252,10 +258,35 @@ class ClassificationConfig:
 
 
 @dataclass
+class EmbeddingConfig:
+    pooling: Pooling = MISSING
+    temperature: float = positive()
+    margin: float = zero_or_more(note="0 turns it off")
+    matryoshka_dims: list[int] | None = MISSING
+
+
+@dataclass
+class RerankConfig:
+    loss_type: RerankLossType = MISSING
+
+
+@dataclass
 class KTOConfig:
     beta: float = positive()
     desirable_weight: float = positive()
     undesirable_weight: float = positive()
+
+
+@dataclass
+class DistillConfig:
+    teacher: str | None = MISSING
+    coef: float = share()
+    temperature: float = positive()
+    divergence: Divergence = MISSING
+    top_k: int | None = at_least(1)
+    num_stages: int | None = at_least(1)
+    tensor_parallel_size: int | None = at_least(1)
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -269,6 +300,11 @@ class MoEConfig:
     def shapes_routers(self) -> bool:
         """Whether a run trains its routers for balance, by a loss or a bias."""
         return any((self.aux_loss_coef, self.z_loss_coef, self.update_router_bias))
+
+
+@dataclass
+class MTPConfig:
+    loss_coef: float = zero_or_more(note="0 turns it off")
 
 
 @dataclass
@@ -372,9 +408,13 @@ class RunConfig:
     cpo: CPOConfig = field(default_factory=CPOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     classification: ClassificationConfig = field(default_factory=ClassificationConfig)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    rerank: RerankConfig = field(default_factory=RerankConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)
+    mtp: MTPConfig = field(default_factory=MTPConfig)
 
     num_stages: int = MISSING
     tensor_parallel_size: int = at_least(1)

@@ -22,7 +22,8 @@ def compute_kept(chunk: Chunk) -> Kept:
             kept += sum(layer.saved_bytes for layer in layers)
             continue
         remade = sum(layer.remade_bytes if checkpointing.is_selective else layer.saved_bytes for layer in layers)
-        entering = chunk.layers[group.start - 1].output_bytes if group.start else chunk.input_bytes
+        before = chunk.layers[group.start - 1].output_bytes * layers[0].num_blocks if group.start else 0
+        entering = before if group.start else chunk.input_bytes
         if checkpointing.offloads and group.start:
             on_host, came_back, entering = on_host + entering, 2 * entering, 0
         else:

@@ -38,7 +38,7 @@ class PlannedRun:
 
     @cached_property
     def tokens_per_sample(self) -> int:
-        return get_objective(self.config).rows_per_sample * self.config.max_seq_length
+        return get_objective(self.config).count_rows(self.config.data) * self.config.max_seq_length
 
     @cached_property
     def tokens(self) -> int:
@@ -103,8 +103,10 @@ class Chunk:
 
     @property
     def integer_bytes(self) -> int:
-        """Bytes of the integers that all layers take in addition to hidden_states; of whole sequences."""
-        return BOUNDARY_BYTES * self.run.tokens * self.run.layout.context_parallel_size
+        """Bytes of the integers that all layers take in addition to hidden_states; of whole sequences. Tokens are among
+        them where further ones are predicted."""
+        per_token = BOUNDARY_BYTES + (INPUT_BYTES if self.run.config.mtp.loss_coef else 0)
+        return per_token * self.run.tokens * self.run.layout.context_parallel_size
 
     @property
     def input_bytes(self) -> int:

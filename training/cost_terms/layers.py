@@ -20,7 +20,8 @@ def compute_passes(chunk: Chunk) -> PassCost:
 
 def compute_gradients_in_pass(stage: Stage) -> Memory:
     """Return the bytes of the two gradients that flow through a layer, and of the largest in flight inside one."""
-    return Memory(buffers=2 * stage.chunks[0].block_bytes + count_on_the_way(stage))
+    blocks = max(layer.num_blocks for layer in stage.layers)
+    return Memory(buffers=2 * blocks * stage.chunks[0].block_bytes + count_on_the_way(stage))
 
 
 def count_on_the_way(stage: Stage) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from models.losses.logit_chunks import count_chunk_logits, count_rows, count_waiting
-from training.config.schema import Device, Precision
+from training.config.schema import Device, DistillConfig, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
 from training.costs.hardware import GB
 from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
 from training.costs.time import PassCost
-from training.objectives.registry import get_objective
+from training.objectives.registry import build_objective_options, get_objective
 
 # Bytes read and written of a logit: made in bf16, its log-softmax in fp32 with two looks at it, its exponential in
 # place, and that cast to bf16 (`models/losses/logit_chunks.py`)
@@ -18,23 +18,32 @@ LOGIT_BYTES = 2 + (2 + 2 + 4) + (4 + 4) + (4 + 2)
 
 
 def compute_loss(stage: Stage) -> Memory:
-    """Return the bytes of the loss on the last stage; scores of documents take next to nothing.
+    """Return the bytes of the loss on the last stage; scores of documents take next to nothing, vectors of a whole
+    batch what its objective says.
 
     A rank's logits are those of its share of the vocabulary. Included are the gradients of the head and of its input,
     as far as they exceed those that `layers.py` counts for the other layers.
     """
     run = stage.run
-    if not stage.has_loss or get_objective(run.config).head is not None:
+    if not stage.has_loss:
         return Memory()
+    objective = get_objective(run.config)
+    if objective.head is not None:
+        hidden_size = stage.chunks[-1].block_bytes // (run.tokens * run.weight_bytes)
+        options = build_objective_options(run.config)
+        return Memory(loss=objective.count_batch_bytes(options, run.layout.global_batch_size, hidden_size))
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
     hidden = stage.chunks[-1].block_bytes
     trained = stage.layers[-1].largest_trainable
     head = count_new_gradient(stage, trained)
     hidden_size = hidden // (run.tokens * run.weight_bytes)
     on_gpu = run.hardware.device is not Device.cpu
-    logits = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision, on_gpu, weight_trains=trained > 0)
-    taken = logits + hidden + head
-    return Memory(loss=max(0, taken - 2 * hidden - count_on_the_way(stage)))
+    counted = (run.tokens, shard, hidden_size, run.config.precision, on_gpu)
+    taken = compute_loss_bytes(*counted, weight_trains=trained > 0) + hidden + head
+    taken += compute_distill_bytes(run.tokens, shard, run.config.distill, run.config.precision, on_gpu)
+    kept = compute_kept_bytes(*counted, weight_trains=trained > 0) + hidden
+    further = (stage.layers[-1].num_blocks - 1) * kept  # of each depth, until the backward pass
+    return Memory(loss=max(0, taken + further - 2 * hidden - count_on_the_way(stage)))
 
 
 def compute_loss_bytes(
@@ -65,6 +74,40 @@ def compute_loss_bytes(
     return 10 * chunk_logits + 2 * waiting * vocabulary + summed
 
 
+def compute_kept_bytes(
+    num_targets: int,
+    vocabulary: int,
+    hidden_size: int,
+    precision: Precision,
+    on_gpu: bool,
+    *,
+    weight_trains: bool = True,
+) -> int:
+    """Return the bytes of what a loss, as in `compute_loss_bytes`, keeps until its backward pass: logit gradients in
+    bf16, and the sum of the head's gradient in fp32, both unless the head is frozen."""
+    head = 4 * hidden_size * vocabulary * weight_trains
+    if precision is Precision.bf16:
+        if not weight_trains:
+            return 0
+        waiting = count_waiting(num_targets, hidden_size, vocabulary, on_gpu)
+        return 2 * waiting * vocabulary + (head if waiting < num_targets else 0)
+    return {Precision.fp32: head, Precision.fp16: 8 * num_targets * vocabulary}[precision]
+
+
+def compute_distill_bytes(
+    num_targets: int, vocabulary: int, distill: DistillConfig, precision: Precision, on_gpu: bool
+) -> int:
+    """Return the bytes that a teacher adds to those of `compute_loss_bytes`: its distributions, and of a chunk, next to
+    the log-probabilities, the probabilities of the other temperature and their sum's terms, by which the chunk exceeds
+    what its log-softmax takes."""
+    if distill.teacher is None or distill.top_k is None:
+        return 0
+    chunk_logits = min(num_targets * vocabulary, count_chunk_logits(on_gpu))
+    in_chunk = 8 if distill.temperature == 1 else 12
+    more = max(0, in_chunk - {Precision.bf16: 10}.get(precision, 8)) * chunk_logits
+    return more + num_targets * (4 * distill.top_k + 4 * (distill.top_k + 1))
+
+
 def compute_second_logits(chunk: Chunk) -> PassCost:
     """Return the time to make logits again in the backward pass, for an objective whose loss is not a sum over
     tokens."""
@@ -80,7 +123,8 @@ def compute_logits(chunk: Chunk) -> PassCost:
         return PassCost()
     if get_objective(run.config).head is not None:
         return PassCost()
-    moved = LOGIT_BYTES * run.tokens * -(-run.vocab_size // run.layout.tensor_parallel_size)
+    num_targets = run.tokens * chunk.layers[-1].num_blocks
+    moved = LOGIT_BYTES * num_targets * -(-run.vocab_size // run.layout.tensor_parallel_size)
     return PassCost(forward_seconds=moved / (run.hardware.memory_bandwidth * GB * STREAM_RATE))
 
 

@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
+from models.architecture.alike import list_alike
 from models.experts.sizes import active_share, count_experts, list_matrices
-from models.layers.alike import list_alike
 from models.layers.context import MicroBatchContext
 from models.layers.documents import DocumentBounds
 from models.layers.layer import Layer
@@ -62,9 +62,9 @@ class LayerCost:
     the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
     (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
     several ranks share each sequence. attention_flops: those of forward_flops that attention takes. forward_traffic,
-    backward_traffic: what the passes move besides products. num_divided: of num_trainable, those of experts that ranks
-    divide. sent_rows: of a token, those that are sent to the ranks of their experts, where ranks divide them;
-    divided_flops: of forward_flops, those of such experts.
+    backward_traffic: what the passes move besides products. num_blocks: see `Layer`. num_divided: of num_trainable,
+    those of experts that ranks divide. sent_rows: of a token, those that are sent to the ranks of their experts, where
+    ranks divide them; divided_flops: of forward_flops, those of such experts.
     """
 
     name: str
@@ -91,6 +91,7 @@ class LayerCost:
     deferred_flops: float = 0
     deferred_bytes: int = 0
     shared_attention: SharedAttention | None = None
+    num_blocks: int = 1
     regathers: int = 0
     attention_flops: float = 0
     forward_traffic: Traffic = NO_TRAFFIC
@@ -175,7 +176,14 @@ def _list_kinds(
             continue
         module = _build_trained(layer, index, adapter, freeze, ranks)
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
-        kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), shapes)
+        kind = (
+            layer.module_class,
+            layer.tied_key,
+            layer.owns_weights,
+            layer.is_further,
+            _window(module, config),
+            shapes,
+        )
         kinds.append(first.setdefault(kind, index))
     return kinds
 
@@ -219,6 +227,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     # The rows of so many ranks go through this rank's experts.
     active = {name: p.numel() * shares.get(name, 1) * active_share(name, config) for name, p in parameters.items()}
     multiplied = list(_multiplied(layer, module))
+    times = 1 if layer.is_further else layer.num_blocks  # the head has the tokens of all depths
     width, wholes = _attention_width(module, config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
     length = built.batch.seq_length * built.parts.size
@@ -236,16 +245,17 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         num_active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
         num_frozen=round(sum(count * wholes.get(name, 1) for name, count in active.items() if name not in trained)),
         largest_trainable=max((p.numel() for p in trained.values()), default=0),
-        forward_flops=2 * sum(active[name] for name in multiplied) + attention_flops,
+        forward_flops=2 * times * sum(active[name] for name in multiplied) + attention_flops,
         attention_flops=attention_flops,
         forward_traffic=forward_traffic,
         backward_traffic=backward_traffic,
-        frozen_flops=2 * sum(active[name] for name in multiplied if name not in trained),
+        frozen_flops=2 * times * sum(active[name] for name in multiplied if name not in trained),
         attention_width=width,
         saved_bytes=saved.saved,
         kept_bytes=saved.kept,
         widest_bytes=built.batch.tokens * built.batch.dtype.itemsize * _count_widest(built),
         shared_attention=shared,
+        num_blocks=layer.num_blocks,
         remade_bytes=saved.remade,
         output_bytes=built.batch.tokens // built.hidden_parts * config.hidden_size * built.batch.dtype.itemsize,
         tied_key=layer.tied_key,
@@ -286,7 +296,7 @@ def _multiplied(layer: Layer, module: nn.Module) -> Iterator[str]:
     """Names of the matrices that a token is multiplied with: all but a looked-up embedding. A tied head uses its token
     embedding."""
     for part, name, _ in list_matrices(module):
-        looked_up = isinstance(part, nn.Embedding) and layer.owns_weights
+        looked_up = isinstance(part, nn.Embedding) and not layer.is_tied_head
         if not looked_up:
             yield name
 
@@ -348,9 +358,20 @@ def _run(built: _BuiltLayer) -> Any:
     position_ids = torch.zeros(*shape, dtype=torch.long, device="meta")
     length = built.batch.seq_length // built.hidden_parts
     hidden_states = torch.empty(
-        shape[0], length, built.config.hidden_size, dtype=built.batch.dtype, device="meta", requires_grad=True
-    )  # [B, T, D]
-    inputs = (position_ids if built.is_first else hidden_states, position_ids, position_ids.to(torch.int32))
+        shape[0] * layer.num_blocks,
+        length,
+        built.config.hidden_size,
+        dtype=built.batch.dtype,
+        device="meta",
+        requires_grad=True,
+    )  # [B, T, D], as often as blocks go in
+    inputs: tuple[torch.Tensor, ...] = (
+        position_ids if built.is_first else hidden_states,
+        position_ids,
+        position_ids.to(torch.int32),
+    )
+    if layer.is_further and not layer.owns_weights:
+        inputs = (*inputs, position_ids)  # in place of tokens
     return layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)
 
 
@@ -411,10 +432,11 @@ def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
 
 def _count_widest(built: _BuiltLayer) -> int:
     """Elements of a token in the widest result of a matrix; with experts, of those that it chooses."""
-    chosen, config = count_experts(built.config)[0], built.config
+    config, rows = built.config, count_experts(built.config)[0] * built.expert_parallel.imbalance
     multiplied = [(name, built.module.get_parameter(name)) for name in _multiplied(built.layer, built.module)]
     return max(
-        (matrix.shape[-2] * (chosen if active_share(name, config) < 1 else 1) for name, matrix in multiplied), default=0
+        (round(matrix.shape[-2] * (rows if active_share(name, config) < 1 else 1)) for name, matrix in multiplied),
+        default=0,
     )
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,10 @@ class Ranks:
         """Print to the screen, on the main rank alone."""
         if self.is_main:
             console.say(text)
+
+    def phase(self, what: str) -> AbstractContextManager[None]:
+        """Return a context in which the screen says `what` if it takes long; on the main rank alone."""
+        return console.phase(what, shown=self.is_main)
 
 
 SINGLE_PROCESS = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from models.losses.cross_entropy import Loss
 from training.distributed.topology import Layout
@@ -70,6 +71,7 @@ class Engine(ABC):
     layout: Layout
     rank: int
     device: torch.device
+    replicas: dist.ProcessGroup  # the ranks that hold the same stage, and the same shards of it, for other samples
     saves_state = True  # False where another rank has the same partitions
 
     @abstractmethod

@@ -146,7 +146,7 @@ class PipelineStage(DeepSpeedBacked):
         self._transfers = Transfers(schedule, layout.topology.groups(PIPE), self.rank, self.device)
         self._runner = Runner(module, model, schedule, self._transfers, gradients, update)
         mpu = self.module.mpu()
-        self._replicas, self._stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
+        self.replicas, self._stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
         self._loss_stage = schedule.find_stage(schedule.last_chunk)
 
     def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
@@ -160,8 +160,8 @@ class PipelineStage(DeepSpeedBacked):
         mean = torch.zeros((), device=self.device)
         if losses:
             mean = torch.stack(losses).float().mean()
-            dist.all_reduce(mean, group=self._replicas)
-            mean /= dist.get_world_size(self._replicas)
+            dist.all_reduce(mean, group=self.replicas)
+            mean /= dist.get_world_size(self.replicas)
         dist.broadcast(mean, group=self._stages, group_src=self._loss_stage)
         return mean
 

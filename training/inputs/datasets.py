@@ -30,6 +30,7 @@ from data.streaming.stream import VERSION as STREAM_VERSION
 from data.streaming.stream import StreamPlan
 from errors import UserError
 from models.heads.table import find_head
+from models.storage.folders import has_tokenizer as has_tokenizer_files
 from models.weights.source import WeightSource
 from models.weights.vocabulary import open_tokenizer
 from training.config.schema import DataConfig, RunConfig
@@ -52,6 +53,22 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
         )
     get_objective(config).check_tokenizer(tokenizer)
     return tokenizer
+
+
+def check_same_tokens(teacher: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError where the tokenizer of a teacher's folder has other tokens than the run's, or other ids for them:
+    distributions over different tokens cannot be compared. A folder without a tokenizer is trusted to have the same.
+    """
+    if not has_tokenizer_files(teacher):
+        return
+    own, others = tokenizer.get_vocab(), open_tokenizer(teacher).get_vocab()
+    if own == others:
+        return
+    example = min(own.items() ^ others.items(), key=lambda entry: entry[::-1])[0]
+    raise UserError(
+        f"distill.teacher={teacher}: its vocabulary of {len(others)} tokens is not the run's of {len(own)}; they "
+        f"differ at {example!r}. Give a teacher with the same tokenizer"
+    )
 
 
 def load_extended(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
@@ -140,8 +157,8 @@ def prepare_file(
         raise UserError(
             f"{key}: data={data.name} needs a label of each sample, of as many numbers; data.encoder must set it"
         )
-    if get_objective(config).needs_first_pass:
-        per_record = find_kind(data.name).samples_per_record
+    if get_objective(config).needs_mismatched:
+        per_record = find_kind(data.name).count_samples(data.num_negatives)
         check_labels(path, key, per_record, trains=key == "train_file")
         prepare_mismatched(path, plan, key, per_record, log, compares_bytes)
     return path
@@ -157,7 +174,7 @@ def build_encoding(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBa
         max_seq_length=None if build_row_plan(config, key).packing is Packing.CONCATENATE else config.max_seq_length,
         length_policy=data.length_policy,
         on_bad_record=data.on_bad_record,
-        samples_per_record=find_kind(data.name).samples_per_record,
+        samples_per_record=find_kind(data.name).count_samples(data.num_negatives),
         selection=build_selection(data, key),
     )
 
@@ -292,7 +309,7 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
         max_seq_length=config.max_seq_length,
         packing=find_kind(data.name).choose_packing(data.packing),
         mixture=parse_key(config, key).mixture,
-        group_size=get_objective(config).rows_per_sample,
+        group_size=get_objective(config).count_rows(config.data),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ from data.inspection.findings import Inspected, describe_findings
 from data.inspection.page import NAME as page_name
 from data.inspection.page import save_page
 from data.inspection.report import choose_rows, describe_dataset, render_row, save_histogram
-from data.storage.rows import RowPlan, Rows, list_rows
+from data.storage.rows import Rows, list_rows
 from training.config.schema import RunConfig
 from training.inputs.datasets import build_row_plan, list_entries
+from training.objectives.registry import get_objective
 
 ROWS_SHOWN = 3
 TOKENS_NAMED = 12  # of a sample that looks wrong
@@ -28,7 +30,9 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
     in_colour = sys.stdout.isatty()
     print("=== files ===", *(f"{name}: {text}" for name, text in describe_files(datasets).items()), "", sep="\n")
     print("trained parts are green, masked ones faint" if in_colour else "trained parts are in [[double brackets]]")
-    names = find_kind(config.data.name).label_names or tuple(config.data.labels or ())
+    kind = find_kind(config.data.name)
+    names = kind.label_names or tuple(config.data.labels or ())
+    together = kind.name_samples(get_objective(config).count_rows(config.data))
     for key, path in datasets.items():
         plan = build_row_plan(config, key)
         rows = Rows(path, plan, True, True)
@@ -39,14 +43,13 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
             num_documents = len(rows.pieces(row))
             documents = f", {num_documents:,} documents" if num_documents > 1 else ""
             counts = f"{rows.lengths[row]:,} tokens, {rows.num_targets[row]:,} of them targets{documents}"
-            print(f"\n--- {_name_row(row, plan)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
-    group_size = build_row_plan(config, next(iter(datasets))).group_size
+            print(f"\n--- {_name_row(row, together)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
     page = Path(config.output_dir) / page_name
     title = f"{page.parent.name}: data"
-    save_page(datasets, page, title=title, tokenizer=tokenizer, group_size=group_size, label_names=names)
+    save_page(datasets, page, title=title, tokenizer=tokenizer, sample_names=together, label_names=names)
     print(f"\nsamples to read in a browser: {page}")
     files = [
-        Inspected(key, path, [str(entry) for entry in list_entries(config, key)], group_size)
+        Inspected(key, path, [str(entry) for entry in list_entries(config, key)], len(together))
         for key, path in datasets.items()
     ]
     print(f"\n=== what looks wrong ===\n{describe_findings(files, lambda ids: _show(ids, tokenizer))}")
@@ -57,8 +60,8 @@ def _show(input_ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
     return repr(tokenizer.decode(input_ids[:TOKENS_NAMED]))
 
 
-def _name_row(row: int, plan: RowPlan) -> str:
-    if plan.group_size == 1:
+def _name_row(row: int, sample_names: Sequence[str]) -> str:
+    if len(sample_names) == 1:
         return f"row {row:,}"
-    pair, answer = divmod(row, plan.group_size)
-    return f"pair {pair:,}, {('chosen', 'rejected')[answer]}"
+    record, place = divmod(row, len(sample_names))
+    return f"record {record:,}, {sample_names[place]}"

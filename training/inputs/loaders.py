@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.loading import loader as loaders
 from data.loading.stream_loader import StreamLoader
+from data.loading.teacher import TeacherTable
 from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
 from models.parallel.shard import find_length_multiple
@@ -32,13 +33,14 @@ from training.pipeline.module import StageModule
 class RankData:
     """The tokenized files of a run, and the rank that reads its part of them.
 
-    datasets: key of the files -> tokenized folder.
+    datasets: key of the files -> tokenized folder. teacher: the same key -> what its teacher has written.
     """
 
     datasets: Mapping[str, Path]
     tokenizer: PreTrainedTokenizerBase
     layout: Layout
     ranks: Ranks
+    teacher: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +70,12 @@ def build_options(
         row_plan=build_row_plan(config, key),
         row_targets=get_objective(config).row_targets,
         mean_over=get_objective(config).mean_over,
-        reads_desirable=get_objective(config).needs_first_pass,
+        reads_desirable=get_objective(config).needs_mismatched,
+        teacher=TeacherTable(data.teacher[key]) if module.has_loss and key in data.teacher else None,
         num_workers=config.num_workers,
         collator=build_collator(config.data),
         pin_memory=current_device().type == "cuda",
+        num_further=module.num_further,
     )
 
 
@@ -95,10 +99,8 @@ def build_loaders(
     order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
     if get_objective(config).needs_first_pass:
-        options = dataclasses.replace(options, reference_file=reference.get(name_mismatched("train_file")))
-        train_loader.first = loaders.build_train_loader(
-            mismatched_path(path), options, order, layout.gradient_accumulation_steps
-        )
+        path, options = _choose_first(config, "train_file", path, options, reference)
+        train_loader.first = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
     return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference))
 
 
@@ -133,10 +135,18 @@ def build_eval_loaders(
             options = dataclasses.replace(options, reference_file=reference.get(key))
             built[name] = loaders.build_eval_loader(data.datasets[key], options, sizes[name].rows)
             if get_objective(config).needs_first_pass:
-                options = dataclasses.replace(options, reference_file=reference.get(name_mismatched(key)))
-                path = mismatched_path(data.datasets[key])
+                path, options = _choose_first(config, key, data.datasets[key], options, reference)
                 built[name].first = loaders.build_eval_loader(path, options, sizes[name].rows)
     return built
+
+
+def _choose_first(
+    config: RunConfig, key: str, path: Path, options: loaders.LoaderOptions, reference: Mapping[str, Path]
+) -> tuple[Path, loaders.LoaderOptions]:
+    """Return what the pass before a step or an evaluation reads: the same samples, or mismatched answers."""
+    if not get_objective(config).needs_mismatched:
+        return path, options
+    return mismatched_path(path), dataclasses.replace(options, reference_file=reference.get(name_mismatched(key)))
 
 
 def name_mismatched(key: str) -> str:
@@ -146,6 +156,6 @@ def name_mismatched(key: str) -> str:
 
 def list_scored(config: RunConfig, datasets: Mapping[str, Path]) -> dict[str, Path]:
     """Return the folders that a reference model has to score: key, or `name_mismatched` of it -> tokenized folder."""
-    if not get_objective(config).needs_first_pass:
+    if not get_objective(config).needs_mismatched:
         return dict(datasets)
     return {**datasets, **{name_mismatched(key): mismatched_path(path) for key, path in datasets.items()}}

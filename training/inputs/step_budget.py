@@ -18,6 +18,7 @@ from data.order import GlobalOrder
 from data.storage.rows import Rows, count_rows
 from data.storage.tokenized import load_summary
 from errors import UserError
+from models.adapters.options import AdapterName, starts_from_base
 from models.layers.documents import DocumentBounds
 from models.storage.manifest import find_wrong_size
 from training.checkpoint.best import Best, has_lost_patience
@@ -105,7 +106,7 @@ def compute_step_budget(
         seed=config.seed,
         precision=config.precision.value,
         optimizer=describe_optimizer(config),
-        data=data | describe_objective(config) | describe_updates(config),
+        data=data | describe_objective(config) | describe_updates(config) | _describe_adapter(config),
         evaluated_on=hash_evaluations(config, datasets),
         identity=dict(identity),
         stream={} if stream is None else stream.to_json(),
@@ -120,6 +121,13 @@ def compute_step_budget(
     _check_steps_left(config, start, resume_from)
     evaluations, finished = measure_evaluations(config, layout, datasets), find_finished(config, start)
     return StepBudget(num_samples, total_steps, last_step, evaluations, finished, stream), start
+
+
+def _describe_adapter(config: RunConfig) -> dict[str, str]:
+    """Return the start of an adapter that is a part of the base weights: no other run reads its files rightly."""
+    init = config.adapter.init_lora_weights
+    is_one = config.adapter.name is AdapterName.lora and starts_from_base(init)
+    return {"adapter.init_lora_weights": str(init)} if is_one else {}
 
 
 def _resume(
@@ -226,8 +234,8 @@ def _measure_evaluation(config: RunConfig, layout: Layout, key: str, path: Path)
     rows, targets = count_rows(path, plan), load_summary(path).num_targets
     documents = None
     if config.data.collator is None:
-        counts = Rows(path, plan, False, False).piece_counts(np.arange(rows * objective.rows_per_sample))
-        most = bound_documents(counts, layout.micro_batch_size * objective.rows_per_sample)
+        counts = Rows(path, plan, False, False).piece_counts(np.arange(rows * objective.count_rows(config.data)))
+        most = bound_documents(counts, layout.micro_batch_size * objective.count_rows(config.data))
         documents = DocumentBounds(most, config.max_seq_length)
     terms = rows if objective.mean_over is MeanOver.samples else targets
     return EvalSize(rows, targets, terms, documents)

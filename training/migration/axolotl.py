@@ -12,6 +12,7 @@ from training.migration.draft import (
     at_least_one,
     if_true,
     left,
+    set_init_weights,
     set_targets,
     set_zero_stage,
     to,
@@ -64,7 +65,8 @@ RULES: dict[str, Rule] = {
     "lora_r": to("adapter.r"), "lora_alpha": to("adapter.lora_alpha"), "lora_dropout": to("adapter.lora_dropout"),
     "lora_target_modules": set_targets, "lora_target_linear": if_true(adapter__target_modules="all-linear"),
     "lora_modules_to_save": to("adapter.modules_to_save"), "lora_fan_in_fan_out": unneeded,
-    "peft_use_dora": to("adapter.use_dora"), "peft_use_rslora": to("adapter.use_rslora"), "relora_steps": left(),
+    "peft_use_dora": to("adapter.use_dora"), "peft_use_rslora": to("adapter.use_rslora"),
+    "peft_init_lora_weights": set_init_weights, "relora_steps": left(),
     "load_in_8bit": left(), "load_in_4bit": to("adapter.load_in_4bit"), "unfrozen_parameters": left(),
     "sequence_len": to("max_seq_length"), "sample_packing": to("data.packing"), "eval_sample_packing": unneeded,
     "pad_to_sequence_len": if_true(data__pad_to="max_seq_length"), "group_by_length": left(),
@@ -113,7 +115,7 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
         if their["rl"] == "ipo":
             draft.set("dpo.loss_type", "ipo")
     elif their.get("rl"):
-        draft.leave("rl", "none: no training on generated answers")
+        draft.leave("rl", "none: no training on generated answers; task=dpo learns from pairs")
     elif kinds and all(kind in ("completion", "pretrain") for kind in kinds):
         task = "pretrain"
     set_task(draft, task)

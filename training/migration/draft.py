@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from models.adapters.options import starts_from_base
+
 GROUPS = ("data", "adapter", "optimizer", "logger", "model")
 
 
@@ -121,6 +123,14 @@ def set_targets(draft: Draft, key: str, value: Any) -> None:
     words = read_list(value)
     if words:
         draft.set("adapter.target_modules", "all-linear" if words[0] in ("all", "all-linear") else words)
+
+
+def set_init_weights(draft: Draft, key: str, value: Any) -> None:
+    """peft's `init_lora_weights`, as far as it is one here."""
+    if value in ("gaussian", "orthogonal") or starts_from_base(value):
+        draft.set("adapter.init_lora_weights", value)
+    elif str(value).lower() != "true":
+        draft.leave(key, "adapter.init_lora_weights: true, gaussian, orthogonal, pissa, pissa_niter_16, olora")
 
 
 def set_zero_stage(draft: Draft, key: str, value: Any) -> None:

@@ -40,4 +40,6 @@ def explain(key: str, headings: Sequence[str]) -> str:
                 return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", right).replace("`", "")
     by_last_part = {name.rpartition(".")[2]: name for name in list_types()}
     near = difflib.get_close_matches(key, by_last_part, n=1)
-    return f"none; the nearest key here is {by_last_part[near[0]]}" if near else "none"
+    if near:
+        return f"none; the nearest key here is {by_last_part[near[0]]}"
+    return "none; docs/configure.md lists every key"

@@ -28,7 +28,7 @@ FIELDS = {
 
 def set_stage(draft: Draft, key: str, value: Any) -> None:
     if value not in STAGES:
-        draft.leave(key, "none: no training on generated answers")
+        draft.leave(key, "none: no training on generated answers; task=dpo learns from pairs")
 
 
 def set_finetuning(draft: Draft, key: str, value: Any) -> None:
@@ -48,6 +48,13 @@ def set_bits(draft: Draft, key: str, value: Any) -> None:
         draft.set("adapter.load_in_4bit", True)
     elif value:
         draft.leave(key)
+
+
+def set_pissa(draft: Draft, key: str, value: Any) -> None:
+    """`pissa_iter` is 16 there by default, and -1 for the whole decomposition."""
+    if value:
+        count = draft.their.get("pissa_iter", 16)
+        draft.set("adapter.init_lora_weights", "pissa" if count == -1 else f"pissa_niter_{count}")
 
 
 RULES: dict[str, Rule] = {
@@ -72,7 +79,8 @@ RULES: dict[str, Rule] = {
     "resize_vocab": unneeded, "add_tokens": set_words("data.special_tokens"),
     "new_special_tokens": set_words("data.special_tokens"),
     "rope_scaling": left(), "freeze_trainable_layers": left(), "freeze_trainable_modules": left(),
-    "loraplus_lr_ratio": to("adapter.loraplus_lr_ratio"), "pissa_init": left(),
+    "loraplus_lr_ratio": to("adapter.loraplus_lr_ratio"), "pissa_init": set_pissa,
+    "pissa_iter": unneeded, "pissa_convert": unneeded,
     "use_galore": left(), "use_badam": left(), "use_apollo": left(), "freeze_vision_tower": unneeded,
     "freeze_multi_modal_projector": unneeded, "image_max_pixels": unneeded, "video_max_pixels": unneeded,
     "use_unsloth": unneeded, "upcast_layernorm": unneeded, "low_cpu_mem_usage": unneeded, "cache_dir": unneeded,

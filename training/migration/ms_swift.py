@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from training.migration import hugging_face
-from training.migration.draft import Draft, Rule, if_true, left, read_list, set_targets, to, unneeded, when
+from training.migration.draft import (
+    Draft,
+    Rule,
+    if_true,
+    left,
+    read_list,
+    set_init_weights,
+    set_targets,
+    to,
+    unneeded,
+    when,
+)
 from training.migration.hugging_face import name_hub, set_held_out, set_task
 from training.migration.trl import PRECISIONS
 
@@ -44,7 +55,7 @@ RULES: dict[str, Rule] = {
     "target_modules": set_targets_of_swift, "lora_target_modules": set_targets_of_swift,
     "modules_to_save": to("adapter.modules_to_save"), "use_rslora": to("adapter.use_rslora"),
     "use_dora": to("adapter.use_dora"), "adapters": set_adapter,
-    "lorap_lr_ratio": to("adapter.loraplus_lr_ratio"), "init_weights": left(), "quant_method": unneeded,
+    "lorap_lr_ratio": to("adapter.loraplus_lr_ratio"), "init_weights": set_init_weights, "quant_method": unneeded,
     "quant_bits": set_bits,
     "bnb_4bit_compute_dtype": unneeded, "bnb_4bit_quant_type": unneeded, "bnb_4bit_use_double_quant": unneeded,
     "torch_dtype": when(PRECISIONS), "dataset": unneeded, "val_dataset": unneeded,
@@ -71,7 +82,7 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
     if kind in RLHF:
         task = "reward" if kind == "rm" else str(kind)
     elif kind is not None:
-        draft.leave("rlhf_type", "none: no training on generated answers")
+        draft.leave("rlhf_type", "none: no training on generated answers; task=dpo learns from pairs")
     if draft.groups.get("adapter") == "lora":  # ms-swift's own defaults
         for ours, default in (("r", 8), ("lora_alpha", 32), ("lora_dropout", 0.05)):
             draft.keys.setdefault(f"adapter.{ours}", default)

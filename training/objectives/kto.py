@@ -14,7 +14,10 @@ over the mismatched answers comes first. Rewards are beta h. B answers in a micr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from data.options import MeanOver
@@ -22,8 +25,7 @@ from models.losses.cross_entropy import Loss, find_targets, get_softcap, sequenc
 from models.losses.logit_chunks import shard_vocabulary
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import KTOConfig
-from training.objectives.objective import FirstPass, Metrics, Objective, ObjectiveOptions
-from training.objectives.reported_means import ReportedMeans
+from training.objectives.objective import FirstPass, Metrics, Objective, ObjectiveOptions, ReportedMeans
 
 
 class KTOLoss:
@@ -49,9 +51,12 @@ class KTOLoss:
         self._kl: torch.Tensor | None = None
         self._totals: torch.Tensor | None = None
 
-    def take_first_mean(self, mean: torch.Tensor) -> None:
-        """Set z0. mean: the mean of `sum_log_ratios` over the samples that come next, a scalar on their device."""
-        self._kl = mean.clamp(min=0)
+    def take_first_sums(self, sums: Sequence[torch.Tensor], num_samples: int, replicas: dist.ProcessGroup) -> None:
+        """Set z0 of the `num_samples` that come next. sums: what `sum_log_ratios` has returned for each micro-batch of
+        this rank. All ranks of `replicas` call it; the host does not wait for the mean."""
+        total = torch.stack(list(sums)).sum()
+        dist.all_reduce(total, group=replicas)
+        self._kl = (total / num_samples).clamp(min=0)
 
     def sum_log_ratios(
         self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
@@ -116,7 +121,7 @@ class KTO(Objective):
     data_kinds = ("preference",)
     mean_over = MeanOver.samples
     needs_reference = True
-    needs_first_pass = True
+    needs_first_pass = needs_mismatched = True
     remakes_logits = True
 
     def describe(self, options: ObjectiveOptions) -> dict[str, str]:
@@ -141,7 +146,7 @@ class KTO(Objective):
 
     def plan_first_pass(self, loss: Loss) -> FirstPass:
         assert isinstance(loss, KTOLoss)
-        return FirstPass(loss.sum_log_ratios, loss.take_first_mean)
+        return FirstPass(loss.sum_log_ratios, loss.take_first_sums)
 
     def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
         return KTOLoss.metrics

@@ -9,8 +9,8 @@ from data.options import MeanOver
 from models.losses.cross_entropy import Loss
 from models.losses.pairs import REWARDS, PairFormula, PairLoss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.objectives.objective import Metrics, Objective, ObjectiveOptions
-from training.objectives.reported_means import ReportedMeans
+from training.config.schema import DataConfig
+from training.objectives.objective import Metrics, Objective, ObjectiveOptions, ReportedMeans
 
 
 class PreferenceObjective(Objective):
@@ -18,9 +18,11 @@ class PreferenceObjective(Objective):
 
     data_kinds = ("preference",)
     unit = "pairs"
-    rows_per_sample = 2
     mean_over = MeanOver.samples
     remakes_logits = True
+
+    def count_rows(self, data: DataConfig) -> int:
+        return 2
 
     def build_formula(self, options: ObjectiveOptions) -> PairFormula:
         """Build the loss of one pair."""

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from transformers import PretrainedConfig
+
 from data.encoders.kinds import KINDS, DataKind, find_kind
 from errors import UserError
 from models.heads.head import Head
+from models.heads.sentence_transformers import SentenceModel
 from training.config.criterion import Criterion
 from training.config.incompatible import write_value
-from training.config.schema import RunConfig, load_default_group
+from training.config.schema import DistillConfig, RunConfig, load_default_group
 from training.config.sources import list_evaluations
 from training.objectives.classification import Classification
 from training.objectives.cpo import CPO
 from training.objectives.dpo import DPO
+from training.objectives.embedding import Embedding
 from training.objectives.kto import KTO
 from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Objective, ObjectiveOptions
 from training.objectives.orpo import ORPO
 from training.objectives.process_reward import ProcessReward
+from training.objectives.rerank import Rerank
 from training.objectives.reward import Reward
 from training.objectives.simpo import SimPO
 from training.objectives.token_classification import TokenClassification
@@ -37,6 +42,8 @@ OBJECTIVES: dict[str, Objective] = {
         ProcessReward(),
         Classification(),
         TokenClassification(),
+        Embedding(),
+        Rerank(),
     )
 }
 
@@ -61,6 +68,16 @@ def build_objective_options(config: RunConfig) -> ObjectiveOptions:
         label_smoothing=config.label_smoothing,
         eval_token_accuracy=config.eval_token_accuracy,
         is_user_loss=config.loss is not None,
+        distill=config.distill if config.distill.teacher is not None else None,
+        mtp_loss_coef=config.mtp.loss_coef,
+        rows_per_sample=get_objective(config).count_rows(config.data),
+    )
+
+
+def describe_vectors(config: RunConfig, model_config: PretrainedConfig) -> SentenceModel | None:
+    """Return how the run's exports make vectors of texts; None where they make none."""
+    return get_objective(config).describe_vectors(
+        build_objective_options(config), config.data, model_config.hidden_size, config.max_seq_length
     )
 
 
@@ -83,6 +100,13 @@ def check_objective(config: RunConfig) -> None:
             f"label_smoothing={config.label_smoothing}: task={objective.name} does not read it, only {fitting} do; "
             "give label_smoothing=0"
         )
+    if config.mtp.loss_coef and not objective.predicts_further:
+        fitting = ", ".join(sorted(other.name for other in OBJECTIVES.values() if other.predicts_further))
+        raise UserError(
+            f"mtp.loss_coef={config.mtp.loss_coef:g}: task={objective.name} does not read it, only {fitting} do; "
+            "give mtp.loss_coef=0"
+        )
+    _check_distill(config, objective)
     _check_other_keys(config, objective)
     check_metric_name(config)
 
@@ -111,6 +135,28 @@ def _list_tasks(kind: DataKind) -> list[str]:
     return sorted(
         (each.name for each in OBJECTIVES.values() if is_trained_on(each, kind)), key=lambda name: name != kind.task
     )
+
+
+def _check_distill(config: RunConfig, objective: Objective) -> None:
+    """Raise UserError for a teacher that the objective does not read, and for keys of `distill` without one."""
+    distill, default = config.distill, load_default_group("distill", DistillConfig)
+    if distill.teacher is not None and not objective.distills:
+        fitting = " or task=".join(sorted(other.name for other in OBJECTIVES.values() if other.distills))
+        raise UserError(
+            f"distill.teacher={distill.teacher}: task={objective.name} does not read it; give task={fitting}, or "
+            "distill.teacher=null"
+        )
+    if distill.teacher is not None and distill.top_k is None:
+        raise UserError(
+            "distill.top_k=null: the whole vocabulary at each target is not kept; give a number, such as 64"
+        )
+    for each in fields(DistillConfig) if distill.teacher is None else ():
+        value = getattr(distill, each.name)
+        if value != getattr(default, each.name):
+            raise UserError(
+                f"distill.{each.name}={write_value(value)} has no effect without a teacher; give distill.teacher, or "
+                "omit the key"
+            )
 
 
 def _check_other_keys(config: RunConfig, objective: Objective) -> None:

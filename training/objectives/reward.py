@@ -21,8 +21,7 @@ from models.losses.cross_entropy import Loss
 from models.losses.document_scores import score_documents
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.schema import DataConfig, RewardConfig
-from training.objectives.objective import Metrics, Objective, ObjectiveOptions, check_pad_token
-from training.objectives.reported_means import ReportedMeans
+from training.objectives.objective import Metrics, Objective, ObjectiveOptions, ReportedMeans, check_pad_token
 
 
 class RewardLoss:
@@ -69,10 +68,12 @@ class Reward(Objective):
     name = "reward"
     data_kinds = ("preference",)
     unit = "pairs"
-    rows_per_sample = 2
     mean_over = MeanOver.samples
     head = SEQUENCE_CLASSIFICATION
     row_targets = RowTargets.last_tokens
+
+    def count_rows(self, data: DataConfig) -> int:
+        return 2
 
     def name_labels(self, data: DataConfig) -> Labels:
         return Labels(num_labels=1)

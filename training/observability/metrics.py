@@ -142,16 +142,16 @@ def _describe_norm(record: Record) -> str:
 
 
 def _describe_progress(record: Record) -> str:
-    """Return the most telling metrics besides the loss, of pairs and of labels."""
+    """Return the most telling metrics besides the loss, of pairs, of labels and of queries."""
     if "rewards_accuracy" in record:
         return f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  "
     return "".join(f"{text}  " for text in _describe_labels(record, ""))
 
 
 def _describe_labels(record: Record, prefix: str) -> list[str]:
-    forms = {"accuracy": ".1%", "f1": ".4f", "auc": ".4f", "mae": ".4f"}
+    forms = {"accuracy": ".1%", "f1": ".4f", "auc": ".4f", "mae": ".4f", "recall_at_1": ".1%", "mrr": ".4f"}
     return [
-        f"{name} {record[prefix + name]:{form}}"
+        f"{name.replace('_at_', '@')} {record[prefix + name]:{form}}"
         for name, form in forms.items()
         if record.get(prefix + name) is not None
     ]
@@ -166,7 +166,7 @@ def _describe_routers(record: Record) -> list[str]:
 
 def describe_evaluation(record: Record) -> str:
     """Return an evaluation in words: the loss, and the perplexity, or the share of pairs whose chosen answer has the
-    higher reward, or the metrics of labels; then the same for each named file."""
+    higher reward, or the metrics of labels or queries; then the same for each named file."""
     names = [match[1] for key in record if (match := re.fullmatch("eval_(.+)_tokens", key))]
     described = [f"{name}: {_describe_file(_take_file(record, f'eval_{name}_'))}" for name in names]
     return "; ".join([_describe_file(record), *described])

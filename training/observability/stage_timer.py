@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,11 @@ class StageTimer:
             self._times.add(spans, time.perf_counter() - self._since)
         return spans
 
+    def list_finished(self) -> list[tuple[str, float]]:
+        """Return (unit, seconds from the start of the step) of the units of the running step that are done. For another
+        thread."""
+        return list(zip(self._names.copy(), self._marks.read_finished()))
+
     def gather(self) -> list[RankTimes]:
         """Return the times of all ranks since the last call, in the order of ranks. All ranks call it; it is one small
         collective."""
@@ -178,7 +184,9 @@ class _HostMarks:
 
     def read(self) -> list[float]:
         """Return the seconds from the start to each mark."""
-        return [stop - self._start for stop in self._times]
+        return [stop - self._start for stop in self._times.copy()]
+
+    read_finished = read
 
 
 class _DeviceMarks:
@@ -202,6 +210,15 @@ class _DeviceMarks:
         first, *others = self._events[: self._used]
         self._events[self._used - 1].synchronize()
         return [first.elapsed_time(event) / 1000 for event in others]
+
+    def read_finished(self) -> list[float]:
+        """Return the seconds from the start to each mark that the stream has passed; waits for none."""
+        first, *others = self._events[: self._used]
+        return [first.elapsed_time(event) / 1000 for event in takewhile(_is_done, others)]
+
+
+def _is_done(event: Any) -> bool:
+    return event.query()
 
 
 class MemoryPeak:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from console import measure_width, stream
 from training.costs.hardware import GIB
 from training.distributed.topology import PIPE, Layout
+from training.observability.first_step import FirstStep
 from training.observability.measured_timeline import measured_timeline
 from training.observability.metrics import Record
 from training.observability.stage_timer import RankTimes, Span, StageTimer
@@ -111,15 +112,22 @@ class Telemetry:
         """prediction: on the main rank; None on the others."""
         self._timer, self._layout, self._prediction = timer, layout, prediction
         self._reported: list[tuple[Measured, Record]] = []
+        self._first_step = FirstStep(prediction.plan, timer) if prediction is not None else None
 
     def start_step(self, profiled: bool) -> None:
         """profiled: whether the step will be drawn, for which all ranks start it together."""
         if profiled:
             dist.barrier()
         self._timer.start_step()
+        if self._first_step is not None:
+            self._first_step.start()
 
     def finish_step(self) -> list[Span]:
-        return self._timer.finish_step()
+        spans = self._timer.finish_step()
+        if self._first_step is not None:
+            self._first_step.end()
+            self._first_step = None
+        return spans
 
     def gather(self) -> Measured | None:
         """Return the measurements since the last call; the same on all ranks. All ranks call it."""

@@ -9,7 +9,6 @@ layer is a group of its own, inside its compiled code: the partitioner of forwar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -20,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models.generic.parts import BackboneDecoderLayer
+from models.layers.random_keys import find_random_key
 from training.config.schema import CheckpointMode
 from training.pipeline.activation_offload import ActivationOffload
 
@@ -40,9 +40,6 @@ KEPT_OPERATORS = {
 # The operators of those packages, of varlen_attn, and of models/experts/products.py
 KEPT_NAMESPACES = ("flash_attn", "flash_attn_3", "torch_attn", "experts")
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-# What modules and configs of transformers call the shares and widths of random numbers: attention_dropout, resid_pdrop,
-# router_jitter_noise. Not those of classifiers and summaries, which no layer of a language model reads.
-_RANDOM = re.compile(r"^(?!classifier|summary).*(drop|jitter|noise)")
 
 
 @dataclass(frozen=True)
@@ -123,12 +120,7 @@ def may_draw(modules: Iterable[nn.Module]) -> bool:
     if any(isinstance(part, BackboneDecoderLayer) or (isinstance(part, _DROPOUTS) and part.p > 0) for part in parts):
         return True
     owners = [*parts, *{id(config): config for part in parts if (config := getattr(part, "config", None))}.values()]
-    return any(
-        isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        for owner in owners
-        for name, value in vars(owner).items()
-        if _RANDOM.match(name)
-    )
+    return any(find_random_key(owner) is not None for owner in owners)
 
 
 def choose_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

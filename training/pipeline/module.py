@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from console import progress
 from errors import UserError
 from models.adapters.adapter import Adapter
+from models.adapters.base_inits import join_starts
 from models.adapters.freeze import choose_trained
 from models.experts.router import RouterOptions
 from models.layers.decoder import Embedding, PipelineDecoderLayer
@@ -428,7 +429,8 @@ class StageModule(PipelineModule):
         state = layer_module.state_dict()
         trained = [name for name, parameter in layer_module.named_parameters() if parameter.requires_grad]
         names = state.keys() if self.adapter is None else trained
-        return {name: state[name].detach() for name in names}
+        tensors = {name: state[name].detach() for name in names}
+        return tensors if self.adapter is None else join_starts(layer_module, tensors)
 
     def takes_part(self, layer_module: torch.nn.Module, writer: LayerWriter) -> bool:
         """Return whether this rank has a share of a layer that another rank writes: of its weights, or its experts."""
@@ -484,6 +486,11 @@ class StageModule(PipelineModule):
         for index, layer, module in self.local_layers():
             for name, parameter, placement in self._place_parameters(index, module):
                 yield layer.hf_prefix + name, parameter, placement
+
+    @property
+    def num_further(self) -> int:
+        """The number of further tokens that the model predicts."""
+        return self._layers[-1].num_blocks - 1
 
     @property
     def shards_weights(self) -> bool:

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.architecture.alike import map_alike
 from models.experts.sizes import active_share, list_matrices
-from models.layers.alike import map_alike
 from models.layers.layer import Layer
 from training.pipeline.schedule import Schedule
 
@@ -44,15 +44,38 @@ def weigh_layers(layers: Sequence[Layer], method: Any) -> list[int]:
 
 
 def split_layers(
-    weights: Sequence[int], num_stages: int, method: Any, *, fits: Fits | None = None, schedule: Schedule | None = None
+    weights: Sequence[int],
+    num_stages: int,
+    method: Any,
+    *,
+    fits: Fits | None = None,
+    schedule: Schedule | None = None,
+    tail: int = 1,
 ) -> list[int]:
     """Return the bounds of the split that `partition_method` names.
 
     weights: as `weigh_layers` returns them. fits: what `balanced` respects, where some split can and a stage is one
-    chunk. schedule: says which chunks a stage has; None for one. Raises UserError for a list that does not add up.
+    chunk. schedule: says which chunks a stage has; None for one. tail: how many of the last layers have to be in one
+    chunk. Raises UserError for a list that does not add up, or that cuts the tail.
     """
+    num_layers = len(weights)
     if isinstance(method, list):
-        return _bounds_of_list(method, len(weights), num_stages, schedule.num_chunks if schedule else 1)
+        bounds = _bounds_of_list(method, num_layers, num_stages, schedule.num_chunks if schedule else 1)
+        if bounds[-2] > num_layers - tail:
+            raise UserError(
+                f"partition_method={method}: the last {tail} layers, those for further tokens (mtp.loss_coef) and the "
+                f"head, have to be on one stage; give the last one {tail} layers or more"
+            )
+        return bounds
+    if tail > 1:
+        whole = [*weights[: num_layers - tail], sum(weights[num_layers - tail :])]
+
+        def fits_whole(stage: int, start: int, stop: int) -> bool:
+            assert fits is not None
+            return fits(stage, start, num_layers if stop == len(whole) else stop)
+
+        bounds = split_layers(whole, num_stages, method, fits=fits and fits_whole, schedule=schedule)
+        return [*bounds[:-1], num_layers]
     if schedule is not None and schedule.num_chunks > 1:
         alike = replace(schedule, num_micro_batches=schedule.num_stages)  # of which the split does not depend
         return list(_balance_chunks(tuple(weights), alike))
@@ -67,10 +90,13 @@ def compute_work(layer: Layer) -> int:
     products (about T / (6 D) of a decoder layer) are the same for each decoder layer and omitted.
     """
     module = layer.build_on_meta()
-    if isinstance(module, nn.Embedding) and layer.owns_weights:
+    if isinstance(module, nn.Embedding) and not layer.is_tied_head:
         return 0
     config = next((argument for argument in layer.args if isinstance(argument, PretrainedConfig)), PretrainedConfig())
-    return round(sum(parameter.numel() * active_share(name, config) for _, name, parameter in list_matrices(module)))
+    blocks = 1 if layer.is_further else layer.num_blocks  # the head has the tokens of all depths
+    return blocks * round(
+        sum(parameter.numel() * active_share(name, config) for _, name, parameter in list_matrices(module))
+    )
 
 
 def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:

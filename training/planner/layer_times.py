@@ -146,7 +146,8 @@ def apply_times(
 
 def _sum_scores(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
     hidden_states, weight, *_ = outputs
-    return (hidden_states[:, -1].float() @ weight.float().T).sum()
+    last = hidden_states[:, -1].float()
+    return (last @ weight.float().T).sum() if weight.is_floating_point() else last.sum()  # without a head no matrix
 
 
 def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[float, float]:
@@ -163,12 +164,13 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
     position_ids = torch.arange(shape[1]).repeat(shape[0], 1)  # [B, T]
     segment_ids = torch.ones(shape, dtype=torch.int32)  # [B, T]
     loss = _sum_scores if find_head(task.architecture) is not None else build_loss(task.architecture)
-    targets = (shift_labels(input_ids), torch.tensor(float(input_ids.numel())))
+    blocks = layers[indices[0]].num_blocks
+    targets = (shift_labels(input_ids).repeat(blocks, 1), torch.tensor(float(input_ids.numel())))
     is_first, is_last = indices[0] == 0, indices[-1] == len(layers) - 1
     trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]
     if dtype is torch.bfloat16:
         _sum_in_fp32(trained)
-    hidden_states = torch.randn(*shape, task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
+    hidden_states = torch.randn(blocks * shape[0], shape[1], task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
     grad_outputs = torch.randn_like(hidden_states) * 1e-3
     seconds: list[tuple[float, float]] = []
     # Two micro-batches are in flight, as in most stages, so that memory is not always the one that was freed last.
@@ -177,6 +179,8 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
     while len(seconds) < wanted:
         received = input_ids if is_first else hidden_states.clone().requires_grad_()
         values: Any = (received, position_ids.clone(), segment_ids.clone())
+        if not chain[0][0].owns_weights and chain[0][0].is_further:  # a lookup of further tokens
+            values = (*values, input_ids)
         dist.barrier()
         start = time.perf_counter()
         for layer, module in chain:
@@ -186,6 +190,8 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
         if len(waiting) < 2:
             continue
         output = waiting.pop(0)
+        if output.shape != grad_outputs.shape and not is_last:
+            grad_outputs = torch.randn_like(output) * 1e-3
         if output.requires_grad:
             output.backward(None if is_last else grad_outputs)
         del output

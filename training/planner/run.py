@@ -18,9 +18,11 @@ from console import fit, measure_width
 from errors import UserError
 from models.layers.wrapped import Wrapper
 from models.weights.config_file import load_config, parse_config
+from models.weights.further import add_further
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
+from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
 from training.distributed.topology import PIPE, name_sizes, read_sizes
@@ -33,7 +35,9 @@ from training.planner.report import render_plan
 from training.planner.search import Candidate, search_plans
 from training.planner.search_report import render_other_updates, render_search, render_sizes
 from training.planner.search_space import SharedModels
+from training.planner.teacher import TeacherPlan, plan_teacher, render_teacher
 from training.planner.timeline import predicted_timeline
+from training.resolution.architecture import check_teacher_size
 from training.resolution.resolve import ResolvedModel, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
 
@@ -67,6 +71,8 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     plan = build_plan(config, model, machine)
     plan = replace(plan, checkpoint=replace(plan.checkpoint, passthrough=find_passthrough_bytes(config)))
     steps = count_steps(config, plan.layout.global_batch_size)
+    if config.distill.teacher is not None:
+        yield "\n".join(render_teacher(build_teacher_plan(config, model, plan, machine)))
     remedies = [] if plan.fits else find_remedies(plan, config, again)
     yield render_plan(plan, config, machine, steps, width=width, remedies=remedies)
     yield f"picture of the schedule: {save_picture(plan, config)}"
@@ -207,13 +213,30 @@ def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine) -> Pla
     return plan_resolved(run, measured, costs)
 
 
+def build_teacher_plan(config: RunConfig, model: ResolvedModel, plan: Plan, machine: Machine) -> TeacherPlan:
+    """Return the plan of the pass of `distill.teacher`. model, plan: of the student. Raises UserError."""
+    config_of_pass = derive_teacher(config, plan.layout.micro_batch_size)
+    target = Target(check_world_size(config), True, is_planned=True)
+    try:
+        resolved = resolve_model(config_of_pass, describe_model(config_of_pass), target)
+        teacher = resolve_layout(resolved, config_of_pass, target)
+    except UserError as error:
+        raise UserError(f"distill.teacher={config.distill.teacher}: {error}") from None
+    check_teacher_size(config.distill, model.architecture.vocab_size, teacher.architecture.vocab_size)
+    assert config.distill.top_k is not None
+    samples = count_lines(config)
+    if samples is None and config.max_steps is not None:
+        samples = config.max_steps * plan.layout.global_batch_size
+    return plan_teacher(teacher, config.distill.top_k, machine, samples)
+
+
 def find_passthrough_bytes(config: RunConfig) -> int:
     """Return the bytes that the run copies unchanged, where the weights are there: a plan needs none."""
     if not Path(config.model_name_or_path).expanduser().exists():
         return 0
     try:
         source = open_weights(config.model_name_or_path, config.trust_remote_code, config.trust_checkpoint)
-        return measure_passthrough(source, config)
+        return measure_passthrough(add_further(source, config.mtp.loss_coef > 0), config)
     except UserError:
         return 0
 
@@ -223,9 +246,16 @@ def count_steps(config: RunConfig, global_batch_size: int) -> int | None:
     either."""
     if config.max_steps is not None:
         return config.max_steps
+    num_samples = count_lines(config)
+    if num_samples is None:
+        return None
+    return max(1, round(config.num_train_epochs * (num_samples // global_batch_size)))
+
+
+def count_lines(config: RunConfig) -> int | None:
+    """Return the records of a train_file of JSON lines; None for any other."""
     file = Path(str(config.train_file))
     if file.suffix != ".jsonl" or not file.is_file():
         return None
     with open(file, "rb") as lines:
-        num_samples = sum(1 for line in lines if line.strip())
-    return max(1, round(config.num_train_epochs * (num_samples // global_batch_size)))
+        return sum(1 for line in lines if line.strip())

@@ -126,7 +126,7 @@ class _Search:
         self._resplits = isinstance(config.partition_method, list)
         self._config = replace(config, partition_method="balanced") if self._resplits else config
         self._models, self._machine = models, machine
-        self._num_layers, self._world_size = len(models.model.layers), int(config.world_size)
+        self._num_layers, self._world_size = models.model.num_units, int(config.world_size)
         self.global_batch_size = _global_batch_size(config, self._world_size, self._num_layers)
         self._sharings = among or list_sharings(models, self._world_size, machine.cards_per_node)
         self._tried = list_tried(self._sharings)

@@ -18,7 +18,7 @@ def render_search(
     candidates: Sequence[Candidate], hardware: Machine, width: int | None = None, remedies: Sequence[Remedy] = ()
 ) -> str:
     """Return the table of the best layouts, with the price of a billion tokens where that of a GPU is known, how many
-    are too near to the first to be told apart, and the overrides of the first. width: as in `render_rows`. remedies: of
+    the plan cannot distinguish from the first, and the overrides of the first. width: as in `render_rows`. remedies: of
     the first where none fits.
 
     Raises UserError when none fits, with what the nearest one lacks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 from transformers import PretrainedConfig
 
@@ -17,13 +18,15 @@ from models.architecture.lookup import (
     choose_attention,
     choose_experts,
 )
+from models.further.table import set_trained
+from models.heads.sentence_transformers import check_pooling
 from models.heads.table import describe_head, find_head
 from models.weights.source import DescribedModel
 from training.config.precision import DTYPES
-from training.config.schema import RunConfig
+from training.config.schema import DistillConfig, RunConfig
 from training.config.validate import check_model_fields
 from training.inputs.datasets import build_chat_template
-from training.objectives.registry import get_objective, list_tasks_of_head
+from training.objectives.registry import describe_vectors, get_objective, list_tasks_of_head
 from training.resolution.target import Target
 
 
@@ -36,6 +39,12 @@ def complete_architecture(config: RunConfig, model: DescribedModel, target: Targ
     check_stated_fields(config, model)
     check_head(config, model)
     architecture = _override_positions(config, model)
+    if config.mtp.loss_coef and model.wrapper is not None:
+        raise UserError(
+            f"mtp.loss_coef: {model.path} has its text model in '{model.wrapper.name}', whose further layers are only "
+            "passed through; give mtp.loss_coef=0"
+        )
+    set_trained(architecture, trains=config.mtp.loss_coef > 0)
     objective = get_objective(config)
     if objective.head is not None:
         architecture = describe_head(architecture, objective.head, objective.name_labels(config.data))
@@ -69,7 +78,9 @@ def check_head(config: RunConfig, model: DescribedModel) -> None:
         )
     if head is None:
         return
-    if config.evaluate_only and own is None:
+    if (described := describe_vectors(config, model.config)) is not None:
+        check_pooling(Path(model.path), described.pooling)
+    if config.evaluate_only and own is None and head.has_weights:
         raise UserError(
             f"evaluate_only=true with task={task}: {model.path} is not a {head.words}, its head would be a new one; "
             "give one in model_name_or_path, or resume"
@@ -102,3 +113,10 @@ def _check_packing(config: RunConfig, architecture: PretrainedConfig) -> None:
 def packs_rows(config: RunConfig) -> bool:
     """Return whether a row of the run may have several documents."""
     return find_kind(config.data.name).choose_packing(config.data.packing) is not Packing.NONE
+
+
+def check_teacher_size(distill: DistillConfig, student_rows: int, teacher_rows: int) -> None:
+    """Raise UserError for a `distill.top_k` of more tokens than both have. rows: of the two embeddings."""
+    most = min(student_rows, teacher_rows)
+    if distill.top_k is not None and distill.top_k > most:
+        raise UserError(f"distill.top_k={distill.top_k}: the vocabulary has {most} tokens; give fewer, such as 64")

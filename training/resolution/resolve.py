@@ -25,6 +25,7 @@ from models.adapters.options import AdapterName
 from models.adapters.targets import is_saved
 from models.architecture.lookup import build_layers
 from models.experts.router import RouterOptions
+from models.further.table import count_tail
 from models.heads.table import find_head
 from models.layers.layer import Layer
 from models.layers.wrapped import Wrapper
@@ -44,7 +45,6 @@ from training.inputs.custom import build_callbacks, build_collator
 from training.inputs.datasets import build_encoder, has_tokenizer, list_new_tokens
 from training.objectives.objective import Objective
 from training.objectives.registry import check_objective, get_objective
-from training.objectives.user_loss import build_run_loss
 from training.optim.optimizer import check_optimizer
 from training.optim.parameter_groups import check_group_keys, check_parameter_groups
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
@@ -58,6 +58,7 @@ from training.resolution.packages import BITSANDBYTES, has_package
 from training.resolution.recomputation import Choice, choose_recomputation
 from training.resolution.sequences import check_run_sequences
 from training.resolution.target import Target
+from training.resolution.user_loss import build_run_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,11 @@ class ResolvedModel:
     @property
     def checkpointing(self) -> ActivationCheckpointing:
         return build_activation_checkpointing(self.config)
+
+    @property
+    def num_units(self) -> int:
+        """The number of layers that a split can separate: all but those that have to stay with the head."""
+        return len(self.layers) - count_tail(self.layers) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +174,7 @@ def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> R
     config: that of the model, or one that differs in keys of the layout, of recomputation or of where state is kept.
     Raises UserError for keys that contradict each other, the ranks, or the model's layers.
     """
-    num_layers = len(model.layers)
+    num_layers = model.num_units
     layout = build_layout(config, target.world_size, num_layers, target.has_accelerator)
     layout = schedule_layout(layout, config, num_layers)
     if config.activation_checkpoint_interval != AUTO:
@@ -208,7 +214,12 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
         costs = model.counts.count_costs(layout, config.max_seq_length)
         fits = build_fits(costs, PlannedRun(config, layout, model.architecture.vocab_size, target.machine))
     bounds = split_layers(
-        weights, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout)
+        weights,
+        layout.num_stages,
+        config.partition_method,
+        fits=fits,
+        schedule=build_schedule(layout),
+        tail=count_tail(model.layers),
     )
     work = model.counts.weigh_layers("balanced")
     timed = time_passes(
@@ -239,7 +250,8 @@ def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Laye
     )
     if adapter is None:
         return None
-    if head is not None and find_head(model.config) is None and not is_saved(layers[-1], adapter.config):
+    is_new = head is not None and head.has_weights and find_head(model.config) is None
+    if head is not None and is_new and not is_saved(layers[-1], adapter.config):
         raise UserError(
             f"adapter.name_or_path={config.adapter.name_or_path}: the adapter has no head, and that of a new "
             f"{head.words} is saved with its adapter; omit it, or start from an adapter of such a model"

@@ -1,18 +1,14 @@
-"""The forward pass that comes before a step, or an evaluation, of an objective whose loss needs a mean over all of its
+"""The forward pass that comes before a step, or an evaluation, of an objective whose loss needs something of all of its
 samples (`Objective.needs_first_pass`).
 
-It is the engine's evaluation: in eval mode, so without dropout, with the adapter on. The mean stays on the devices, so
-the host does not wait for it.
+It is the engine's evaluation: in eval mode, so without dropout, with the adapter on. What it finds stays on the
+devices, so the host does not wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, Protocol
-
-import torch
-import torch.distributed as dist
+from typing import Any
 
 from models.layers.documents import DocumentBounds
 from training.config.schema import RunConfig
@@ -22,18 +18,48 @@ from training.objectives.objective import FirstPass
 from training.objectives.registry import get_objective
 
 
-class RunFirstPass(Protocol):
-    """The first pass of a step or an evaluation; all ranks call it before that."""
+class RunFirstPass:
+    """The first pass of the steps and evaluations of a run; all ranks call it together."""
 
-    def __call__(
+    def __init__(self, engine: Engine, plan: FirstPass, bounds: DocumentBounds | None) -> None:
+        """bounds: those of any micro-batch's documents; None if unknown."""
+        self._engine, self._plan, self._bounds = engine, plan, bounds
+
+    @property
+    def concludes(self) -> bool:
+        """Whether an evaluation is this pass alone."""
+        return self._plan.conclude is not None
+
+    def prepare(
         self,
         micro_batches: Iterator[Any] | None,
         num_micro_batches: int,
         num_samples: int,
-        check: Callable[[], None] = ...,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """micro_batches: of a loader's `first`. num_micro_batches: of one pipeline. num_samples: of all pipelines.
-        check: as in `forward_in_groups`."""
+        """Run the pass before a step, or before an evaluation of the same form.
+
+        micro_batches: of a loader's `first`. num_micro_batches: of one pipeline. num_samples: of all pipelines. check:
+        as in `forward_in_groups`.
+        """
+        found = self._measure(micro_batches, num_micro_batches, check)
+        if self._engine.module.has_loss:
+            self._plan.receive(found, num_samples, self._engine.replicas)
+
+    def evaluate(
+        self, micro_batches: Iterator[Any] | None, num_micro_batches: int, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run an evaluation that is this pass alone; see `prepare`."""
+        found = self._measure(micro_batches, num_micro_batches, check)
+        if self._engine.module.has_loss:
+            assert self._plan.conclude is not None
+            self._plan.conclude(found, self._engine.replicas)
+
+    def _measure(
+        self, micro_batches: Iterator[Any] | None, num_micro_batches: int, check: Callable[[], None]
+    ) -> list[Any]:
+        self._engine.module.expect_documents(self._bounds)
+        return list(forward_in_groups(self._engine, micro_batches, num_micro_batches, self._plan.measure, check=check))
 
 
 def build_first_pass(engine: Engine, config: RunConfig) -> RunFirstPass | None:
@@ -41,29 +67,8 @@ def build_first_pass(engine: Engine, config: RunConfig) -> RunFirstPass | None:
     objective = get_objective(config)
     if not objective.needs_first_pass:
         return None
-    plan = objective.plan_first_pass(engine.module.loss_fn)
     # The documents that a user-defined collator makes of rows are unknown.
     is_known = config.data.collator is None
-    bounds = DocumentBounds(engine.layout.micro_batch_size, config.max_seq_length) if is_known else None
-    return partial(_run_first_pass, engine, plan, bounds)
-
-
-def _run_first_pass(
-    engine: Engine,
-    plan: FirstPass,
-    bounds: DocumentBounds | None,
-    micro_batches: Iterator[Any] | None,
-    num_micro_batches: int,
-    num_samples: int,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Pass the mean over `num_samples` samples to the loss of each rank. bounds: those of any micro-batch's documents;
-    None if unknown.
-    """
-    engine.module.expect_documents(bounds)
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for output in forward_in_groups(engine, micro_batches, num_micro_batches, plan.measure, check=check):
-        if engine.module.reports_loss:
-            total += output
-    dist.all_reduce(total)
-    plan.receive(total / num_samples)
+    rows = engine.layout.micro_batch_size * objective.count_rows(config.data)
+    bounds = DocumentBounds(rows, config.max_seq_length) if is_known else None
+    return RunFirstPass(engine, objective.plan_first_pass(engine.module.loss_fn), bounds)

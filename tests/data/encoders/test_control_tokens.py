@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder
-from data.encoders.preference import PreferenceEncoder
+from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
-from data.encoders.unpaired import UnpairedEncoder
 from data.options import ControlTokens, OnBadRecord
 from data.sample import IGNORE_INDEX, Encoder, Sample
 from data.sources.formats import RawRecord

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from test_sft import read_runs
 
-from data.encoders.preference import PreferenceEncoder
-from data.encoders.unpaired import UnpairedEncoder
+from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from errors import UserError
 
 RECORD = {"prompt": "Legs of a {spider}?", "completion": "Eight.", "label": True}

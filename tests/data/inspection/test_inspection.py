@@ -7,8 +7,8 @@ import matplotlib.image
 import pytest
 
 from data.encoders.chat import ChatEncoder
+from data.encoders.preference import UnpairedEncoder
 from data.encoders.sft import SFTEncoder
-from data.encoders.unpaired import UnpairedEncoder
 from data.inspection.files import describe_files
 from data.inspection.report import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
 from data.options import LengthPolicy, OnBadRecord, Packing

@@ -10,9 +10,8 @@ from support.pages import load_page
 
 from data.encoders.chat import ChatEncoder
 from data.encoders.kinds import find_kind
-from data.encoders.preference import PreferenceEncoder
+from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.sft import SFTEncoder
-from data.encoders.unpaired import UnpairedEncoder
 from data.inspection import page
 from data.inspection.page import SPECIAL, TARGET, save_page, split_parts
 from data.storage.encoding import Encoding
@@ -83,7 +82,9 @@ def test_no_text_ends_the_script_and_nothing_is_loaded(tokenizer, tmp_path: Path
 def test_pairs_stay_together(tokenizer, tmp_path: Path) -> None:
     pairs = [{"prompt": "a?", "chosen": "b " * n, "rejected": "c"} for n in range(1, 400)]
     path = prepare(tokenizer, tmp_path, {"a": pairs}, PreferenceEncoder(), samples_per_record=2)
-    save_page({"train_file": path}, tmp_path / "page.html", title="", tokenizer=tokenizer, group_size=2)
+    save_page(
+        {"train_file": path}, tmp_path / "page.html", title="", tokenizer=tokenizer, sample_names=("chosen", "rejected")
+    )
     samples = load_page(tmp_path / "page.html")["samples"]
     assert [sample["answer"] for sample in samples] == ["chosen", "rejected"] * (len(samples) // 2)
     assert [sample["number"] for sample in samples[::2]] == [sample["number"] for sample in samples[1::2]]

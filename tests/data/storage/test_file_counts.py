@@ -8,10 +8,9 @@ import pytest
 from support.corpora import write_corpus
 
 from data.encoders.chat import ChatEncoder
-from data.encoders.preference import PreferenceEncoder
+from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
-from data.encoders.unpaired import UnpairedEncoder
 from data.options import LengthPolicy, OnBadRecord, RewrittenTurns, TrainOn
 from data.sample import Encoder
 from data.sources.selection import HoldOut, Selection, hash_record

@@ -39,7 +39,19 @@ def test_all_linear_are_the_projections_of_the_decoder_layers() -> None:
         ({"r": 0}, "adapter.r=0: at least 1"),
         ({"lora_dropout": 1.0}, "adapter.lora_dropout=1.0: from 0 to below 1"),
         ({"loraplus_lr_ratio": 0}, "adapter.loraplus_lr_ratio=0: a finite number of more than 0; null turns it off"),
-        ({"init_lora_weights": "pissa_niter_4"}, "adapter.init_lora_weights=pissa_niter_4 changes the weights of the"),
+        ({"init_lora_weights": "pissa_niter_0"}, "adapter.init_lora_weights=pissa_niter_0: one of true, gaussian, ort"),
+        (
+            {"init_lora_weights": "pissa", "use_dora": True},
+            "adapter.init_lora_weights=pissa is not tested with adapter.use_dora=true; give adapter.use_dora=false",
+        ),
+        (
+            {"init_lora_weights": "olora", "load_in_4bit": True},
+            "adapter.init_lora_weights=olora is not tested with adapter.load_in_4bit=true; give adapter.load_in_4bit=f",
+        ),
+        (
+            {"init_lora_weights": "olora", "name_or_path": "somewhere"},
+            "adapter.init_lora_weights=olora has no effect on an adapter that exists (adapter.name_or_path); omit one",
+        ),
         ({"init_lora_weights": "loftq"}, "adapter.init_lora_weights=loftq changes the weights of the base model"),
         ({"init_lora_weights": False}, "adapter.init_lora_weights=False: one of true, gaussian, orthogonal"),
         ({"name_or_path": "nowhere"}, "adapter.name_or_path=nowhere is not a peft folder (adapter_config.json"),
@@ -127,6 +139,12 @@ def test_modules_to_save_are_around_the_decoder_layers() -> None:
     assert build_lora(LLAMA).config.modules_to_save is None
     with pytest.raises(UserError, match="no module around the decoder layers is named 'q_proj'; there are embed_tok"):
         build_lora(LLAMA, modules_to_save=["q_proj"])
+
+
+def test_olora_is_not_for_transposed_weights() -> None:
+    assert build_lora(LLAMA, init_lora_weights="olora").config.init_lora_weights == "olora"
+    with pytest.raises(UserError, match="adapter.init_lora_weights=olora: peft does not know it for weights that are"):
+        build_lora(GPT2, init_lora_weights="olora")
 
 
 def test_4_bits_need_linear_projections() -> None:

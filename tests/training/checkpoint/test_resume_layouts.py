@@ -48,6 +48,7 @@ OPTIMIZERS = {
     "lion": ("tiedTrue", ("optimizer=lion", "learning_rate=1e-4")),
     "radam": ("tiedTrue", ("optimizer=custom", RADAM)),
 }
+ROUNDED = "experts in bf16"
 OPTIMIZER_PAIRS = [("pp2", "pp1xdp2"), ("pp1xdp2", "tp2"), ("tp2xpp2", "pp1"), ("pp2xdp2", "pp4")]
 KINDS = {
     "untied": ("tiedFalse", ()),
@@ -127,7 +128,7 @@ def read_steps(output_dir: Path, first: int) -> list[tuple[float, float]]:
 
 
 def check(run: Callable[..., Path], saved: str, resumed: str, kind: str) -> None:
-    model, overrides = (KINDS | EXPERTS | OPTIMIZERS)[kind]
+    model, overrides = (KINDS | EXPERTS | OPTIMIZERS | {ROUNDED: ("deepseek_v3", (STATE_IN_BF16,))})[kind]
     whole = run(f"{saved}-{kind}-whole", saved, model, *overrides)
     begun = whole / "checkpoints" / f"global_step{STEPS_BEFORE}"
     ended = run(f"{saved}-{kind}-at-{resumed}", resumed, model, *overrides, f"resume={begun}")
@@ -232,6 +233,12 @@ EXPERT_SIDES = [
 @pytest.mark.parametrize("saved, resumed", EXPERT_SIDES, ids=str)
 def test_divided_experts_continue_at_every_other_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saved, resumed", [("ep2", "pp2"), ("pp1xdp2", "ep2xpp2"), ("ep2xpp2", "stage2xep2")], ids=str)
+def test_rounded_averages_of_divided_experts_continue(run, saved: str, resumed: str) -> None:
+    check(run, saved, resumed, ROUNDED)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

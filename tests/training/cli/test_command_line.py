@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from support.configs import CONF, build_config
 
 from errors import UserError
+from models.adapters.options import UNSUPPORTED
 from training.cli.command_line import check_command_line, clean_arguments, compose_command
 from training.config.schema import register_schema
 
@@ -150,6 +151,10 @@ def test_a_missing_config_or_option_comes_with_the_existing_ones() -> None:
         message_of("optimizer=adam")
         == "optimizer=adam: there is no conf/optimizer/adam.yaml; there are adamw, adamw_8bit, custom, lion, sgd"
     )
+    for name in UNSUPPORTED:
+        assert message_of(f"adapter={name}") == (
+            f"adapter={name} is not supported: {UNSUPPORTED[name]}; give adapter=lora"
+        )
     assert message_of("model=llama-7b").startswith(
         "model=llama-7b: there is no conf/model/llama-7b.yaml; there are bloom_7b1, deepseek_v3, "
     )
@@ -185,6 +190,6 @@ def test_a_user_defined_folder_is_searched_too(tmp_path: Path) -> None:
     assert (composed.num_stages, composed.data.prompt_field) == (3, "question")
     with pytest.raises(UserError, match="unknown key 'num_stage'; did you mean 'num_stages'?"):
         check_command_line([*given, "num_stage=2"], CONF, "base")
-    own = "chat, classification, preference, pretrain, process_reward, quiz, sft"
+    own = "chat, classification, embedding, preference, pretrain, process_reward, quiz, rerank, sft"
     with pytest.raises(UserError, match=f"data=quizz: there is no conf/data/quizz.yaml; there are {own}"):
         check_command_line([*given[:-1], "data=quizz"], CONF, "base")

@@ -116,6 +116,27 @@ def test_divided_experts_take_a_part_of_the_memory_and_as_much_work() -> None:
     assert cost.kept_bytes - whole.kept_bytes == pytest.approx(rows_and_results, rel=0.05)  # and their weights
 
 
+def test_the_rank_with_most_rows_keeps_more_of_them() -> None:
+    """`moe.imbalance`: of the rows that arrive, not of those that are sent."""
+    config = build_config("mixtral")
+    layers, batch = build_layers(config), MicroBatchShape(B, T, torch.float32)
+    index = find_sparse(config, layers)
+    even, uneven, one_sided = (
+        count_layers(layers, config, batch, ranks=LayerRanks(expert_parallel=ExpertParallel(size=4, imbalance=load)))[
+            index
+        ]
+        for load in (1, 1.5, 2)
+    )
+    arrived = 2 * B * T * (config.hidden_size + 2 * config.intermediate_size + config.hidden_size) * 4
+    assert uneven.kept_bytes - even.kept_bytes == pytest.approx(0.5 * arrived, rel=0.05)
+    assert uneven.saved_bytes - even.saved_bytes > 0.5 * arrived * 0.8
+    for name in ("kept_bytes", "saved_bytes"):
+        first, second, third = (getattr(cost, name) for cost in (even, uneven, one_sided))
+        assert third - second == pytest.approx(second - first)
+    assert even.widest_bytes < uneven.widest_bytes == 1.5 * even.widest_bytes
+    assert even.forward_flops == uneven.forward_flops  # the others wait: `training/cost_terms/expert_parallel.py`
+
+
 def test_a_split_is_balanced_by_the_experts_that_a_token_chooses() -> None:
     """A dense first layer, then three with 8 experts of half its size, of which a token takes two: four alike but for
     a small router."""

@@ -8,13 +8,17 @@ import pytest
 import torch
 from support.configs import build_config
 from support.logit_chunks import set_chunk_size
+from transformers import LlamaConfig
 
 from benchmarks.allocation import AllocationPeak
+from data.loading.teacher import count_bytes
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
-from training.config.schema import CheckpointMode, Device, Precision
+from models.losses.distill_loss import DistillLoss
+from models.losses.divergence import DistillOptions
+from training.config.schema import CheckpointMode, Device, DistillConfig, Precision
 from training.cost_terms.cost_term import PlannedRun, Stage
-from training.cost_terms.loss import compute_loss_bytes
+from training.cost_terms.loss import compute_distill_bytes, compute_loss_bytes
 from training.cost_terms.model_states import compute_model_states
 from training.cost_terms.table import sum_memory
 from training.costs.cost import LayerCost
@@ -281,3 +285,26 @@ def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch, we
     expected = compute_loss_bytes(*sizes, Precision.bf16, on_gpu=False, weight_trains=weight_trains) + grad_hidden
     assert counter.peak == pytest.approx(expected, rel=0.05)
     assert expected < 2 * tokens * vocabulary
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_what_a_teacher_adds_to_the_loss(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    """The teacher's distributions go in, and are not counted by either side."""
+    tokens, hidden_size, vocabulary, top_k = 2048, 128, 3000, 8
+    set_chunk_size(monkeypatch, 512 * vocabulary)
+    states, weight = (
+        torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, hidden_size), (vocabulary, hidden_size))
+    )
+    target_ids = torch.randint(vocabulary, (1, tokens))
+    logs = torch.full((tokens, top_k + 1), 1 / (top_k + 1)).log()
+    token_ids = torch.arange(top_k, dtype=torch.int32).expand(tokens, -1).contiguous()
+    targets = (target_ids, token_ids, logs, torch.tensor(1.0), torch.arange(tokens))
+    loss = DistillLoss(LlamaConfig(vocab_size=vocabulary), DistillOptions(0.5, temperature))
+    with AllocationPeak(states, weight) as counter:
+        torch.autograd.grad(loss((states, weight), targets), (states, weight))
+    keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k)
+    sizes = (tokens, vocabulary, hidden_size, Precision.fp32, False)
+    added = compute_distill_bytes(tokens, vocabulary, keys, Precision.fp32, on_gpu=False) - tokens * count_bytes(top_k)
+    gradients = 4 * (2 * states.numel() + weight.numel())
+    assert counter.peak == pytest.approx(compute_loss_bytes(*sizes) + added + gradients, rel=0.1)
+    assert compute_distill_bytes(tokens, vocabulary, DistillConfig(teacher=None), Precision.fp32, False) == 0

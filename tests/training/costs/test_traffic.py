@@ -73,7 +73,7 @@ def test_views_and_allocations_move_nothing() -> None:
 def test_rows_for_other_ranks_go_through_memory() -> None:
     rows, splits = torch.empty(N, D, device="meta"), torch.empty(2, 2, dtype=torch.int64, device="meta")
     with TrafficCounter(fuses=True) as counter:
-        exchange_rows(torch.relu(rows), splits, False, "").relu()
+        exchange_rows(torch.relu(rows), splits, N, False, "").relu()
     assert counter.finish() == Traffic(4 * (2 + 2) * ELEMENTS, 3)  # on both sides read and written
 
 

@@ -69,6 +69,22 @@ def read_header(text: str) -> dict[str, Any]:
     return yaml.safe_load(text.split("---\n")[1])
 
 
+@pytest.mark.parametrize(
+    ("config", "listed"),
+    [
+        ({"task": "reward", "data": {"name": "preference"}}, ("transformers", "text-classification")),
+        ({"task": None, "data": {"name": "embedding"}}, ("sentence-transformers", "sentence-similarity")),
+        ({"task": None, "data": {"name": "rerank"}}, ("transformers", "text-ranking")),
+    ],
+)
+def test_the_model_card_lists_a_model_by_its_task(
+    run_folder: RunFolder, config: dict[str, Any], listed: tuple[str, str]
+) -> None:
+    run_folder.facts.write_text(json.dumps({**FACTS, "config": FACTS["config"] | config}))
+    header = read_header(render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", None))
+    assert (header["library_name"], header["pipeline_tag"]) == listed
+
+
 def test_the_model_card_says_what_the_files_of_the_run_say(run_folder: RunFolder) -> None:
     text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", "llama3")
     assert read_header(text) == {
@@ -181,6 +197,9 @@ def test_a_run_uploads_while_it_trains_and_at_its_end(root: Path, tmp_path: Path
         assert hub.commits == ["step 2", "step 3"] and f"hub: step 3 is at {hub.url}/me/mine" in done.stderr
         held = hub.repos["me/mine"]
     assert held["model.safetensors"] == (out / "hf" / "model.safetensors").read_bytes()
-    assert "| steps | 3, " in held["README.md"].decode() and len(hub.puts) == 4, "weights and losses of two steps"
+    assert "| steps | 3, " in held["README.md"].decode()
+    assert 3 <= len(hub.puts) <= 4, (
+        "weights of two steps, and their losses: the same ones where the first upload is late"
+    )
     assert TOKEN not in done.stdout + done.stderr
     assert not [file for file in out.rglob("*") if file.is_file() and TOKEN.encode() in file.read_bytes()]

@@ -80,10 +80,10 @@ def test_preferences_come_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     for part in (
         "18 samples, ",
-        "in 9 pairs",
-        "\n--- pair 0, chosen: ",
-        "\n--- pair 0, rejected: ",
-        "\n--- pair 8, rejected: ",
+        "in 9 records of 2 samples",
+        "\n--- record 0, chosen: ",
+        "\n--- record 0, rejected: ",
+        "\n--- record 8, rejected: ",
         "</s>]]",
     ):
         assert part in printed, part

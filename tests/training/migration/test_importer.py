@@ -17,7 +17,7 @@ from errors import UserError
 from training.cli.command_line import check_command_line
 from training.config.schema import RunConfig, register_schema
 from training.migration import hugging_face
-from training.migration.explain import explain, list_documented
+from training.migration.explain import explain, list_documented, read_rows
 from training.migration.importer import PROJECTS, Imported, import_config
 from training.planner.run import plan_run
 
@@ -145,8 +145,33 @@ def test_what_is_left_is_said_with_the_nearest_key(tmp_path: Path) -> None:
     )
     left = import_config(tmp_path / "a.yaml").left
     assert left["learning_rte"] == "none; the nearest key here is learning_rate"
-    assert left["stage"] == "none: no training on generated answers" and left["use_galore"] == "none"
+    assert left["stage"] == "none: no training on generated answers; task=dpo learns from pairs"
+    assert left["use_galore"] == "none: optimizer=adamw_8bit or optimizer.state_dtype=bf16 save memory"
+    assert explain("zzz", ()) == "none; docs/configure.md lists every key"
     assert explain("mix_strategy", ("From LLaMA-Factory",)).endswith("data.mixture_by")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cutoff_len: 8\nfinetuning_type: lora\npissa_init: true\n", "pissa_niter_16"),
+        ("cutoff_len: 8\nfinetuning_type: lora\npissa_init: true\npissa_iter: -1\npissa_convert: true\n", "pissa"),
+        ("tuner_type: lora\nlora_rank: 4\ninit_weights: olora\nsystem: a\n", "olora"),
+        ("base_model: a\nadapter: lora\nlora_r: 4\npeft_init_lora_weights: gaussian\n", "gaussian"),
+        ("base_model: a\nadapter: lora\nlora_r: 4\npeft_init_lora_weights: loftq\n", None),
+    ],
+)
+def test_the_start_of_an_adapter_is_carried_over(text: str, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    imported = import_config(tmp_path / "a.yaml")
+    assert imported.keys.get("adapter.init_lora_weights") == expected
+    assert ("peft_init_lora_weights" in imported.left) == (expected is None)
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_what_has_no_counterpart_has_a_reason_or_a_nearest_key(project: str) -> None:
+    rows = [row for heading in PROJECTS[project].HEADINGS for row in read_rows(heading)]
+    assert rows and [left for left, right in rows if right.strip("; ") == "none"] == []
 
 
 def test_the_written_file_names_its_source_and_what_is_left(tmp_path: Path) -> None:

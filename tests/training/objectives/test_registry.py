@@ -39,9 +39,9 @@ from training.objectives.registry import (
     is_trained_on,
 )
 from training.objectives.simpo import SimPOFormula
-from training.objectives.user_loss import build_run_loss
 from training.planner.plan import Plan
 from training.planner.run import plan_run
+from training.resolution.user_loss import build_run_loss
 
 SCALE = 3.0
 LEARNING_RATE = 0.5
@@ -185,6 +185,18 @@ def test_the_plan_counts_a_forward_pass_before_each_step() -> None:
     assert [stage.backward_flops for stage in kto.stages] == [stage.backward_flops for stage in dpo.stages]
 
 
+def test_the_plan_counts_the_pass_and_the_vectors_of_embeddings() -> None:
+    """A query and its document are two rows, as a pair of answers is."""
+    dpo, vectors = build_small_plan("data=preference"), build_small_plan("data=embedding")
+    assert vectors.stages[0].forward_flops == 2 * dpo.stages[0].forward_flops
+    assert vectors.stages[0].backward_flops == dpo.stages[0].backward_flops
+    assert vectors.tokens_per_step == dpo.tokens_per_step
+    more = build_small_plan("data=embedding", "data.num_negatives=2", "global_batch_size=1024")
+    num_texts, num_cosines = 1024 * 4, 1024 * 1024 * 3
+    assert more.stages[-1].memory.loss == 4 * (3 * num_texts * 4096 + 6 * num_cosines)
+    assert more.stages[0].memory.loss == 0
+
+
 def test_a_plan_refuses_an_unknown_task() -> None:
     with pytest.raises(UserError, match="task=scaled: must be one of .*dpo, .*pretrain, .*sft"):
         next(plan_run(build_config("task=scaled", "plan=true", "world_size=4")))
@@ -194,9 +206,9 @@ def test_a_plan_refuses_an_unknown_task() -> None:
 def test_the_tables_of_objectives_and_of_data_agree(objective: Objective) -> None:
     kinds = [kind for kind in KINDS.values() if is_trained_on(objective, kind)]
     assert kinds and set(objective.data_kinds) <= KINDS.keys()
-    assert all(objective.rows_per_sample in (1, kind.samples_per_record) for kind in kinds)
     for kind in kinds:
         config = build_config(f"data={kind.name}", f"task={objective.name}")
+        assert objective.count_rows(config.data) in (1, kind.count_samples(config.data.num_negatives))
         check_objective(config)
         assert get_objective(config) is objective
 
@@ -214,8 +226,8 @@ def test_the_data_says_what_is_trained(kind: str) -> None:
         (("task=foo",), "task=foo: must be one of .*dpo, .*pretrain, .*sft"),
         (
             ("data.name=foo",),
-            "data.name=foo: must be one of chat, classification, preference, pretrain, process_reward, sft, "
-            "token_classification, unpaired_preference",
+            "data.name=foo: must be one of chat, classification, embedding, preference, pretrain, process_reward, "
+            "rerank, sft, token_classification, unpaired_preference",
         ),
         (("task=dpo",), "task=dpo and data=sft do not go together; give data=preference, or task=sft"),
     ],

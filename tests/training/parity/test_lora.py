@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.adapters import make_adapter, to_peft_weights
 from support.cases import (
@@ -84,6 +84,67 @@ def test_five_sgd_steps_equal_peft(
     assert worst < BOUND, name
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "init", "layout", "keys"),
+    [
+        ("llama", "pissa", "pp2", (CHECKPOINTED,)),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("llama", "olora", "pp1", ()),
+                ("llama", "pissa", "pp2", ("schedule=zero_bubble",)),
+                ("llama", "olora", "pp1", ("zero_stage=3",)),
+                ("gpt2", "pissa", "pp2", ()),
+            )
+        ),
+    ],
+)
+def test_an_adapter_that_starts_from_the_base_equals_peft(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, family: str, init: str, layout: str, keys: tuple[str, ...]
+) -> None:
+    """peft takes the start out of the base weights; here they stay, and the layer subtracts it."""
+    model_folder = save_family(tmp_path / "model", family)
+    save_tokenizer(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    lora = build_lora_config(build_layers(model.config), "all-linear", r=4, lora_alpha=6, init_lora_weights=init)
+    model = get_peft_model(model, lora)
+    given = ("adapter=lora", "adapter.r=4", "adapter.lora_alpha=6", f"adapter.init_lora_weights={init}", CLIPPED)
+    num_stages, world_size = LAYOUTS[layout]
+    records = save_records(tmp_path / "train.jsonl", 40)
+    overrides = (*given, *keys, "learning_rate=0.5")
+    case = Case(model_folder, records, tmp_path, num_stages, world_size, overrides=overrides)
+    result = merge(workers(world_size).run(train_case, case))
+    oracle = train_oracle(case, model)
+    trained, expected = (multiply_pairs(each) for each in to_peft_weights(result, oracle, model.config))
+    worst, name = worst_difference(trained, expected)
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+def multiply_pairs(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """B A of each projection: a decomposition does not determine the signs of both."""
+    return {name: weights[name.replace("lora_A", "lora_B")] @ a for name, a in weights.items() if "lora_A" in name}
+
+
+@pytest.mark.full
+def test_a_run_that_starts_from_the_base_resumes_and_exports_a_plain_adapter(run, root: Path) -> None:
+    keys = (*SOME_ADAPTERS, "adapter.init_lora_weights=pissa")
+    whole = run("whole", 2, 2, *keys)
+    run("halves", 2, 2, *keys, "stop_after_steps=2")
+    halves = run("halves", 1, 1, *keys, "resume=latest")
+    reported = read_metrics(whole)[-1]["eval_loss"]
+    assert read_metrics(halves)[-1]["eval_loss"] == pytest.approx(reported, rel=BOUND)
+    fields = json.loads((whole / "hf" / "adapter_config.json").read_text())
+    assert (fields["r"], fields["init_lora_weights"]) == (8, True)
+    base = AutoModelForCausalLM.from_pretrained(root / "tiedFalse")
+    before = mean_loss(base, eval_dataset(root))[0]
+    assert abs(mean_loss(PeftModel.from_pretrained(base, whole / "hf"), eval_dataset(root))[0] - reported) < 1e-4
+    assert before - reported > 0.01
+    run("whole", 2, 2, *keys, "evaluate_only=true", "resume=latest")
+    assert json.loads((whole / "evaluation.json").read_text())["eval_loss"] == pytest.approx(reported, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -166,3 +166,26 @@ def test_a_method_that_cannot_be(method: Any, parts: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
         split_layers(weigh_layers(build(), method), 3, method)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_a_tail_stays_in_one_chunk() -> None:
+    """Layers for further tokens, and the head: their weight counts as one."""
+    weights = [0, 4, 4, 4, 4, 1, 0, 5, 3]
+    for num_stages in (1, 2, 3, 4):
+        bounds = split_layers(weights, num_stages, "balanced", tail=3)
+        assert bounds[-1] == len(weights) and bounds[-2] <= len(weights) - 3
+    assert split_layers(weights, 2, "balanced", tail=3) == [0, 4, 9]
+    asked: list[tuple[int, int, int]] = []
+
+    def fits_all(stage: int, start: int, stop: int) -> bool:
+        asked.append((stage, start, stop))
+        return True
+
+    assert split_layers(weights, 2, "balanced", tail=3, fits=fits_all) == [0, 4, 9]
+    assert (1, 4, 9) in asked
+
+
+def test_a_list_that_cuts_the_tail_is_refused() -> None:
+    assert split_layers([1] * 9, 2, [6, 3], tail=3) == [0, 6, 9]
+    with pytest.raises(UserError, match=r"partition_method=\[7, 2\]: the last 3 layers"):
+        split_layers([1] * 9, 2, [7, 2], tail=3)

@@ -169,6 +169,29 @@ def test_quantized_weights_are_planned_as_what_they_become(tmp_path: Path) -> No
     assert plans[0] == plans[1]
 
 
+def test_the_pass_of_a_teacher_is_planned_at_its_own_layout(tmp_path: Path) -> None:
+    """Its memory against this machine, its time and the disk that it takes, from the lines of the data."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 100)
+    given = (
+        "model=llama_tiny", "+model@distill.model=llama_tiny", "distill.teacher=a_teacher", "distill.top_k=16",
+        "plan=true", "world_size=2", "num_stages=2", "distill.num_stages=1", "micro_batch_size=2",
+        "global_batch_size=8", "max_seq_length=128", f"train_file={tmp_path}/train.jsonl", f"output_dir={tmp_path}",
+    )  # fmt: skip
+    report = "\n".join(plan_run(build("base", *given)))
+    assert re.search(r"teacher: 3\.\d\dM parameters, once over the data before the student is built; .*dp", report)
+    assert "teacher FITS: 0." in report and "\nFITS: " in report
+    assert "12.80K tokens; 132 bytes on disk a target, at most 1.6 MiB" in report
+    tight = "\n".join(plan_run(build("base", *given, "hardware.memory=0.001")))
+    assert "teacher DOES NOT FIT: " in tight and "give distill.num_stages or distill.tensor_parallel_size" in tight
+    for overrides, message in (
+        (("distill.num_stages=9",), "distill.teacher=a_teacher: num_stages=9"),
+        (("distill.top_k=9999",), "distill.top_k=9999: the vocabulary has 2048 tokens"),
+        (("distill.teacher=null",), "distill.top_k=16 has no effect without a teacher"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list(plan_run(build("base", *given, *overrides)))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

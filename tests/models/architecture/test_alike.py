@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from models.layers.alike import list_alike, map_alike
+from models.architecture.alike import list_alike, map_alike
 from models.layers.layer import Layer
 
 Use = Callable[[Any], Any]

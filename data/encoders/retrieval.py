@@ -1,0 +1,104 @@
+"""Queries, each with a document that answers it and documents that do not (hard negatives).
+
+Embeddings:  the query, its positive and each negative are texts of their own, `tokenizer(prompt + text)`
+Reranking:   the positive and each negative are read together with the query, `tokenizer(query, document)`
+
+The samples of a record stay together, the positive before the negatives. A text that is too long loses tokens before
+those that the tokenizer puts at the end, as where the tokenizer itself truncates. No token is a target.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from data.counts import ContentCounts
+from data.encoders.classification import find_special, join_texts
+from data.encoders.control_tokens import Guard
+from data.encoders.messages import refuse_media
+from data.encoders.segments import CountingEncoder, check_filled, get_fields, tokenize_sample
+from data.options import ControlTokens
+from data.sample import IGNORE_INDEX, Group, Sample
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class RetrievalEncoder(CountingEncoder):
+    """Records with a query, a positive, and a list of negatives, of which the first `num_negatives` are taken."""
+
+    query_field: str = "query"
+    positive_field: str = "positive"
+    negatives_field: str = "negatives"
+    num_negatives: int = 0
+    control_tokens: ControlTokens | None = None
+
+    def encode(
+        self,
+        record: dict,
+        location: str,
+        tokenizer: PreTrainedTokenizerBase,
+        counts: ContentCounts | None = None,
+    ) -> Group | Sample:
+        """Return the samples of one record. counts: what was found is added to it. Raises `UserError` naming `location`
+        for a field that is missing or empty, and for too few negatives.
+        """
+        refuse_media(record, location)
+        guard = Guard(tokenizer, self.control_tokens, counts or ContentCounts())
+        query, *documents = (
+            guard.protect_text(check_filled(text, where), where) for text, where in self._read_texts(record, location)
+        )
+        samples = [
+            self._build_sample(texts, location, tokenizer, guard) for texts in self._list_samples(query, documents)
+        ]
+        return tuple(samples) if len(samples) > 1 else samples[0]
+
+    def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return the texts of each sample."""
+        raise NotImplementedError
+
+    def _read_texts(self, record: dict, location: str) -> list[tuple[object, str]]:
+        """Return the query, the positive and the negatives, each with what errors call it."""
+        names = {"data.query_field": self.query_field, "data.positive_field": self.positive_field}
+        if self.num_negatives:
+            names["data.negatives_field"] = self.negatives_field
+        query, positive, *given = get_fields(record, names, location)
+        read = [
+            (query, f"{location}: field '{self.query_field}'"),
+            (positive, f"{location}: field '{self.positive_field}'"),
+        ]
+        for value in given:
+            negatives = value if isinstance(value, list) else [value]
+            if len(negatives) < self.num_negatives:
+                raise UserError(
+                    f"{location}: field '{self.negatives_field}' has {len(negatives)} texts, and "
+                    f"data.num_negatives={self.num_negatives}; give a lower number, or remove the record"
+                )
+            where = f"{location}: field '{self.negatives_field}', text"
+            read += [(text, f"{where} {number}") for number, text in enumerate(negatives[: self.num_negatives], 1)]
+        return read
+
+    def _build_sample(
+        self, texts: Sequence[str], location: str, tokenizer: PreTrainedTokenizerBase, guard: Guard
+    ) -> Sample:
+        input_ids = tokenize_sample(guard.release(join_texts(texts, tokenizer)), location, tokenizer)["input_ids"]
+        num_last = len(find_special(tokenizer, len(texts))[-1])
+        return Sample(input_ids=input_ids, labels=[IGNORE_INDEX] * len(input_ids), label=[], num_last=num_last)
+
+
+@dataclass(frozen=True)
+class EmbeddingEncoder(RetrievalEncoder):
+    """Each text by itself, the query first. query_prompt, document_prompt: the text before each."""
+
+    query_prompt: str = ""
+    document_prompt: str = ""
+
+    def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, ...]]:
+        return [(self.query_prompt + query,), *((self.document_prompt + document,) for document in documents)]
+
+
+@dataclass(frozen=True)
+class RerankEncoder(RetrievalEncoder):
+    """Each document together with the query."""
+
+    def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, ...]]:
+        return [(query, document) for document in documents]

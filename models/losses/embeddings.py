@@ -1,0 +1,78 @@
+"""Vectors of texts, and the loss of queries that have to find their own document among those of a whole batch (InfoNCE,
+1807.03748): with cosines s of a query and the documents, t the temperature and m the margin (1902.08564),
+
+    -log softmax((s - m [own]) / t) of its own document
+
+D sizes at once (2205.13147) make it the mean over the first d dimensions of the vectors, and over all of them.
+
+N texts of a micro-batch, B rows, T tokens, D hidden, Q queries, K documents of each, its own first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from models.losses.options import Pooling
+
+
+def pool_texts(
+    outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...], pooling: Pooling
+) -> torch.Tensor:
+    """Return the vectors of the texts, [N, D], fp32 at least.
+
+    outputs: hidden states [B, T, D], and the document of each token, int32 [B, T], 0 for padding. targets: as in
+    `score_documents`; each row is one text, or padding alone.
+    """
+    hidden_states, segment_ids = outputs
+    indices = targets[-1]
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    if pooling is Pooling.last:
+        return hidden_states.flatten(0, 1).index_select(0, indices).to(dtype)
+    rows = indices // hidden_states.shape[1]
+    is_text = segment_ids.index_select(0, rows).unsqueeze(2) > 0  # [N, T, 1]
+    texts = hidden_states.index_select(0, rows).to(dtype).masked_fill(~is_text, 0)
+    return texts.sum(dim=1) / is_text.sum(dim=1)
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """How queries are compared with documents. sizes: of the vectors' beginnings that are vectors too, ascending and
+    less than D; empty for none."""
+
+    temperature: float
+    margin: float = 0.0
+    sizes: tuple[int, ...] = ()
+
+    def compare(
+        self, queries: torch.Tensor, documents: torch.Tensor, own: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the losses of some queries, [Q], and for all dimensions and each of `sizes` the rank of their own
+        document, from 1, float64 [1 + sizes, Q]: documents that are as near count against it.
+
+        queries: [Q, D]. documents: all of them, [P, D]. own: the number of each query's own one, int64 [Q].
+        """
+        losses, ranks = [], []
+        for size in (queries.shape[1], *self.sizes):
+            cosines = F.normalize(queries[:, :size]) @ F.normalize(documents[:, :size]).T  # [Q, P]
+            reached = cosines.gather(1, own[:, None])
+            ranks.append((cosines >= reached).sum(dim=1).double())
+            lowered = cosines.scatter_add(1, own[:, None], torch.full_like(reached, -self.margin))
+            losses.append(F.cross_entropy(lowered / self.temperature, own, reduction="none"))
+        return torch.stack(losses).mean(dim=0), torch.stack(ranks).detach()
+
+
+def summarize_ranks(losses: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """Return sums over the queries: of the losses, of those whose own document is the nearest and of reciprocal ranks,
+    and for each further size of those whose document is the nearest; float64 [3 + sizes]. losses: [Q]. ranks: as
+    `Contrast.compare` returns them."""
+    is_nearest = (ranks == 1).double().sum(dim=1)
+    return torch.cat([losses.detach().double().sum()[None], is_nearest[:1], (1 / ranks[:1]).sum(dim=1), is_nearest[1:]])
+
+
+def name_sums(sizes: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of what `summarize_ranks` sums."""
+    return ("loss", "recall_at_1", "mrr", *(f"recall_at_1_dim{size}" for size in sizes))

@@ -1,0 +1,88 @@
+"""The loss of several tokens ahead (multi-token prediction, 2412.19437, equations 24 and 25): what is reported stays
+that of the next token, and the gradient is that of
+
+    loss + coef / K * (loss_1 + ... + loss_K)
+
+loss_k is a mean over the targets of depth k in the global batch, which are fewer than those of the next token: its
+denominator travels with its targets, as that of the loss itself does.
+
+B micro-batch, T sequence, D hidden, V vocabulary, K depths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from transformers import PretrainedConfig
+
+from models.losses.token_loss import TokenLoss
+from models.parallel.shard import NO_TP, TensorParallel
+
+PARTS = 3  # of the targets of one depth: target_ids, loss_denominator, target_indices
+
+
+class FurtherTokenLoss:
+    """The loss of the last stage of a model with layers that predict further tokens."""
+
+    def __init__(
+        self,
+        next_token: TokenLoss,
+        config: PretrainedConfig,
+        coef: float,
+        num_depths: int,
+        *,
+        label_smoothing: float = 0.0,
+        parallel: TensorParallel = NO_TP,
+    ) -> None:
+        """next_token: of the next token. label_smoothing: see `TokenLoss`. parallel: the ranks that share the head."""
+        self.next_token, self._coef, self._num_depths = next_token, coef, num_depths
+        self._further = TokenLoss(config, label_smoothing, parallel=parallel)
+        self.metrics = tuple(f"mtp_loss_{depth}" for depth in range(1, 1 + num_depths))
+        self._totals: torch.Tensor | None = None
+
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the loss of the next token of one micro-batch.
+
+        outputs: hidden_states [(1 + K) B, T, D], those of a depth after those of the one before it; head weight [V, D].
+        targets: those of `causal_lm_loss`, of each depth.
+        """
+        hidden_states, weight = outputs
+        blocks = hidden_states.chunk(1 + self._num_depths)
+        own, *further = [targets[start : start + PARTS] for start in range(0, len(targets), PARTS)]
+        loss = self.next_token((blocks[0], weight), own)
+        losses = [
+            self._further((block, weight), depth_targets)
+            for block, depth_targets in zip(blocks[1:], further, strict=True)
+        ]
+        self._count(losses, further)
+        if not torch.is_grad_enabled():
+            return loss
+        return _WithGradient.apply(loss, torch.stack(losses).mean(), self._coef)
+
+    def _count(self, losses: list[torch.Tensor], further: list[tuple[torch.Tensor, ...]]) -> None:
+        sums = [loss.detach().double() * denominator for loss, (_, denominator, _) in zip(losses, further, strict=True)]
+        counts = [indices.new_full((), len(indices), dtype=torch.float64) for *_, indices in further]
+        totals = torch.stack([torch.stack(sums), torch.stack(counts)])
+        self._totals = totals if self._totals is None else self._totals + totals
+
+    def take_totals(self) -> torch.Tensor | None:
+        """Return the sums of token losses of each depth since the last call, and the numbers of their targets: float64
+        [2, K]; None without any."""
+        totals, self._totals = self._totals, None
+        return totals
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss, unchanged, whose gradient is that of the loss plus `coef` times another."""
+
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor, other: torch.Tensor, coef: float) -> torch.Tensor:
+        context.coef = coef
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradient, gradient * context.coef, None

@@ -1,0 +1,71 @@
+"""Queries and documents against what the tokenizer makes of them."""
+
+from __future__ import annotations
+
+import pytest
+from support.tiny import save_tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from data.encoders.retrieval import EmbeddingEncoder, RerankEncoder
+from data.options import LengthPolicy
+from data.storage.length import fit_group
+from errors import UserError
+
+RECORD = {"query": "which wraps", "positive": "textwrap wraps lines of text", "negatives": ["json", "a calendar"]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """One that puts tokens around texts."""
+    tokenizer = save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("num_negatives", [0, 2])
+@pytest.mark.parametrize("max_seq_length", [64, 8])
+def test_texts_are_those_of_the_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, num_negatives: int, max_seq_length: int
+) -> None:
+    """Also where they are cut: the end token stays."""
+    encoder = EmbeddingEncoder(num_negatives=num_negatives, query_prompt="Q: ", document_prompt="D: ")
+    samples = encoder.encode(RECORD, "here", tokenizer)
+    assert isinstance(samples, tuple)
+    fitted, counts = fit_group(samples, "here", LengthPolicy.truncate, max_seq_length)
+    texts = ["Q: which wraps", "D: textwrap wraps lines of text", "D: json", "D: a calendar"][: 2 + num_negatives]
+    expected = tokenizer(texts, truncation=True, max_length=max_seq_length)["input_ids"]
+    assert [sample["input_ids"] for sample in fitted] == expected
+    assert (counts.num_truncated > 0) == (max_seq_length == 8)
+
+
+@pytest.mark.parametrize("max_seq_length", [64, 20])
+def test_pairs_are_those_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast, max_seq_length: int) -> None:
+    """Documents are cut, never the query."""
+    samples = RerankEncoder(num_negatives=2).encode(RECORD, "here", tokenizer)
+    assert isinstance(samples, tuple)
+    fitted, _ = fit_group(samples, "here", LengthPolicy.truncate, max_seq_length)
+    documents = [RECORD["positive"], *RECORD["negatives"]]
+    expected = [
+        tokenizer(RECORD["query"], document, truncation="only_second", max_length=max_seq_length)["input_ids"]
+        for document in documents
+    ]
+    assert [sample["input_ids"] for sample in fitted] == expected
+    assert max(map(len, expected)) == (20 if max_seq_length == 20 else max(map(len, expected)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positive": " "}, "here: field 'positive' is empty; fill it or remove the record"),
+        ({"negatives": ["json", 3]}, "here: field 'negatives', text 2 must be text, not int"),
+        ({"negatives": "json"}, "here: field 'negatives' has 1 texts, and data.num_negatives=2; give a lower number"),
+    ],
+)
+def test_records_that_lack_texts_are_named(
+    tokenizer: PreTrainedTokenizerFast, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        EmbeddingEncoder(num_negatives=2).encode({**RECORD, **changes}, "here", tokenizer)

@@ -1,0 +1,40 @@
+"""Models whose experts cannot be divided are refused with the reason."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.families import build_family_config
+
+from errors import UserError
+from models.architecture.lookup import build_layers
+from models.sharding.expert_parallel import check_expert_parallel, find_stack_sizes
+
+MIXTURE, DENSE = (build_family_config(name) for name in ("deepseek_v3", "llama"))
+LAYERS = build_layers(MIXTURE)
+
+
+def test_every_layer_counts() -> None:
+    """A size has to divide the experts of all layers, whichever comes first or last."""
+    layers = [*LAYERS, *build_layers(build_family_config("deepseek_v3", n_routed_experts=12))]
+    assert find_stack_sizes(layers) == {8, 12}
+    check_expert_parallel(MIXTURE, layers, 4)
+    for order in (layers, layers[::-1]):
+        with pytest.raises(UserError, match="does not divide the model's 8 and 12 experts; sizes that do: 1, 2, 4$"):
+            check_expert_parallel(MIXTURE, order, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "message"),
+    [
+        (MIXTURE, LAYERS, "=3 does not divide the model's 8 experts; sizes that do: 1, 2, 4, 8"),
+        (DENSE, build_layers(DENSE), "=3: this 'llama' model has no experts; leave it at 1"),
+        (MIXTURE, build_layers(DENSE), "=3: the experts of a 'deepseek_v3' are modules of their own, which are not"),
+    ],
+    ids=["indivisible", "dense", "not stacked"],
+)
+def test_what_cannot_be_divided_is_refused(config, layers, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_expert_parallel(config, layers, 3)
+    check_expert_parallel(config, layers, 1)

@@ -1,0 +1,220 @@
+"""Texts as vectors: queries find their documents among all of a global batch (`models/losses/embeddings.py`).
+
+The loss of a query depends on the vectors of all micro-batches and replicas. So a pass without gradients comes before
+each step, and makes all vectors; ranks exchange them, and compute the loss of the whole batch and its gradient with
+respect to their own vectors (GradCache, 2101.06983). The step then runs the same texts again: the loss of a micro-batch
+is <vectors, gradient>, whose gradient is that of the whole batch. It is exact at any layout as long as both passes give
+the same vectors, so nothing may draw random numbers.
+
+An evaluation is one pass: each query is compared with all documents of its file.
+
+N texts of a micro-batch, D hidden, G texts of a query: itself, its document, its negatives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from data.options import MeanOver, RowTargets
+from errors import UserError
+from models.heads.embedding import EMBEDDING
+from models.heads.head import Labels
+from models.heads.sentence_transformers import SentenceModel
+from models.layers.random_keys import find_random_key
+from models.losses.cross_entropy import Loss
+from models.losses.embeddings import Contrast, name_sums, pool_texts, summarize_ranks
+from models.losses.options import Pooling
+from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
+from training.config.schema import DataConfig, EmbeddingConfig
+from training.objectives.objective import FirstPass, Metrics, Objective, ObjectiveOptions, ReportedMeans
+
+_QUERIES_AT_ONCE = 1024  # in an evaluation: their cosines with all documents are in memory
+
+
+class EmbeddingLoss:
+    """The loss of the last stage. It also adds up the metrics of all queries until `take_totals` takes them."""
+
+    def __init__(self, pooling: Pooling, contrast: Contrast, group_size: int) -> None:
+        """group_size: G."""
+        self._pooling, self._contrast, self._group_size = pooling, contrast, group_size
+        self.metrics = name_sums(contrast.sizes)
+        # Of each micro-batch of the coming step: the gradient of its vectors, [N / G, G, D], and its queries' losses
+        self._waiting: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self._totals: torch.Tensor | None = None
+
+    def make_vectors(
+        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """Return the vectors of a micro-batch, [N / G, G, D]. outputs, targets: as in `pool_texts`."""
+        vectors = pool_texts(outputs, targets, self._pooling)
+        return vectors.view(len(vectors) // self._group_size, self._group_size, vectors.shape[1])
+
+    def compare_batch(self, vectors: Sequence[torch.Tensor], num_samples: int, replicas: dist.ProcessGroup) -> None:
+        """Compute the loss of the coming step and its gradients. vectors: what `make_vectors` has returned for each of
+        its micro-batches on this rank. All ranks of `replicas` call it."""
+        rank, size = dist.get_rank(replicas), dist.get_world_size(replicas)
+        own = torch.cat(list(vectors))
+        gathered = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(gathered, own, group=replicas)
+        with torch.enable_grad():
+            whole = torch.cat(gathered).requires_grad_()
+            losses, ranks = self._compare(whole, range(len(whole)))
+            (gradient,) = torch.autograd.grad(losses.sum(), whole)
+        mine = slice(rank * len(own), (rank + 1) * len(own))
+        sizes = [len(each) for each in vectors]
+        self._waiting = deque(zip(gradient[mine].split(sizes), losses.detach()[mine].split(sizes), strict=True))
+        self._add(summarize_ranks(losses[mine], ranks[:, mine]), len(own))
+
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """outputs, targets: as in `pool_texts`; `loss_denominator`, a scalar.
+
+        Returns the sum of the losses of the micro-batch's queries over the denominator, fp32 at least, with the
+        gradient that the loss of the whole batch has with respect to the vectors of this one.
+        """
+        assert self._waiting, "the pass over the whole batch comes first, and micro-batches in the same order"
+        gradient, losses = self._waiting.popleft()
+        vectors, loss_denominator = self.make_vectors(outputs, targets), targets[2]
+        product = (vectors * gradient).sum() / loss_denominator
+        return (losses.sum() / loss_denominator + product - product.detach()).to(vectors.dtype)
+
+    def compare_all(self, vectors: Sequence[torch.Tensor], replicas: dist.ProcessGroup) -> None:
+        """Add up the metrics of an evaluation. vectors: as in `compare_batch`; replicas may have different numbers."""
+        own = torch.cat(list(vectors))
+        gathered = gather_ragged(own, replicas)
+        whole, first = torch.cat(gathered), sum(map(len, gathered[: dist.get_rank(replicas)]))
+        self._totals = None  # of an evaluation that was interrupted
+        for start in range(first, first + len(own), _QUERIES_AT_ONCE):
+            chosen = range(start, min(start + _QUERIES_AT_ONCE, first + len(own)))
+            self._add(summarize_ranks(*self._compare(whole, chosen)), len(chosen))
+
+    def _compare(self, whole: torch.Tensor, chosen: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compare the chosen queries with all documents; see `Contrast.compare`. whole: vectors, [Q, G, D]."""
+        documents = whole[:, 1:].flatten(0, 1)
+        own = torch.arange(chosen.start, chosen.stop, device=whole.device) * (self._group_size - 1)
+        return self._contrast.compare(whole[chosen.start : chosen.stop, 0], documents, own)
+
+    def _add(self, sums: torch.Tensor, num_queries: int) -> None:
+        totals = torch.stack([sums, torch.full_like(sums, num_queries)])
+        self._totals = totals if self._totals is None else self._totals + totals
+
+    def take_totals(self) -> torch.Tensor | None:
+        """Return the sums of `metrics` over the queries since the last call, and the number of queries in each: float64
+        [2, metrics]; None without queries."""
+        totals, self._totals = self._totals, None
+        return totals
+
+
+def gather_ragged(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the tensors of all ranks of the group. own: that of this rank, whose first dimension may differ."""
+    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=own.device), group=group)
+    lengths = [int(size) for size in sizes]
+    padded = own.new_zeros(max(lengths), *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+class EmbeddingMetrics(ReportedMeans):
+    """How many queries find their own document; of an evaluation the loss too, which is not that of its passes."""
+
+    def finish_interval(self) -> dict[str, float]:
+        means = super().finish_interval()
+        means.pop("loss", None)  # the steps report it
+        return means
+
+
+class Embedding(Objective):
+    """A sample is a query with its document and negatives: so many rows of a micro-batch follow each other."""
+
+    name = "embedding"
+    unit = "queries"
+    mean_over = MeanOver.samples
+    head = EMBEDDING
+    row_targets = RowTargets.last_tokens
+    needs_first_pass = True
+
+    def count_rows(self, data: DataConfig) -> int:
+        return 2 + data.num_negatives
+
+    def count_batch_bytes(self, options: ObjectiveOptions, global_batch_size: int, hidden_size: int) -> int:
+        """Vectors of all replicas, end to end, and their gradient; and of all cosines, for each size of the vectors,
+        what autograd keeps (cosines, less the margin, divided, and their log-softmax) and two gradients."""
+        group_size, keys = options.rows_per_sample, options.keys
+        vectors = 3 * global_batch_size * group_size * hidden_size
+        cosines = global_batch_size**2 * (group_size - 1)
+        num_sizes = 1 + len(keys.matryoshka_dims or ())
+        return 4 * (vectors + (4 * num_sizes + 2) * cosines)
+
+    def name_labels(self, data: DataConfig) -> Labels:
+        return Labels()
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if tokenizer.pad_token_id is None:
+            raise UserError(
+                f"task={self.name}: the tokenizer has no pad token, without which sentence-transformers cannot batch "
+                "texts; convert2ckpt.py --pad_token '<pad>' adds it"
+            )
+
+    def describe_vectors(
+        self, options: ObjectiveOptions, data: DataConfig, hidden_size: int, max_seq_length: int
+    ) -> SentenceModel:
+        prompts = {"query": data.query_prompt, "document": data.document_prompt}
+        return SentenceModel(hidden_size, options.keys.pooling, max_seq_length, prompts)
+
+    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
+        return self.describe_keys(options)
+
+    def build_loss(
+        self,
+        options: ObjectiveOptions,
+        model_config: PretrainedConfig,
+        parallel: TensorParallel,
+        sequence_part: ContextParallel = NO_CP,
+    ) -> Loss:
+        """Raises UserError for sizes that the vectors do not have, and for a model whose passes draw random numbers."""
+        keys: EmbeddingConfig = options.keys
+        check_sizes(keys.matryoshka_dims, model_config.hidden_size)
+        check_repeatable(model_config)
+        return EmbeddingLoss(keys.pooling, build_contrast(keys), options.rows_per_sample)
+
+    def plan_first_pass(self, loss: Loss) -> FirstPass:
+        assert isinstance(loss, EmbeddingLoss)
+        return FirstPass(loss.make_vectors, loss.compare_batch, loss.compare_all)
+
+    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
+        return name_sums(build_contrast(options.keys).sizes)[1:]
+
+    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
+        assert isinstance(loss, EmbeddingLoss)
+        return EmbeddingMetrics(loss, device)
+
+
+def build_contrast(keys: EmbeddingConfig) -> Contrast:
+    """Return how the run compares vectors."""
+    return Contrast(keys.temperature, keys.margin, tuple(sorted(keys.matryoshka_dims or ())))
+
+
+def check_sizes(sizes: Sequence[int] | None, hidden_size: int) -> None:
+    """Raise UserError for beginnings of the vectors that are none."""
+    if sizes is not None and (not sizes or not all(0 < size < hidden_size for size in sizes)):
+        raise UserError(
+            f"embedding.matryoshka_dims={list(sizes)}: give sizes below {hidden_size}, that of the model's vectors, or "
+            "null"
+        )
+
+
+def check_repeatable(config: PretrainedConfig) -> None:
+    """Raise UserError for a model with dropout, which would make other vectors in the step than in the pass before."""
+    drawn = find_random_key(config)
+    if drawn is not None:
+        raise UserError(
+            f"config.json: {drawn}={getattr(config, drawn)}; task=embedding runs each text twice a step, and both must "
+            "give the same vector: set it to 0 there"
+        )

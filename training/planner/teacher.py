@@ -1,0 +1,92 @@
+"""The plan of a distillation's teacher: whether its pass over the data fits, how long that takes, what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data.loading.teacher import count_bytes
+from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.loss import compute_loss_bytes
+from training.cost_terms.table import sum_memory
+from training.costs.hardware import GIB, Machine
+from training.pipeline.schedules import build_schedule
+from training.planner.formatting import render_bytes, render_count, render_seconds
+from training.resolution.resolve import ResolvedRun
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """The teacher's pass, which ends before the student is built.
+
+    peaks: bytes on a GPU of each stage. bytes_of_target: on disk. num_tokens: of all rows, which are taken to be full
+    and every token a target; None where the number of records is not known, as is seconds then.
+    """
+
+    layout: str
+    num_parameters: int
+    peaks: Sequence[int]
+    memory_limit: float
+    bytes_of_target: int
+    num_tokens: int | None
+    seconds: float | None
+
+    @property
+    def fits(self) -> bool:
+        return max(self.peaks) <= self.memory_limit
+
+
+def plan_teacher(teacher: ResolvedRun, top_k: int, machine: Machine, num_samples: int | None) -> TeacherPlan:
+    """Return the plan of a teacher's pass. teacher: resolved from `derive_teacher`. num_samples: rows of the data."""
+    layout, schedule = teacher.layout, build_schedule(teacher.layout)
+    run = PlannedRun(teacher.config, layout, teacher.architecture.vocab_size, machine)
+    stages = [
+        Stage(run, stage_id, teacher.costs, [range(*teacher.bounds[chunk : chunk + 2]) for chunk in chunks])
+        for stage_id in range(layout.num_stages)
+        for chunks in [schedule.list_chunks(stage_id)]
+    ]
+    slowest = max(
+        sum(chunk.time_forward(layer) for chunk in stage.chunks for layer in chunk.layers) for stage in stages
+    )
+    micro_batches = None if num_samples is None else -(-num_samples // (layout.micro_batch_size * layout.dp_size))
+    return TeacherPlan(
+        layout=layout.describe(),
+        num_parameters=sum(stage.num_parameters for stage in stages) * layout.tensor_parallel_size,
+        peaks=[_count_peak(stage, top_k) for stage in stages],
+        memory_limit=machine.usable_bytes,
+        bytes_of_target=count_bytes(top_k),
+        num_tokens=None if num_samples is None else num_samples * run.tokens_per_sample,
+        seconds=None if micro_batches is None else (micro_batches + layout.num_stages - 1) * slowest,
+    )
+
+
+def _count_peak(stage: Stage, top_k: int) -> int:
+    """Weights; what a layer makes, at most all that training would keep of it; messages; on the last stage the logits
+    of a chunk, at two temperatures and as probabilities, and what is found."""
+    run = stage.run
+    working = max(layer.saved_bytes for layer in stage.layers) + 4 * stage.chunks[-1].block_bytes
+    if not stage.has_loss:
+        return sum_memory(stage).weights + working
+    shard, on_gpu = -(-run.vocab_size // run.layout.tensor_parallel_size), run.hardware.device.value == "cuda"
+    logits = compute_loss_bytes(run.tokens, shard, 1, run.config.precision, on_gpu)
+    return sum_memory(stage).weights + working + 2 * logits + 2 * run.tokens * count_bytes(top_k)
+
+
+def render_teacher(plan: TeacherPlan) -> list[str]:
+    """Return the lines of the report on a teacher's pass."""
+    used = f"{max(plan.peaks) / GIB:.1f} of {plan.memory_limit / GIB:.1f} GiB on the fullest GPU"
+    lines = [
+        f"teacher: {render_count(plan.num_parameters)} parameters, once over the data before the student is built; "
+        f"{plan.layout}",
+        f"teacher {'FITS' if plan.fits else 'DOES NOT FIT'}: {used}"
+        + ("" if plan.fits else "; give distill.num_stages or distill.tensor_parallel_size more ranks"),
+    ]
+    kept = f"{plan.bytes_of_target} bytes on disk a target"
+    if plan.num_tokens is None or plan.seconds is None:
+        return [*lines, f"teacher's pass: {kept}; the data are not known, give max_steps or a train_file of JSON lines"]
+    most = render_bytes(plan.num_tokens * plan.bytes_of_target)
+    return [
+        *lines,
+        f"teacher's pass: at most {render_seconds(plan.seconds)}, {render_count(plan.num_tokens)} tokens; {kept}, at "
+        f"most {most}",
+    ]
