@@ -2,7 +2,7 @@
 
 A schedule is a list of units per rank and the quantities that follow from it: the chunks of layers that a rank holds,
 the constraints it puts on a run, the micro-batches in flight (the plan's memory), the share of a step that is idle.
-`training/engine/runner.py` runs any of them, `training/planner/simulation.py` times them. A new one is a subclass of
+`training/engine/runner.py` runs any of them, `training/costs/simulation.py` times them. A new one is a subclass of
 `Schedule` and a line in the table of `training/pipeline/schedules.py`.
 
 P stages (pipeline ranks), V chunks of layers per rank, M micro-batches. Chunk c of the P x V, in the order of the

@@ -18,12 +18,12 @@ from training.cost_terms.cost_term import Chunk, PlannedRun, Stage
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.memory import Memory
+from training.costs.simulation import Pass, simulate
 from training.costs.time import Sent, compute_sending_seconds, find_bandwidth
 from training.distributed.topology import PIPE, Layout
 from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
 from training.planner.disk import CheckpointSize, estimate_size
-from training.planner.simulation import Pass, simulate
 from training.resolution.resolve import ResolvedRun
 
 
@@ -117,20 +117,20 @@ class Plan:
         return build_schedule(self.layout)
 
     @cached_property
-    def _chunks(self) -> list[ChunkPlan]:
-        """In the order of the model."""
+    def chunks(self) -> list[ChunkPlan]:
+        """Those of all stages, in the order of the model."""
         return sorted((chunk for stage in self.stages for chunk in stage.chunks), key=lambda chunk: chunk.first_layer)
 
     @property
     def transfer_seconds(self) -> list[float]:
         """Seconds from each chunk to the next, either way [P x V - 1]."""
-        return [chunk.transfer_seconds for chunk in self._chunks[:-1]]
+        return [chunk.transfer_seconds for chunk in self.chunks[:-1]]
 
     @cached_property
     def passes(self) -> list[Pass]:
         """The passes of the simulated step."""
         forward, backward, deferred = (
-            tuple(getattr(chunk, name) for chunk in self._chunks)
+            tuple(getattr(chunk, name) for chunk in self.chunks)
             for name in ("forward_seconds", "backward_seconds", "deferred_seconds")
         )
         return _simulate(self.schedule, forward, backward, tuple(self.transfer_seconds), deferred)

@@ -32,9 +32,9 @@ from training.planner.plan import Plan, plan_resolved
 from training.planner.profile_machine import profile_layers
 from training.planner.remedies import find_remedies, list_other_updates
 from training.planner.report import render_plan
-from training.planner.search import Candidate, search_plans
+from training.planner.search import search_plans
 from training.planner.search_report import render_other_updates, render_search, render_sizes
-from training.planner.search_space import SharedModels
+from training.planner.search_space import Candidate, SharedModels
 from training.planner.teacher import TeacherPlan, plan_teacher, render_teacher
 from training.planner.timeline import predicted_timeline
 from training.resolution.architecture import check_teacher_size
@@ -81,7 +81,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
 def _search(config: RunConfig, model: ResolvedModel, machine: Machine, width: int | None) -> Iterator[str]:
     """Yield the search over one number of GPUs as text, then what other updates would make of it."""
     models = SharedModels(config, model)
-    found = search_plans(config, model, machine, models=models)
+    found = search_plans(config, models, machine)
     nearest = found[0]
     if not nearest.plan.fits:
         again = partial(build_plan, model=models.get(nearest.sharing), machine=machine)
@@ -105,7 +105,7 @@ def _try_other_updates(
             check_keys(replace(changed, plan=True), has_accelerator=True)
             if changed.adapter != config.adapter:
                 own = SharedModels(changed, resolve_planned(changed))
-            nearest, *_ = search_plans(changed, own.model, machine, models=own, most=1, among=among)
+            nearest, *_ = search_plans(changed, own, machine, most=1, among=among)
             if nearest.plan.fits:
                 best[overrides] = nearest
     return best
@@ -121,12 +121,10 @@ def _search_sizes(config: RunConfig, width: int | None) -> Iterator[str]:
     sizes = [replace(config, world_size=size) for size in dict.fromkeys(config.world_size)]
     for each in sizes:
         check_world_size(each)
-    model = resolve_planned(sizes[0])
     machines = [complete_hardware(each.hardware, each.precision, each.world_size) for each in sizes]
-    shared = SharedModels(sizes[0], model)
+    shared = SharedModels(sizes[0], resolve_planned(sizes[0]))
     found = {
-        each.world_size: search_plans(each, model, machine, models=shared)
-        for each, machine in zip(sizes, machines, strict=True)
+        each.world_size: search_plans(each, shared, machine) for each, machine in zip(sizes, machines, strict=True)
     }
     yield render_sizes(found, machines[0], width)
 

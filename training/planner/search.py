@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,14 @@ from training.config.schema import CheckpointMode, RunConfig
 from training.config.validate import check_config
 from training.costs.hardware import Machine
 from training.distributed.topology import Layout, build_layout
-from training.pipeline.schedules import SCHEDULES, build_schedule, find_schedule
+from training.pipeline.schedules import SCHEDULES, find_schedule
 from training.planner.plan import Plan, plan_resolved
 from training.planner.search_space import (
     CHECKPOINTING,
     SAVING,
     SAVING_IN_ONE,
-    SHARING_KEYS,
     UNUSED,
+    Candidate,
     SharedModels,
     Sharing,
     build_keys,
@@ -40,7 +40,7 @@ from training.planner.search_space import (
     moves_activations,
     shards,
 )
-from training.resolution.resolve import ResolvedModel, place_layers, resolve_layout
+from training.resolution.resolve import place_layers, resolve_layout
 from training.resolution.target import Target
 
 SHOWN = 10  # layouts
@@ -49,69 +49,23 @@ MOST_PASSES = 1024  # stages x micro-batches of those
 PLAIN = "1f1b"  # the schedule that a layout is opened with
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that was tried. keys: the config of such a run. checkpointing: mode and interval. memory_overrides: an
-    entry of `SAVING`, by key; none where it is empty. tried: what other candidates share differently. resplits: the
-    config's own split is not used. is_moved: layers are on other stages than with more memory, and these uneven."""
-
-    keys: RunConfig
-    checkpointing: tuple[CheckpointMode, int]
-    memory_overrides: Mapping[str, Any]
-    plan: Plan
-    sharing: Sharing
-    tried: frozenset[str] = frozenset()
-    resplits: bool = False
-    is_moved: bool = False
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """The keys that differ from the config's own."""
-        layout, (mode, interval) = self.plan.layout, self.checkpointing
-        return (
-            f"num_stages={layout.num_stages}",
-            *self._list_sharing(),
-            f"micro_batch_size={layout.micro_batch_size}",
-            "gradient_accumulation_steps=null",
-            f"global_batch_size={layout.global_batch_size}",
-            f"activation_checkpoint_interval={interval}",
-            f"activation_checkpoint_mode={mode.value}",
-            f"schedule={layout.schedule}",
-            *(_render(key, value) for key, value in (UNUSED | dict(self.memory_overrides)).items()),
-            *(["partition_method=balanced"] if self.resplits else []),
-        )
-
-    def _list_sharing(self) -> list[str]:
-        keys = dict(zip(SHARING_KEYS, self.sharing, strict=True))
-        return [_render(key, value) for key, value in keys.items() if key in self.tried]
-
-    @property
-    def saving(self) -> str:
-        """`memory_overrides` as text, for a column."""
-        return " ".join(_render(key, value) for key, value in self.memory_overrides.items()) or "-"
-
-
-def _render(key: str, value: Any) -> str:
-    return f"{key}={str(getattr(value, 'value', value)).lower()}"
-
-
 def search_plans(
     config: RunConfig,
-    model: ResolvedModel,
+    models: SharedModels,
     machine: Machine,
     *,
-    models: SharedModels | None = None,
-    most: int = 0,
+    most: int = SHOWN,
     among: Sequence[Sharing] = (),
 ) -> list[Candidate]:
-    """Return the fastest layouts that fit, `most` or `SHOWN` of them, best first; then those that were tried and do
-    not, by the memory that they lack.
+    """Return the fastest layouts that fit, `most` of them, best first; then those that were tried and do not, by the
+    memory that they lack.
 
-    models: of the same model, from another search. among: the ways to share that are tried; empty for all. Raises
-    UserError when the global batch cannot be cut for any split, or where the run would refuse every layout that fits.
+    models: of `config`, or of one that differs in `world_size` alone. among: the ways to share that are tried; empty
+    for all. Raises UserError when the global batch cannot be cut for any split, or where the run would refuse every
+    layout that fits.
     """
-    search = _Search(config, models or SharedModels(config, model), machine, among)
-    found = search.run(most or SHOWN)
+    search = _Search(config, models, machine, among)
+    found = search.run(most)
     if not found:
         raise UserError(
             f"no split of world_size={config.world_size} divides global_batch_size={search.global_batch_size}; "
@@ -138,6 +92,7 @@ class _Search:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
         self._known: dict[Any, Candidate] = {}
+        self._expanded: set[tuple[Layout, Sharing, int]] = set()
         self._best: list[Candidate] = []
         self._refusals: list[UserError] = []
 
@@ -154,7 +109,7 @@ class _Search:
         if self._refusals and not self._best:
             raise self._refusals[0]
         lacking = [candidate for candidate in self._known.values() if not candidate.plan.fits]
-        # Bounds of schedules that are not simulated yet are those of even stages, which uneven ones may fall short of
+        # Backward passes in two parts gather less (`LayerCost.regathers`), which the bound of a schedule does not know
         best = sorted(self._best, key=lambda candidate: candidate.plan.step_seconds)
         return [*best, *sorted(lacking, key=_measure_lack)]
 
@@ -162,22 +117,47 @@ class _Search:
         heapq.heappush(self._queue, (seconds, next(self._number), proceed))
 
     def _open(self, layout: Layout, sharing: Sharing, level: int) -> None:
+        """Queue a layout by the least bound of its schedules; where backward passes are in two parts, none is known
+        before they are ordered, and few are."""
         plain = self._try_choices(layout, sharing, level, {})
         assert plain is not None
-        self._push(_bound_plain(plain.plan), partial(self._expand, plain, level))
+        bounds = [_bound(plain.plan)]
+        for other in self._list_others(plain):
+            if not find_schedule(other.schedule).splits_backward:
+                bounds.append(_bound(self._try(other, sharing, plain.checkpointing, {}).plan))
+            elif self._may_order(other):
+                self._push(_bound_rescheduled(plain.plan), partial(self._expand_to_order, plain, level, other))
+        self._push(min(bounds), partial(self._expand, plain, level))
+
+    def _list_others(self, plain: Candidate) -> Iterator[Layout]:
+        return list_schedules(plain.plan.layout, self._config, self._schedules, self._num_layers)
+
+    def _may_order(self, layout: Layout) -> bool:
+        return self._orders_left > 0 and layout.num_stages * layout.gradient_accumulation_steps <= MOST_PASSES
+
+    def _expand_to_order(self, plain: Candidate, level: int, layout: Layout) -> None:
+        if self._may_order(layout):
+            self._expand(plain, level)
 
     def _expand(self, plain: Candidate, level: int) -> None:
         """Go on with a layout under 1F1B: time it where it fits, else try what saves memory."""
         layout, sharing = plain.plan.layout, plain.sharing
+        if (layout, sharing, level) in self._expanded:
+            return
+        self._expanded.add((layout, sharing, level))
         if not plain.plan.fits and level == 0 and not self._can_fit(layout, sharing):
             return
         self._offer(plain, level)
-        has_room = plain.plan.fits and not plain.is_moved
-        more = SAVING if not has_room else SAVING_IN_ONE if layout.gradient_accumulation_steps == 1 else ()
+        more = SAVING if not plain.has_room else SAVING_IN_ONE if layout.gradient_accumulation_steps == 1 else ()
+        enough: list[Mapping[str, Any]] = []
         for memory_overrides in more:
+            if any(fewer.items() < memory_overrides.items() for fewer in enough):
+                continue
             if candidate := self._try_choices(layout, sharing, level, memory_overrides):
                 self._offer(candidate, level)
-        if not has_room and level + 1 < len(CHECKPOINTING):
+                if candidate.has_room:
+                    enough.append(memory_overrides)
+        if not plain.has_room and level + 1 < len(CHECKPOINTING):
             self._open(layout, sharing, level + 1)
 
     def _can_fit(self, layout: Layout, sharing: Sharing) -> bool:
@@ -190,25 +170,24 @@ class _Search:
         """Queue a candidate under 1F1B, and the same under the other schedules: none of them takes much less memory."""
         if not candidate.plan.fits:
             return
-        self._push(_bound_plain(candidate.plan), partial(self._simulate, candidate))
-        for layout in list_schedules(candidate.plan.layout, self._config, self._schedules, self._num_layers):
-            self._push(_bound(candidate.plan, layout), partial(self._reschedule, candidate, layout, level))
+        self._push(_bound(candidate.plan), partial(self._simulate, candidate))
+        for layout in self._list_others(candidate):
+            self._push(_bound_rescheduled(candidate.plan), partial(self._reschedule, candidate, layout, level))
 
     def _reschedule(self, plain: Candidate, layout: Layout, level: int) -> None:
         """Try a candidate under another schedule, and with more recomputation where it does not fit then."""
         if find_schedule(layout.schedule).splits_backward:
             keys = build_keys(self._config, layout, plain.sharing, plain.checkpointing, plain.memory_overrides)
-            is_long = layout.num_stages * layout.gradient_accumulation_steps > MOST_PASSES
-            if not self._orders_left or is_long or not self._goes(keys):
+            if not self._may_order(layout) or not self._goes(keys):
                 return
             self._orders_left -= 1
         candidate = self._try(layout, plain.sharing, plain.checkpointing, plain.memory_overrides)
         if candidate.plan.fits:
-            self._push(candidate.plan.step_seconds, partial(self._accept, candidate))
+            self._push(_bound(candidate.plan), partial(self._simulate, candidate))
         elif level + 1 < len(CHECKPOINTING):
             following = self._try_choices(plain.plan.layout, plain.sharing, level + 1, plain.memory_overrides)
             if following is not None:
-                self._push(_bound(following.plan, layout), partial(self._reschedule, following, layout, level + 1))
+                self._push(_bound_rescheduled(following.plan), partial(self._reschedule, following, layout, level + 1))
 
     def _simulate(self, candidate: Candidate) -> None:
         self._push(candidate.plan.step_seconds, partial(self._accept, candidate))
@@ -275,24 +254,22 @@ class _Search:
         return self._known[known]
 
 
-def _bound_plain(plan: Plan) -> float:
-    """The seconds that a step takes at least under 1F1B: a stage's passes, after the first micro-batch has come to it
-    and before the last gradients have gone back. The longest of any stage."""
-    most = before = 0.0
-    for stage, transfer in zip(plan.stages, [*plan.transfer_seconds, 0.0], strict=True):
-        passes = stage.forward_seconds + stage.backward_seconds
-        most = max(most, before + plan.layout.gradient_accumulation_steps * passes)
-        before += passes + 2 * transfer
-    return most + plan.reduce_seconds + plan.optimizer_seconds
+def _bound(plan: Plan) -> float:
+    """The seconds that a step takes at least: a stage's passes, after the first micro-batch has come to it and, where
+    no gradients of weights are put off, before the last gradients have gone back. The longest of any stage."""
+    ways = 1 if find_schedule(plan.layout.schedule).splits_backward else 2
+    outside = [0.0]  # of each chunk, for the chunks before it
+    for chunk in plan.chunks:
+        passes = chunk.forward_seconds + (ways - 1) * chunk.backward_seconds
+        outside.append(outside[-1] + passes + ways * chunk.transfer_seconds)
+    first = (outside[min(plan.schedule.list_chunks(stage.stage_id))] for stage in plan.stages)
+    return max(map(sum, zip(first, plan.busy_seconds, strict=True))) + plan.reduce_seconds + plan.optimizer_seconds
 
 
-def _bound(plan: Plan, layout: Layout) -> float:
-    """The seconds that a step takes at least under the schedule of `layout`, whatever the split: all stages work alike,
-    and, where backward passes are in two, none waits."""
-    busy = sum(plan.busy_seconds) / len(plan.stages)
-    ending = sum(stage.reduce_seconds + stage.optimizer_seconds for stage in plan.stages) / len(plan.stages)
-    idle = 0.0 if find_schedule(layout.schedule).splits_backward else build_schedule(layout).bubble_share
-    return busy / (1 - idle) + ending
+def _bound_rescheduled(plan: Plan) -> float:
+    """The seconds that a step takes at least under any schedule, whatever its split: all stages work alike, none waits,
+    and gradients are reduced during the passes."""
+    return (sum(plan.busy_seconds) + sum(stage.optimizer_seconds for stage in plan.stages)) / len(plan.stages)
 
 
 def _can_save(plan: Plan, memory_overrides: Mapping[str, Any]) -> bool:

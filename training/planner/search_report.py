@@ -9,7 +9,8 @@ from training.costs.hardware import GIB, Machine
 from training.planner.formatting import render_cost, render_rows, render_seconds
 from training.planner.remedies import Remedy, describe_remedies
 from training.planner.report import largest_kind
-from training.planner.search import SHOWN, Candidate
+from training.planner.search import SHOWN
+from training.planner.search_space import Candidate
 
 MARGIN = 0.1  # of tokens/s: of published runs, two layouts so near are often in the other order (docs/plan.md)
 

@@ -1,4 +1,4 @@
-"""What `plan=search` tries: all that leaves the update as it is.
+"""The layouts that `plan=search` tries: all that leave the update as it is.
 
 Stages and replicas, micro-batch sizes, recomputation, overrides that save memory for time, and how ranks share layers
 (tensor and sequence parallelism), sequences (context parallelism) and experts. The global batch stays what the config
@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from errors import UserError
 from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
 from training.distributed.topology import CONTEXT, DATA, PIPE, TENSOR, Layout, Topology, read_sizes
 from training.pipeline.schedules import schedule_layout
+from training.planner.plan import Plan
 from training.resolution.recomputation import CHOICES
 from training.resolution.resolve import ResolvedModel
 
@@ -93,6 +94,57 @@ SHARING_KEYS = (
     "sequence_parallel",
 )
 _TOGETHER = (SHARING_KEYS[:2], SHARING_KEYS[2:3], SHARING_KEYS[3:])  # named all or none
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that was tried. keys: the config of such a run. checkpointing: mode and interval. memory_overrides: an
+    entry of `SAVING`, by key; none where it is empty. tried: what other candidates share differently. resplits: the
+    config's own split is not used. is_moved: layers are on other stages than with more memory, and these uneven."""
+
+    keys: RunConfig
+    checkpointing: tuple[CheckpointMode, int]
+    memory_overrides: Mapping[str, Any]
+    plan: Plan
+    sharing: Sharing
+    tried: frozenset[str] = frozenset()
+    resplits: bool = False
+    is_moved: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits with its layers where they are fastest."""
+        return self.plan.fits and not self.is_moved
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The keys that differ from the config's own."""
+        layout, (mode, interval) = self.plan.layout, self.checkpointing
+        return (
+            f"num_stages={layout.num_stages}",
+            *self._list_sharing(),
+            f"micro_batch_size={layout.micro_batch_size}",
+            "gradient_accumulation_steps=null",
+            f"global_batch_size={layout.global_batch_size}",
+            f"activation_checkpoint_interval={interval}",
+            f"activation_checkpoint_mode={mode.value}",
+            f"schedule={layout.schedule}",
+            *(_render(key, value) for key, value in (UNUSED | dict(self.memory_overrides)).items()),
+            *(["partition_method=balanced"] if self.resplits else []),
+        )
+
+    def _list_sharing(self) -> list[str]:
+        keys = dict(zip(SHARING_KEYS, self.sharing, strict=True))
+        return [_render(key, value) for key, value in keys.items() if key in self.tried]
+
+    @property
+    def saving(self) -> str:
+        """`memory_overrides` as text, for a column."""
+        return " ".join(_render(key, value) for key, value in self.memory_overrides.items()) or "-"
+
+
+def _render(key: str, value: Any) -> str:
+    return f"{key}={str(getattr(value, 'value', value)).lower()}"
 
 
 class SharedModels:
