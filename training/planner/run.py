@@ -41,6 +41,8 @@ from training.resolution.architecture import check_teacher_size
 from training.resolution.resolve import ResolvedModel, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
 
+SHARED_AS = 3  # layouts of a search, whose ways to share are tried with other updates
+
 
 def run_plan(composed: Any) -> None:
     """Print the plan of a composed config. A UserError ends the process with one line."""
@@ -96,8 +98,8 @@ def _search(config: RunConfig, model: ResolvedModel, machine: Machine, width: in
 def _try_other_updates(
     config: RunConfig, models: SharedModels, machine: Machine, found: Sequence[Candidate]
 ) -> dict[str, Candidate]:
-    """Return the fastest layout with each change of the update, by its overrides; shared as the best ones are."""
-    among = list(dict.fromkeys(candidate.sharing for candidate in found if candidate.plan.fits))
+    """Return the fastest layout with each change of the update, by its overrides; shared as the best few are."""
+    among = list(dict.fromkeys(candidate.sharing for candidate in found[:SHARED_AS] if candidate.plan.fits))
     best = {}
     for overrides, changed in list_other_updates(config):
         with suppress(UserError):
