@@ -36,7 +36,7 @@ class PlannedRun:
     layout: Layout
     vocab_size: int
     hardware: Machine
-    sums: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False)  # known to `table.py`
+    sums: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False)  # of `table.py`
 
     @cached_property
     def tokens_per_sample(self) -> int:
@@ -93,7 +93,7 @@ class Chunk:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What its costs follow from within a run; layers of one kind share one cost (`count_layers`)."""
+        """All that its costs follow from within a run; layers of one kind share one cost (`count_layers`)."""
         return self.has_first_layer, self.has_loss, *map(id, self.layers)
 
     @property
@@ -188,7 +188,7 @@ class Stage:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What its costs follow from within a run, but for the micro-batches in flight."""
+        """All that its costs follow from within a run, but for the micro-batches in flight."""
         ends = self.stage_id == 0, self.stage_id == self.run.layout.num_stages - 1
         return *ends, *(chunk.kind for chunk in self.chunks)
 

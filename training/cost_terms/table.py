@@ -73,7 +73,7 @@ def sum_step_cost(stage: Stage) -> StepCost:
 
 
 def _sum_once(compute: Callable[[Any], Any], part: Chunk | Stage) -> Any:
-    """What `compute` returns for a chunk or a stage, once for those of one kind: a search plans thousands of them, and
+    """Return what `compute` returns for a chunk or a stage, once for those of one kind: a search plans thousands, and
     most stages of a plan are alike. Ranks that share a sequence may be nearer to each other on one stage than on
     another."""
     sums, place = part.run.sums, part.stage_id if part.run.layout.context_parallel_size > 1 else None
