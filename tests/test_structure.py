@@ -83,7 +83,7 @@ MOST_NAMED = {
     "zero_stage": 7,
     "offload_optimizer": 12,
     "offload_parameters": 10,
-    "sequence_parallel": 8,
+    "sequence_parallel": 9,
     "activation_offload": 8,
     "sharding_parallel_size": 7,
     "schedule_memory_limit": 3,

@@ -49,6 +49,16 @@ class Targets:
         return {*(f"{name}.weight" for name in self.projections), *self.parameters}
 
 
+def names_layers(config: LoraConfig) -> bool:
+    """Return whether an adapter may treat layers of one kind differently: it has the number of one in a name, or keys
+    of peft that choose among layers."""
+    chosen = ("layers_to_transform", "rank_pattern", "alpha_pattern", "exclude_modules", "modules_to_save")
+    if any(getattr(config, key, None) for key in chosen) or isinstance(config.target_modules, str):
+        return True
+    targets = (*(config.target_modules or ()), *(config.target_parameters or ()))
+    return any(part.isdigit() for name in targets for part in name.split("."))
+
+
 def list_projections(module: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """Returns the projections inside a decoder layer by name, except those on which an adapter has no effect."""
     others = {*_list_routers(module), *_list_read(module)}

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.architecture.alike import map_alike
 from models.experts.grouped import is_stack
 from models.experts.sizes import count_experts
 from models.layers.decoder import PipelineDecoderLayer
@@ -47,8 +48,9 @@ def check_expert_parallel(config: PretrainedConfig, layers: Sequence[Layer], siz
 
 def find_stack_sizes(layers: Sequence[Layer]) -> set[int]:
     """Return the numbers of experts that the layers' stacks have; empty where no layer has one."""
-    decoder = (layer for layer in layers if issubclass(layer.module_class, PipelineDecoderLayer))
-    return {part.num_experts for layer in decoder for part in list_stacks(layer.build_on_meta())}
+    decoder = [layer for layer in layers if issubclass(layer.module_class, PipelineDecoderLayer)]
+    numbers = map_alike(lambda layer: {part.num_experts for part in list_stacks(layer.build_on_meta())}, decoder)
+    return set().union(*numbers)
 
 
 def list_stacks(module: nn.Module) -> Iterator[Any]:

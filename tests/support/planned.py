@@ -11,7 +11,8 @@ from training.config.schema import RunConfig
 from training.costs.hardware import Machine, complete_hardware
 from training.planner.plan import Plan
 from training.planner.run import ModelFolder, build_plan, resolve_planned
-from training.planner.search import Candidate, search_plans
+from training.planner.search import SHOWN, search_plans
+from training.planner.search_space import Candidate, SharedModels
 from training.resolution.resolve import ResolvedModel, resolve_model
 from training.resolution.target import Target
 
@@ -31,8 +32,12 @@ def build_planner(config: RunConfig) -> Builder:
     return partial(build_plan, model=resolve_planned(config), machine=describe_machine(config))
 
 
-def search_config(config: RunConfig) -> list[Candidate]:
-    return search_plans(config, resolve_planned(config), describe_machine(config))
+def share_models(config: RunConfig) -> SharedModels:
+    return SharedModels(config, resolve_planned(config))
+
+
+def search_config(config: RunConfig, most: int = SHOWN) -> list[Candidate]:
+    return search_plans(config, share_models(config), describe_machine(config), most=most)
 
 
 def resolve_described(config: RunConfig, architecture: PretrainedConfig, world_size: int) -> ResolvedModel:

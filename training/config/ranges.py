@@ -77,6 +77,21 @@ def whole_or(word: str, *, note: str = "", default: Any = MISSING) -> Any:
     )
 
 
+def count_or_counts(*, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field, of type Any, of null, of a whole number from 1 on, or of a list of such numbers."""
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and value >= 1
+
+    return _declare(
+        lambda value: value is None or is_count(value) or (isinstance(value, list) and all(map(is_count, value))),
+        "1 or more, or a list of such numbers",
+        note,
+        default,
+        checks_anything=True,
+    )
+
+
 def _declare(holds: Callable[[Any], bool], words: str, note: str, default: Any, checks_anything: bool = False) -> Any:
     allowed = Range(holds, f"{words}; {note}" if note else words, checks_anything)
     return dataclasses.field(default=default, metadata={_RANGE: allowed})

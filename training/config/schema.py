@@ -31,7 +31,17 @@ from data.options import (
 from errors import UserError
 from models.adapters.options import AdapterOptions
 from models.losses.options import Divergence, DPOLossType, NLLReduction, Pooling, RerankLossType
-from training.config.ranges import at_least, below, between, one_of, positive, share, whole_or, zero_or_more
+from training.config.ranges import (
+    at_least,
+    below,
+    between,
+    count_or_counts,
+    one_of,
+    positive,
+    share,
+    whole_or,
+    zero_or_more,
+)
 
 Schema = TypeVar("Schema")
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -484,7 +494,7 @@ class RunConfig:
     fused_kernels: FusedKernels = MISSING
 
     plan: Any = MISSING
-    world_size: int | None = MISSING
+    world_size: Any = count_or_counts()  # noqa: RUF009  # a field, as the other ranges
 
     @property
     def sequence_parallel_size(self) -> int:

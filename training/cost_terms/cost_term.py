@@ -9,8 +9,9 @@ P stages, V chunks of layers a stage, M micro-batches of one replica in a step, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from training.config.schema import AttnImplementation, Precision, RunConfig
 from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
@@ -37,6 +38,7 @@ class PlannedRun:
     vocab_size: int
     hardware: Machine
     teacher: Sequence[Stage] = ()
+    sums: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False)  # of `table.py`
 
     @cached_property
     def tokens_per_sample(self) -> int:
@@ -90,6 +92,11 @@ class Chunk:
     layers: Sequence[LayerCost]
     has_first_layer: bool
     has_loss: bool
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """All that its costs follow from within a run; layers of one kind share one cost (`count_layers`)."""
+        return self.has_first_layer, self.has_loss, *map(id, self.layers)
 
     @property
     def hidden_bytes(self) -> int:
@@ -180,6 +187,12 @@ class Stage:
             )
             for number, indices in zip(numbers, self.indices, strict=True)
         ]
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """All that its costs follow from within a run, but for the micro-batches in flight."""
+        ends = self.stage_id == 0, self.stage_id == self.run.layout.num_stages - 1
+        return *ends, *(chunk.kind for chunk in self.chunks)
 
     @property
     def has_loss(self) -> bool:

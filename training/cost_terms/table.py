@@ -3,7 +3,8 @@ step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from training.cost_terms.activations import ACTIVATIONS
 from training.cost_terms.boundaries import BOUNDARIES
@@ -42,10 +43,8 @@ COST_TERMS: tuple[CostTerm, ...] = (
 def sum_memory(stage: Stage) -> Memory:
     """Return the memory of a stage. Activations are those of the micro-batches in flight when they take most; one group
     of layers is recomputed at a time."""
-    once = sum(
-        (term.stage_memory(stage) for term in COST_TERMS if term.stage_memory), start=Memory(host=HOST_BYTES_A_RANK)
-    )
-    kept = [_sum_kept(chunk) for chunk in stage.chunks]
+    once = _sum_once(_sum_stage_memory, stage)
+    kept = [_sum_once(_sum_kept, chunk) for chunk in stage.chunks]
     in_flight = stage.schedule.list_in_flight(stage.stage_id)
     activations = max(_sum_in_flight(counts, kept) for counts in in_flight)
     in_backward = max(
@@ -65,15 +64,39 @@ def _sum_in_flight(counts: InFlight, kept: Sequence[Kept]) -> int:
     )
 
 
-def _sum_kept(chunk: Chunk) -> Kept:
-    return sum((term.chunk_memory(chunk) for term in COST_TERMS if term.chunk_memory), start=Kept())
-
-
 def sum_pass_cost(chunk: Chunk) -> PassCost:
     """Return the cost of one micro-batch through a chunk."""
-    return sum((term.chunk_cost(chunk) for term in COST_TERMS if term.chunk_cost), start=PassCost())
+    return _sum_once(_sum_passes, chunk)
 
 
 def sum_step_cost(stage: Stage) -> StepCost:
     """Return the cost of the end of a step on a stage."""
+    return _sum_once(_sum_step, stage)
+
+
+def _sum_once(compute: Callable[[Any], Any], part: Chunk | Stage) -> Any:
+    """Return what `compute` returns for a chunk or a stage, once for those of one kind: a search plans thousands, and
+    most stages of a plan are alike. Ranks that share a sequence may be nearer to each other on one stage than on
+    another."""
+    sums, place = part.run.sums, part.stage_id if part.run.layout.context_parallel_size > 1 else None
+    key = compute, place, part.kind
+    if key not in sums:
+        sums[key] = compute(part), part  # whose layers are kept, so that no other ones get their id
+    return sums[key][0]
+
+
+def _sum_stage_memory(stage: Stage) -> Memory:
+    terms = (term.stage_memory(stage) for term in COST_TERMS if term.stage_memory)
+    return sum(terms, start=Memory(host=HOST_BYTES_A_RANK))
+
+
+def _sum_kept(chunk: Chunk) -> Kept:
+    return sum((term.chunk_memory(chunk) for term in COST_TERMS if term.chunk_memory), start=Kept())
+
+
+def _sum_passes(chunk: Chunk) -> PassCost:
+    return sum((term.chunk_cost(chunk) for term in COST_TERMS if term.chunk_cost), start=PassCost())
+
+
+def _sum_step(stage: Stage) -> StepCost:
     return sum((term.stage_cost(stage) for term in COST_TERMS if term.stage_cost), start=StepCost())

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from models.adapters.adapter import Adapter
 from models.adapters.base_inits import count_starts
 from models.adapters.freeze import choose_trained
+from models.adapters.targets import names_layers
 from models.architecture.alike import list_alike
 from models.experts.sizes import active_share, count_experts, list_matrices
 from models.layers.context import MicroBatchContext
@@ -172,7 +173,8 @@ def _list_kinds(
     first: dict[Any, int] = {}
     kinds: list[int] = []
     # what is trained may depend on a layer's number and name
-    alike = list_alike(layers) if adapter is None and not freeze else range(len(layers))
+    is_by_layer = bool(freeze) or (adapter is not None and names_layers(adapter.config))
+    alike = range(len(layers)) if is_by_layer else list_alike(layers)
     for index, (layer, start) in enumerate(zip(layers, alike, strict=True)):
         if start < index:
             kinds.append(kinds[start])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import Any
@@ -76,7 +77,8 @@ def split_layers(
         bounds = split_layers(whole, num_stages, method, fits=fits and fits_whole, schedule=schedule)
         return [*bounds[:-1], num_layers]
     if schedule is not None and schedule.num_chunks > 1:
-        return list(_balance_chunks(tuple(weights), schedule))
+        alike = replace(schedule, num_micro_batches=schedule.num_stages)  # on which the split does not depend
+        return list(_balance_chunks(tuple(weights), alike))
     return _balance_within(tuple(weights), num_stages, fits if method == "balanced" else None)
 
 

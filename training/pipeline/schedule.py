@@ -2,7 +2,7 @@
 
 A schedule is a list of units per rank and the quantities that follow from it: the chunks of layers that a rank holds,
 the constraints it puts on a run, the micro-batches in flight (the plan's memory), the share of a step that is idle.
-`training/engine/runner.py` runs any of them, `training/planner/simulation.py` times them. A new one is a subclass of
+`training/engine/runner.py` runs any of them, `training/costs/simulation.py` times them. A new one is a subclass of
 `Schedule` and a line in the table of `training/pipeline/schedules.py`.
 
 P stages (pipeline ranks), V chunks of layers per rank, M micro-batches. Chunk c of the P x V, in the order of the
@@ -171,6 +171,15 @@ class OneForwardOneBackward(Schedule):
         forward = self.list_forward(stage_id)
         backward = [unit._replace(kind=UnitKind.backward) for unit in forward]
         return _alternate(forward, backward, ahead=self.num_stages - 1 - stage_id)
+
+    @cache
+    def list_in_flight(self, stage_id: int) -> frozenset[InFlight]:
+        most = min(self.num_stages - stage_id, self.num_micro_batches)
+        return frozenset(InFlight((held,), (0,)) for held in range(1, most + 1))
+
+    @cache
+    def list_backward(self, stage_id: int) -> frozenset[tuple[InFlight, int]]:
+        return frozenset((held, 0) for held in self.list_in_flight(stage_id))
 
 
 class Interleaved(Schedule):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from training.cost_terms import table
 from training.cost_terms.context_parallel import ModeCost, compare_modes
@@ -18,12 +18,12 @@ from training.cost_terms.cost_term import Chunk, PlannedRun, Stage, list_stages
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.memory import Memory
+from training.costs.simulation import Pass, simulate
 from training.costs.time import Sent, compute_sending_seconds, find_bandwidth
 from training.distributed.topology import PIPE, Layout
 from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
 from training.planner.disk import CheckpointSize, estimate_size
-from training.planner.simulation import Pass, simulate
 from training.resolution.resolve import ResolvedRun
 
 
@@ -93,19 +93,13 @@ class StagePlan:
 class Plan:
     """The predicted memory and time of a run, in bytes and seconds.
 
-    transfer_seconds: either way [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on
-    average, uneven stages counted. sequence_modes: of the stage that sends most; none where each rank has whole
-    sequences. imbalance: by how much the slowest stage exceeds the mean. model_flops: of a token, as
-    `compute_model_flops` counts them. peak_flops: FLOP/s of all ranks.
+    sequence_modes: of the stage that sends most; none where each rank has whole sequences. model_flops: of a token, as
+    `compute_model_flops` counts them. peak_flops: FLOP/s of all ranks. The step is simulated when it is first asked
+    for: a search asks for that of few.
     """
 
     layout: Layout
     stages: list[StagePlan]
-    idle: float
-    imbalance: float
-    passes: list[Pass]
-    transfer_seconds: list[float]
-    pipeline_seconds: float
     reduce_seconds: float
     optimizer_seconds: float
     tokens_per_step: int
@@ -121,6 +115,45 @@ class Plan:
     @property
     def schedule(self) -> Schedule:
         return build_schedule(self.layout)
+
+    @cached_property
+    def chunks(self) -> list[ChunkPlan]:
+        """Those of all stages, in the order of the model."""
+        return sorted((chunk for stage in self.stages for chunk in stage.chunks), key=lambda chunk: chunk.first_layer)
+
+    @property
+    def transfer_seconds(self) -> list[float]:
+        """Seconds from each chunk to the next, either way [P x V - 1]."""
+        return [chunk.transfer_seconds for chunk in self.chunks[:-1]]
+
+    @cached_property
+    def passes(self) -> list[Pass]:
+        """The passes of the simulated step."""
+        forward, backward, deferred = (
+            tuple(getattr(chunk, name) for chunk in self.chunks)
+            for name in ("forward_seconds", "backward_seconds", "deferred_seconds")
+        )
+        return _simulate(self.schedule, forward, backward, tuple(self.transfer_seconds), deferred)
+
+    @cached_property
+    def pipeline_seconds(self) -> float:
+        return max(each.stop for each in self.passes)
+
+    @property
+    def busy_seconds(self) -> list[float]:
+        """Seconds that each stage computes."""
+        num_micro_batches = self.layout.gradient_accumulation_steps
+        return [num_micro_batches * (stage.forward_seconds + stage.backward_seconds) for stage in self.stages]
+
+    @property
+    def idle(self) -> float:
+        """The share of a stage's time that the simulated step waits, on average, uneven stages counted."""
+        return 1 - sum(self.busy_seconds) / (len(self.stages) * self.pipeline_seconds)
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the slowest stage exceeds the mean."""
+        return max(self.busy_seconds) / (sum(self.busy_seconds) / len(self.stages)) - 1
 
     @property
     def bubble(self) -> float:
@@ -192,23 +225,11 @@ def list_resolved_stages(run: ResolvedRun | None, machine: Machine) -> list[Stag
 def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: PlannedRun) -> Plan:
     """Return the plan of layers at a layout. costs: of one micro-batch, `run.tokens`. bounds: of P x V chunks."""
     layout, hardware = run.layout, run.hardware
-    schedule, held_by = build_schedule(layout), list_stages(run, costs, bounds)
+    held_by = list_stages(run, costs, bounds)
     stages = [_plan_stage(stage) for stage in held_by]
-    chunks = sorted((chunk for stage in stages for chunk in stage.chunks), key=lambda chunk: chunk.first_layer)
-    transfers = [chunk.transfer_seconds for chunk in chunks[:-1]]
-    forward, backward = [chunk.forward_seconds for chunk in chunks], [chunk.backward_seconds for chunk in chunks]
-    deferred = [chunk.deferred_seconds for chunk in chunks]
-    passes = _simulate(schedule, tuple(forward), tuple(backward), tuple(transfers), tuple(deferred))
-    busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
-    pipeline_seconds = max(p.stop for p in passes)
     return Plan(
         layout=layout,
         stages=stages,
-        idle=1 - sum(busy) / (len(busy) * pipeline_seconds),
-        imbalance=max(busy) / (sum(busy) / len(busy)) - 1,
-        passes=passes,
-        transfer_seconds=transfers,
-        pipeline_seconds=pipeline_seconds,
         reduce_seconds=max(stage.reduce_seconds for stage in stages),
         optimizer_seconds=max(stage.optimizer_seconds for stage in stages),
         tokens_per_step=layout.global_batch_size * run.tokens_per_sample,

@@ -3,12 +3,13 @@ as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from errors import UserError
+from models.adapters.options import AdapterName, AdapterOptions
 from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, Offload, OptimizerName, RunConfig, StateDtype
 from training.config.validate import check_config
@@ -80,18 +81,38 @@ def _merge(collected: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for changes in collected for key, value in changes.items()}
 
 
-def _try(config: RunConfig, changes: Mapping[str, Any], build: Callable[[RunConfig], Plan]) -> Remedy | None:
-    """None where the config has it, or cannot have it."""
+def list_other_updates(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield (overrides, config) of runs that take less memory and train the model by another update: with rounded
+    averages of the optimizer, adapters, and adapters of weights in 4 bits."""
+    for changes in ROUNDED:
+        if (changed := _change(config, changes)) != config:
+            yield _render_all(changes), changed
+    if config.adapter.name is AdapterName.none:
+        lora = AdapterOptions(name=AdapterName.lora)
+        yield "adapter=lora", replace(config, adapter=lora)
+        yield "adapter=lora adapter.load_in_4bit=true", replace(config, adapter=replace(lora, load_in_4bit=True))
+
+
+def _change(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     optimizer_changes = {key: value for key, value in changes.items() if hasattr(config.optimizer, key)}
     others = {key: value for key, value in changes.items() if key not in optimizer_changes}
-    changed = replace(config, optimizer=replace(config.optimizer, **optimizer_changes), **others)
+    return replace(config, optimizer=replace(config.optimizer, **optimizer_changes), **others)
+
+
+def _try(config: RunConfig, changes: Mapping[str, Any], build: Callable[[RunConfig], Plan]) -> Remedy | None:
+    """None where the config has it, or cannot have it."""
+    changed = _change(config, changes)
     if changed == config:
         return None
     with suppress(UserError):
         check_config(changed, has_accelerator=True)
         check_together(Run(changed))
-        return Remedy(" ".join(_render(key, value) for key, value in changes.items()), build(changed))
+        return Remedy(_render_all(changes), build(changed))
     return None
+
+
+def _render_all(changes: Mapping[str, Any]) -> str:
+    return " ".join(_render(key, value) for key, value in changes.items())
 
 
 def _render(key: str, value: Any) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,15 +30,18 @@ from training.inputs.datasets import count_added_rows, has_tokenizer
 from training.planner.disk import measure_passthrough
 from training.planner.plan import Plan, plan_resolved
 from training.planner.profile_machine import profile_layers
-from training.planner.remedies import find_remedies
+from training.planner.remedies import find_remedies, list_other_updates
 from training.planner.report import render_plan
 from training.planner.search import search_plans
-from training.planner.search_report import render_search
+from training.planner.search_report import render_other_updates, render_search, render_sizes
+from training.planner.search_space import Candidate, SharedModels
 from training.planner.teacher import plan_teacher, render_online, render_teacher
 from training.planner.timeline import predicted_timeline
 from training.resolution.architecture import check_teacher_size
 from training.resolution.resolve import ResolvedModel, ResolvedRun, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
+
+SHARED_AS = 3  # layouts of a search, whose ways to share are tried with other updates
 
 
 def run_plan(composed: Any) -> None:
@@ -52,14 +55,15 @@ def run_plan(composed: Any) -> None:
 def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     """Yield the texts of a plan or a search, each as soon as it is known. width: of the tables in characters; None: no
     limit. Raises UserError."""
+    if config.plan == "search" and isinstance(config.world_size, list):
+        yield from _search_sizes(config, width)
+        return
     model = resolve_planned(config)
     machine = complete_hardware(config.hardware, config.precision, check_world_size(config))
     if (wrapper := model.wrapper) is not None:
         yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; the rest is on no GPU"
     if config.plan == "search":
-        found, again = search_plans(config, model, machine), partial(build_plan, model=model, machine=machine)
-        remedies = [] if found[0].plan.fits else find_remedies(found[0].plan, replace(found[0].keys, plan=True), again)
-        yield render_search(found, config, machine, width, remedies)
+        yield from _search(config, model, machine, width)
         return
     if config.activation_checkpoint_interval == AUTO:
         run = resolve_layout(model, config, Target(check_world_size(config), True, machine, is_planned=True))
@@ -75,6 +79,57 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     remedies = [] if plan.fits else find_remedies(plan, config, again)
     yield render_plan(plan, config, machine, steps, width=width, remedies=remedies)
     yield f"picture of the schedule: {save_picture(plan, config)}"
+
+
+def _search(config: RunConfig, model: ResolvedModel, machine: Machine, width: int | None) -> Iterator[str]:
+    """Yield the search over one number of GPUs as text, then what other updates would make of it."""
+    models = SharedModels(config, model)
+    found = search_plans(config, models, machine)
+    nearest = found[0]
+    if not nearest.plan.fits:
+        again = partial(build_plan, model=models.get(nearest.sharing), machine=machine)
+        remedies = find_remedies(nearest.plan, replace(nearest.keys, plan=True), again)
+        yield render_search(found, machine, width, remedies)  # an error
+    yield render_search(found, machine, width)
+    others = _try_other_updates(config, models, machine, found)
+    if others:
+        yield render_other_updates(others, machine, width)
+
+
+def _try_other_updates(
+    config: RunConfig, models: SharedModels, machine: Machine, found: Sequence[Candidate]
+) -> dict[str, Candidate]:
+    """Return the fastest layout with each change of the update, by its overrides; shared as the best few are."""
+    among = list(dict.fromkeys(candidate.sharing for candidate in found[:SHARED_AS] if candidate.plan.fits))
+    best = {}
+    for overrides, changed in list_other_updates(config):
+        with suppress(UserError):
+            own = models
+            check_keys(replace(changed, plan=True), has_accelerator=True)
+            if changed.adapter != config.adapter:
+                own = SharedModels(changed, resolve_planned(changed))
+            nearest, *_ = search_plans(changed, own, machine, most=1, among=among)
+            if nearest.plan.fits:
+                best[overrides] = nearest
+    return best
+
+
+def _search_sizes(config: RunConfig, width: int | None) -> Iterator[str]:
+    """Yield the search over several numbers of GPUs as text."""
+    if config.global_batch_size is None:
+        raise UserError(
+            f"world_size={config.world_size} compares runs of one global batch, and none is given; "
+            "give global_batch_size=N"
+        )
+    sizes = [replace(config, world_size=size) for size in dict.fromkeys(config.world_size)]
+    for each in sizes:
+        check_world_size(each)
+    machines = [complete_hardware(each.hardware, each.precision, each.world_size) for each in sizes]
+    shared = SharedModels(sizes[0], resolve_planned(sizes[0]))
+    found = {
+        each.world_size: search_plans(each, shared, machine) for each, machine in zip(sizes, machines, strict=True)
+    }
+    yield render_sizes(found, machines[0], width)
 
 
 def resolve_planned(config: RunConfig) -> ResolvedModel:
@@ -97,12 +152,12 @@ def save_picture(plan: Plan, config: RunConfig) -> Path:
 
 
 def check_world_size(config: RunConfig) -> int:
-    """Return the number of ranks to plan for. Raises UserError when it is not given, or is not a multiple of the
-    stages."""
+    """Return the number of ranks to plan for. Raises UserError when it is not given, is a list, or is not a multiple of
+    the stages."""
     if config.world_size is None:
         raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of GPUs to plan for")
-    if config.world_size < 1:
-        raise UserError(f"world_size={config.world_size}: at least 1")
+    if isinstance(config.world_size, list):
+        raise UserError(f"world_size={config.world_size}: a list is for plan=search; give one number")
     sizes = {axis: size for axis, size in read_sizes(config).items() if axis != PIPE or config.plan is True}
     replica = math.prod(sizes.values())
     if min(sizes.values()) >= 1 and config.world_size % replica:
@@ -111,7 +166,7 @@ def check_world_size(config: RunConfig) -> int:
         raise UserError(
             f"world_size={config.world_size} is not a multiple of {name_sizes(sizes)}; the nearest is {nearest}"
         )
-    return config.world_size
+    return int(config.world_size)
 
 
 @dataclass

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from errors import UserError
-from training.config.schema import RunConfig
 from training.costs.hardware import GIB, Machine
 from training.planner.formatting import render_cost, render_rows, render_seconds
 from training.planner.remedies import Remedy, describe_remedies
 from training.planner.report import largest_kind
-from training.planner.search import SHOWN, Candidate
+from training.planner.search import SHOWN
+from training.planner.search_space import Candidate
 
 MARGIN = 0.1  # of tokens/s: of published runs, two layouts so near are often in the other order (docs/plan.md)
 
 
 def render_search(
-    candidates: Sequence[Candidate],
-    config: RunConfig,
-    hardware: Machine,
-    width: int | None = None,
-    remedies: Sequence[Remedy] = (),
+    candidates: Sequence[Candidate], hardware: Machine, width: int | None = None, remedies: Sequence[Remedy] = ()
 ) -> str:
     """Return the table of the best layouts, with the price of a billion tokens where that of a GPU is known, how many
     the plan cannot distinguish from the first, and the overrides of the first. width: as in `render_rows`. remedies: of
@@ -28,43 +24,74 @@ def render_search(
 
     Raises UserError when none fits, with what the nearest one lacks.
     """
-    fitting = [candidate for candidate in candidates if candidate.plan.fits]
+    fitting = [candidate for candidate in candidates if candidate.plan.fits][:SHOWN]
     if not fitting:
-        raise UserError(_nothing_fits(candidates[0], config, hardware, remedies))
-    shares = any(candidate.sharing.size > 1 for candidate in fitting[:SHOWN])
-    divides = any(candidate.sharing.experts > 1 for candidate in fitting[:SHOWN])
-    header = (
-        "pp",
-        *(["cp", "mode"] if shares else []),
-        "dp",
-        *(["ep"] if divides else []),
-        "schedule",
-        "micro-batch",
-        "micro-batches",
-        "checkpoint",
-        "saving memory",
-        "peak GiB",
-        "host GiB",
-        "step",
-        "tokens/s",
-        "MFU",
-        *(["1B tokens cost"] if hardware.price_per_hour is not None else []),
-    )
-    rows = [
-        (*_row(candidate, shares, divides), *_price(candidate, hardware.price_per_hour))
-        for candidate in fitting[:SHOWN]
-    ]
+        raise UserError(_nothing_fits(candidates[0], hardware, remedies))
     return "\n".join(
         [
-            f"{len(fitting)} of {len(candidates)} layouts fit {config.world_size} x {hardware.name}; "
-            "the fastest, as predicted:",
+            f"the fastest layouts that fit {fitting[0].plan.layout.world_size} x {hardware.name}, as predicted:",
             "",
-            *render_rows(header, rows, width),
+            *render_rows(*_tabulate(fitting, hardware), width),
             "",
             *_render_margin(fitting),
             f"use: {' '.join(fitting[0].overrides)}",
         ]
     )
+
+
+def render_sizes(found: Mapping[int, Sequence[Candidate]], hardware: Machine, width: int | None = None) -> str:
+    """Return the table of the best layout of each number of GPUs, and which of them is fastest, which cheapest, and
+    which needs the fewest GPUs, each with its overrides. found: the layouts of each, as `search_plans` returns them.
+
+    Raises UserError when none fits any.
+    """
+    best = {size: candidates[0] for size, candidates in found.items() if candidates[0].plan.fits}
+    if not best:
+        raise UserError(_nothing_fits(found[max(found)][0], hardware, ()))
+    too_few = [f"{size} x {hardware.name}: {_describe_lack(found[size][0])}" for size in found if size not in best]
+    return "\n".join(
+        [
+            f"the fastest layout of each number of {hardware.name}, as predicted:",
+            "",
+            *render_rows(*_tabulate(list(best.values()), hardware, shows_gpus=True), width),
+            "",
+            *(f"nothing fits {line}" for line in too_few),
+            *_render_choices(best, hardware),
+        ]
+    )
+
+
+def render_other_updates(best: Mapping[str, Candidate], hardware: Machine, width: int | None = None) -> str:
+    """Return the table of the fastest layout with each change of the update. best: by overrides."""
+    header, rows = _tabulate(list(best.values()), hardware)
+    return "\n".join(
+        [
+            "",
+            "other updates, whose numbers are not those of this run; the fastest layout with each, as predicted:",
+            "",
+            *render_rows(("", *header), [(name, *row) for name, row in zip(best, rows, strict=True)], width),
+        ]
+    )
+
+
+def _render_choices(best: Mapping[int, Candidate], hardware: Machine) -> list[str]:
+    """A line for each number of GPUs that is the best in some way. Whatever a GPU costs, the cheapest trains the most
+    tokens a second on each."""
+
+    def speed(size: int) -> float:
+        return best[size].plan.tokens_per_second
+
+    chosen: dict[int, list[str]] = {}
+    chosen.setdefault(max(best, key=speed), []).append("fastest")
+    chosen.setdefault(max(best, key=lambda size: speed(size) / size), []).append("cheapest")
+    chosen.setdefault(min(best), []).append("fewest GPUs")
+    return [
+        f"{', '.join(names)}: {size} GPU{'s' * (size > 1)}, {speed(size):,.0f} tokens/s, "
+        f"{speed(size) / size:,.0f} per GPU"
+        + "".join(f", 1B tokens cost {cost}" for cost in _price(best[size], hardware.price_per_hour))
+        + f"; use: world_size={size} {' '.join(best[size].overrides)}"
+        for size, names in chosen.items()
+    ]
 
 
 def _price(candidate: Candidate, price_per_hour: float | None) -> tuple[str, ...]:
@@ -74,25 +101,71 @@ def _price(candidate: Candidate, price_per_hour: float | None) -> tuple[str, ...
 def _render_margin(fitting: Sequence[Candidate]) -> list[str]:
     slowest = (1 - MARGIN) * fitting[0].plan.tokens_per_second
     near = sum(candidate.plan.tokens_per_second > slowest for candidate in fitting[1:])
-    return [f"within {MARGIN:.0%} of the first: {near}, which a plan cannot tell apart from it"] if near else []
+    if not near:
+        return []
+    return [f"within {MARGIN:.0%} of the first: {near} of these, which a plan cannot tell apart from it"]
 
 
-def _row(candidate: Candidate, shares: bool, divides: bool) -> tuple[str, ...]:
-    """shares, divides: with the columns of the ranks that share a sequence, and of those that divide experts."""
-    plan, (mode, interval) = candidate.plan, candidate.checkpointing
-    layout = plan.layout
-    names = {"grouped": str(interval), "every": f"every {interval}", "selective": "selective"}
+def _tabulate(
+    candidates: Sequence[Candidate], hardware: Machine, shows_gpus: bool = False
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The header and a row for each candidate; a column in which all are 1 is omitted."""
+    columns = {name: [read(candidate) for candidate in candidates] for name, read in _COLUMNS.items()}
+    shown = [name for name, cells in columns.items() if name not in _OMITTED or {*cells} != {_OMITTED[name]}]
+    if not shows_gpus:
+        shown.remove("GPUs")
+    if hardware.price_per_hour is not None:
+        columns["1B tokens cost"] = [_price(candidate, hardware.price_per_hour)[0] for candidate in candidates]
+        shown.append("1B tokens cost")
+    return tuple(shown), list(zip(*(columns[name] for name in shown), strict=True))
+
+
+def _name_checkpointing(candidate: Candidate) -> str:
+    mode, interval = candidate.checkpointing
+    return {"grouped": str(interval), "every": f"every {interval}", "selective": "selective"}[mode.value]
+
+
+def _name_tensor(candidate: Candidate) -> str:
+    sharing = candidate.sharing
+    return f"{sharing.tensor}{' sp' if sharing.splits_sequence and sharing.tensor > 1 else ''}"
+
+
+def _name_sequences(candidate: Candidate) -> str:
+    sharing = candidate.sharing
+    return f"{sharing.size} {sharing.mode.value}" if sharing.size > 1 else "1"
+
+
+_COLUMNS: dict[str, Callable[[Candidate], str]] = {
+    "GPUs": lambda candidate: str(candidate.plan.layout.world_size),
+    "pp": lambda candidate: str(candidate.plan.layout.num_stages),
+    "tp": _name_tensor,
+    "cp": _name_sequences,
+    "dp": lambda candidate: str(candidate.plan.layout.dp_size),
+    "ep": lambda candidate: str(candidate.sharing.experts),
+    "schedule": lambda candidate: candidate.plan.layout.schedule,
+    "micro-batch": lambda candidate: str(candidate.plan.layout.micro_batch_size),
+    "micro-batches": lambda candidate: str(candidate.plan.layout.gradient_accumulation_steps),
+    "checkpoint": _name_checkpointing,
+    "saving memory": lambda candidate: candidate.saving,
+    "peak GiB": lambda candidate: f"{candidate.plan.fullest.memory.peak / GIB:.1f}",
+    "host GiB": lambda candidate: f"{candidate.plan.host_bytes / GIB:,.0f}",
+    "step": lambda candidate: render_seconds(candidate.plan.step_seconds),
+    "tokens/s": lambda candidate: f"{candidate.plan.tokens_per_second:,.0f}",
+    "MFU": lambda candidate: f"{candidate.plan.mfu:.1%}",
+}
+_OMITTED = {"tp": "1", "cp": "1", "ep": "1"}  # a column in which all cells are this
+
+
+def _nothing_fits(nearest: Candidate, hardware: Machine, remedies: Sequence[Remedy]) -> str:
     return (
-        str(layout.num_stages), *([str(candidate.sharing.size), candidate.sharing.mode.value] if shares else []),
-        str(layout.dp_size), *([str(candidate.sharing.experts)] if divides else []), layout.schedule,
-        str(layout.micro_batch_size), str(layout.gradient_accumulation_steps), names[mode.value], candidate.saving,
-        f"{plan.fullest.memory.peak / GIB:.1f}",
-        f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds),
-        f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",
-    )  # fmt: skip
+        f"no layout fits world_size={nearest.plan.layout.world_size} x hardware={hardware.name}; "
+        f"{_describe_lack(nearest)}; "
+        f"{f'it would fit with {describe_remedies(remedies)}; else ' if remedies else ''}"
+        "raise world_size, take larger GPUs, or lower max_seq_length"
+    )
 
 
-def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine, remedies: Sequence[Remedy]) -> str:
+def _describe_lack(nearest: Candidate) -> str:
     plan = nearest.plan
     missing = []
     if plan.missing_memory > 0:
@@ -102,9 +175,4 @@ def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine, reme
         )
     if plan.missing_host_memory > 0:
         missing.append(f"{plan.missing_host_memory / GIB:,.0f} GiB of host memory a node")
-    return (
-        f"no layout fits world_size={config.world_size} x hardware={hardware.name}; "
-        f"the nearest ({' '.join(nearest.overrides)}) misses {' and '.join(missing)}; "
-        f"{f'it would fit with {describe_remedies(remedies)}; else ' if remedies else ''}"
-        "raise world_size, take larger GPUs, or lower max_seq_length"
-    )
+    return f"the nearest ({' '.join(nearest.overrides)}) misses {' and '.join(missing)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from training.costs.simulation import list_transfers
 from training.planner.plan import Plan
-from training.planner.simulation import list_transfers
 
 
 class Work(Enum):

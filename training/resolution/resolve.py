@@ -82,11 +82,17 @@ class ResolvedModel:
     counts: LayerCounts
 
     def share(self, config: RunConfig) -> ResolvedModel:
-        """Return the model of a plan with its sequences and experts over as many ranks as `config` says, all other keys
-        alike. Raises UserError where sequences cannot be shared."""
-        parts = check_run_sequences(config, self.architecture, self.layers)
-        counts = LayerCounts(config, self.architecture, self.layers, self.adapter, parts, lambda: self.layers)
-        return replace(self, config=config, parts=parts, counts=counts)
+        """Return the model of a plan with its layers, sequences and experts over as many ranks as `config` says, all
+        other keys alike. Raises UserError where they cannot be shared so."""
+        check_together(Run(config))
+        check_expert_parallel(self.architecture, self.layers, config.expert_parallel_size)
+        layers = self.layers
+        if config.tensor_parallel_size != self.config.tensor_parallel_size:
+            whole = [replace(layer, styles={}) for layer in layers]
+            layers = shard_layers(self.architecture, whole, config.tensor_parallel_size)
+        parts = check_run_sequences(config, self.architecture, layers)
+        counts = LayerCounts(config, self.architecture, layers, self.adapter, parts, lambda: layers)
+        return replace(self, config=config, layers=layers, parts=parts, counts=counts)
 
     @property
     def checkpointing(self) -> ActivationCheckpointing:

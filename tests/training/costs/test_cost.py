@@ -164,6 +164,19 @@ def test_adapters_of_experts_count_once_and_their_products_by_those_that_a_token
     assert with_adapter[2].num_active - without[2].num_active == config.num_experts_per_tok * expert_params
 
 
+def test_an_adapter_of_one_layer_is_counted_there() -> None:
+    config = build_config()
+    layers = build_layers(config)
+    lora = build_lora_config(layers, ["q_proj"], [], r=4)
+    everywhere, once = list(lora.target_modules or ()), ["layers.1.self_attn.q_proj"]
+    trained = []
+    for targets in (everywhere, once):
+        lora.target_modules = set(targets)
+        costs = count_layers(layers, config, MicroBatchShape(B, T, torch.float32), adapter=Adapter(lora))
+        trained.append([index for index, cost in enumerate(costs) if cost.num_trainable])
+    assert len(trained[0]) == config.num_hidden_layers > 1 and len(trained[1]) == 1
+
+
 def test_an_adapter_trains_and_the_rest_of_what_a_token_uses_is_frozen() -> None:
     config = build_config()
     layers = build_layers(config)

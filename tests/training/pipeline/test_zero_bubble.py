@@ -11,13 +11,13 @@ from transformers import LlamaConfig
 from errors import UserError
 from models.adapters.options import AdapterName
 from models.architecture.lookup import build_layers
+from training.costs.simulation import simulate
 from training.distributed.topology import Layout, Topology
 from training.pipeline.partition import balance_chunks, compute_work, split_layers, weigh_layers
 from training.pipeline.pass_times import time_passes
 from training.pipeline.schedule import Unit, UnitKind
 from training.pipeline.schedules import build_schedule
 from training.pipeline.zero_bubble import EVEN, PassTimes, ZeroBubble, default_memory_limit
-from training.planner.simulation import simulate
 
 SIZES = [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32)]
 LONG = [pytest.param(16, M, marks=pytest.mark.full) for M in (32, 64)]

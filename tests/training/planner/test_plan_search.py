@@ -1,25 +1,39 @@
-"""The search: everything that divides is tried, what fits comes first and fastest, and the printed overrides are a
-run."""
+"""The search: everything that divides can be found, what fits comes first and fastest, and the printed overrides are
+a run."""
 
 from __future__ import annotations
 
 import itertools
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from support.configs import compose_config
-from support.planned import plan_config, search_config
+from support.planned import describe_machine, plan_config, search_config, share_models
 
 from errors import UserError
 from training.config import incompatible
 from training.config.incompatible import INCOMPATIBLE, Feature, Pair
-from training.config.schema import ContextParallelMode, RunConfig, to_typed
-from training.planner.run import plan_run, resolve_planned
-from training.planner.search import CHECKPOINTING, FINALISTS, SHOWN, Candidate, list_sharings
+from training.config.schema import RunConfig, to_typed
+from training.costs.hardware import GIB
+from training.planner import search
+from training.planner.remedies import list_other_updates
+from training.planner.run import SHARED_AS, build_plan, plan_run
+from training.planner.search import MOST_ORDERS, PLAIN, SHOWN, search_plans
 from training.planner.search_report import MARGIN, render_search
+from training.planner.search_space import (
+    CHECKPOINTING,
+    SAVING,
+    UNUSED,
+    Candidate,
+    Sharing,
+    build_keys,
+    list_layouts,
+    list_schedules,
+    list_sharings,
+)
 
-KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
 NEARLY = (
     "model=llama_3_1_8b", "world_size=1", "hardware=h200", "hardware.host_memory=10", "max_seq_length=4096",
@@ -30,53 +44,115 @@ def build(*overrides: str) -> RunConfig:
     return to_typed(compose_config("llama_7b_pp4", "plan=search", "global_batch_size=16", *overrides), UNREAD)
 
 
-def test_every_split_that_divides_is_tried() -> None:
-    found = [c for c in search_config(build("world_size=8")) if c.plan.layout.schedule == "1f1b"]
-    layouts = {(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in found}
-    assert layouts == {
-        (stages, micro) for stages in (1, 2, 4, 8) for micro in (1, 2, 4, 8, 16) if 16 % (8 // stages * micro) == 0
-    }
-    always = [c for c in found if tuple(c.memory_overrides) in ((), ("offload_optimizer",))]
-    assert len(always) == 2 * len(CHECKPOINTING) * len(layouts)  # with and without offloading
-    assert all(candidate.plan.layout.global_batch_size == 16 for candidate in found)
+def find_all(config: RunConfig) -> list[Candidate]:
+    """Everything that the search tries when it looks for more than there is."""
+    return search_config(config, most=10**6)
+
+
+def test_every_split_that_divides_is_a_layout() -> None:
+    config = build("world_size=8")
+    for sharing in (Sharing.of(config), Sharing.of(config)._replace(tensor=2)):
+        layouts = list(list_layouts(config, sharing, 8, 35, 16))
+        ranks = 8 // sharing.tensor
+        assert {(layout.num_stages, layout.micro_batch_size) for layout in layouts} == {
+            (stages, micro)
+            for stages in (1, 2, 4, 8)
+            for micro in (1, 2, 4, 8, 16)
+            if ranks % stages == 0 and 16 % (ranks // stages * micro) == 0
+        }
+        assert all(layout.global_batch_size == 16 for layout in layouts)
 
 
 @pytest.mark.full
-def test_both_schedules_are_tried_where_a_layout_allows_it() -> None:
-    found = search_config(build("world_size=8", "schedule=interleaved"))
-    plain, interleaved = (
+def test_every_schedule_is_tried_where_a_layout_allows_it() -> None:
+    found = [c for c in find_all(build("world_size=4", "model=llama_tiny")) if c.plan.fits]
+    plain, interleaved, zero_bubble = (
         {
-            (c.plan.layout.num_stages, c.plan.layout.micro_batch_size)
+            (c.sharing.tensor, c.plan.layout.num_stages, c.plan.layout.micro_batch_size)
             for c in found
             if c.plan.layout.schedule == schedule
         }
-        for schedule in ("1f1b", "interleaved")
+        for schedule in (PLAIN, "interleaved", "zero_bubble")
     )
     assert interleaved == {
-        (stages, micro) for stages, micro in plain if stages > 1 and 16 // (8 // stages * micro) % stages == 0
+        (tensor, stages, micro)
+        for tensor, stages, micro in plain
+        if stages > 1 and 16 // (4 // tensor // stages * micro) % stages == 0
     }
-    assert all(("schedule=1f1b" in c.overrides) == (c.plan.layout.num_chunks == 1) for c in found)
+    assert zero_bubble < plain and 0 < len(zero_bubble) <= MOST_ORDERS
+    assert all(f"schedule={c.plan.layout.schedule}" in c.overrides for c in found)
 
 
-def test_the_best_are_tried_without_a_bubble_too_and_win() -> None:
-    config = build("world_size=8", "hardware=h200", "global_batch_size=8")
-    found = search_config(config)
-    schedules = [candidate.plan.layout.schedule for candidate in found]
-    assert schedules.count("zero_bubble") == FINALISTS and "schedule=zero_bubble" in found[0].overrides
+def test_the_fastest_are_those_of_all() -> None:
+    """A search for everything finds the same best ones: those that are left out are slower."""
+    config = build("world_size=4", "model=llama_tiny", "hardware=a100_40g")
+    everything = [c for c in find_all(config) if c.plan.fits]
+    best = [c for c in search_config(config) if c.plan.fits]
+    assert len(best) == SHOWN < len(everything)
+    assert [c.overrides for c in best] == [c.overrides for c in everything[:SHOWN]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("memory", [10, 0.2, 0.12])
+def test_nothing_that_fits_is_faster(memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every combination of what is tried, planned by itself; without zero bubble, of which few are."""
+    monkeypatch.setattr(search, "MOST_ORDERS", 0)
+    config = build("world_size=2", "model=llama_tiny", "hardware=a100_40g", f"hardware.memory={memory}")
+    models, machine = share_models(config), describe_machine(config)
+    fitting = []
+    for sharing in list_sharings(models, 2, 8):
+        for plain in list_layouts(config, sharing, 2, models.model.num_units, 16):
+            layouts = [plain, *list_schedules(plain, config, ["interleaved"], models.model.num_units)]
+            each = itertools.product(layouts, itertools.chain(*CHECKPOINTING), ({}, *SAVING))
+            for layout, checkpointing, memory_overrides in each:
+                keys = replace(build_keys(config, layout, sharing, checkpointing, memory_overrides), plan=True)
+                with suppress(UserError):
+                    plan = build_plan(keys, models.get(sharing), machine)
+                    fitting += [plan.step_seconds] if plan.fits else []
+    found = [candidate.plan.step_seconds for candidate in search_config(config) if candidate.plan.fits]
+    assert len(fitting) > len(found) == SHOWN and found[0] == pytest.approx(min(fitting))
+
+
+def test_layouts_without_a_bubble_are_tried_and_win() -> None:
+    config = build("world_size=8", "hardware=h200", "global_batch_size=8", "hardware.cards_per_node=1")
+    assert "schedule=zero_bubble" in search_config(config)[0].overrides
     assert "zero_bubble" not in {c.plan.layout.schedule for c in search_config(replace(config, compile=True))}
+
+
+def test_layers_are_shared_within_a_node() -> None:
+    config = build("world_size=8", "hardware=h200")
+    models = share_models(config)
+
+    def find(world_size: int, cards_per_node: int) -> list[tuple[int, bool]]:
+        return [sharing[3:] for sharing in list_sharings(models, world_size, cards_per_node)]
+
+    assert find(8, 8) == [(1, False), *((size, splits) for size in (2, 4, 8) for splits in (False, True))]
+    assert find(8, 2) == [(1, False), (2, False), (2, True)] and find(2, 8) == find(8, 2)
+    assert find(8, 1) == [(1, False)]
+
+
+def test_the_overrides_share_layers_too() -> None:
+    small = ("world_size=4", "model=llama_tiny", "hardware=a100_40g")
+    found = [c for c in find_all(build(*small)) if c.plan.fits]
+    for splits_sequence in (False, True):
+        used = next(c for c in found if c.sharing[3:] == (2, splits_sequence))
+        plan = plan_config(build(*small, *used.overrides))
+        assert plan.step_seconds == used.plan.step_seconds
+        assert plan.fullest.memory.peak == used.plan.fullest.memory.peak
+        assert plan.layout.tensor_parallel_size == 2
 
 
 def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
     config = build("world_size=8", "hardware=a100_40g")
     found = search_config(config)
     fits = [candidate.plan.fits for candidate in found]
-    assert fits == sorted(fits, reverse=True) and 0 < sum(fits) < len(fits)
+    assert fits == sorted(fits, reverse=True) and sum(fits) == SHOWN < len(fits)
     speeds = [candidate.plan.tokens_per_second for candidate in found if candidate.plan.fits]
     assert speeds == sorted(speeds, reverse=True)
     near = sum(speed > (1 - MARGIN) * speeds[0] for speed in speeds[1:])
-    text = render_search(found, config, config.hardware)
-    assert near > 0 and f"within 10% of the first: {near}, which" in text and "cost" not in text
-    priced = render_search(found, config, replace(config.hardware, price_per_hour=2.0))
+    text = render_search(found, config.hardware)
+    assert near > 0 and f"within 10% of the first: {near} of these, which" in text and "cost" not in text
+    priced = render_search(found, replace(config.hardware, price_per_hour=2.0))
     first = priced.splitlines()[3]
     assert "1B tokens cost" in priced and float(first.split()[-1].replace(",", "")) == pytest.approx(
         2 * 8 * 1e9 / speeds[0] / 3600, rel=0.01
@@ -86,7 +162,7 @@ def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
 def test_the_overrides_make_the_plan_that_was_ranked() -> None:
     config = build("world_size=8", "hardware=a100_40g")
     best = search_config(config)[0]
-    report = "\n".join(plan_run(config))
+    report = next(iter(plan_run(config)))
     used = shlex.split(report.splitlines()[-1].removeprefix("use: "))
     assert tuple(used) == best.overrides
     again = build("world_size=8", "hardware=a100_40g", *used)
@@ -98,14 +174,12 @@ def test_the_overrides_make_the_plan_that_was_ranked() -> None:
 @pytest.mark.parametrize("machine", ["h100", "h200"])
 def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str) -> None:
     """Gradients are summed once a micro-batch; nothing else tells one size from another in replicas without stages."""
-    found = search_config(
-        build("world_size=8", f"hardware={machine}", "global_batch_size=64", "offload_optimizer=none")
-    )
+    found = find_all(build("world_size=8", f"hardware={machine}", "global_batch_size=64", "hardware.cards_per_node=1"))
     assert found[0].plan.layout.micro_batch_size > 1
     replicas = [
         c.plan
         for c in found
-        if c.plan.layout.num_stages == 1 and c.overrides[4:7] == KEEP_ALL and not c.memory_overrides
+        if c.plan.layout.num_stages == 1 and c.checkpointing in CHECKPOINTING[0] and not c.memory_overrides
     ]
     by_size = sorted(replicas, key=lambda plan: plan.layout.micro_batch_size)
     speeds = [plan.tokens_per_second for plan in by_size]
@@ -115,33 +189,32 @@ def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str
 def test_where_a_gpu_is_too_small_replicas_shard_or_the_host_helps() -> None:
     """Memory overrides are tried for a layout only where the run without them does not fit; and a run of
     one replica has nothing to shard."""
-    found = [c for c in search_config(build("world_size=8", "hardware=a100_40g")) if c.plan.layout.schedule == "1f1b"]
-    by_layout: dict[tuple[int, int, int], list[Candidate]] = {}
+    config = build("world_size=8", "hardware=a100_40g", "hardware.cards_per_node=1")
+    found = [c for c in find_all(config) if c.plan.fits]
+    assert {c.memory_overrides.get("zero_stage", 1) for c in found} == {1, 2, 3}
+    assert any("offload_optimizer" in c.memory_overrides for c in found)
     for c in found:
-        way = next(number for number, choices in enumerate(CHECKPOINTING) if c.checkpointing in choices)
-        by_layout.setdefault((c.plan.layout.num_stages, c.plan.layout.micro_batch_size, way), []).append(c)
-    for (num_stages, _, _), tried in by_layout.items():
-        plain = next(c.plan for c in tried if not c.memory_overrides)
-        stages = {c.memory_overrides["zero_stage"] for c in tried if "zero_stage" in c.memory_overrides}
-        if num_stages == 8 or (plain.fits and plain.layout.gradient_accumulation_steps > 1):
-            assert not stages
-        else:
-            assert stages == ({2, 3} if num_stages == 1 and not plain.fits else {2})
+        layout = c.plan.layout
+        if "zero_stage" in c.memory_overrides:
+            assert layout.num_stages < 8 and (c.memory_overrides["zero_stage"] == 2 or layout.num_stages == 1)
+        is_free = c.memory_overrides == {"zero_stage": 2} and layout.gradient_accumulation_steps == 1
+        if layout.num_stages == 1 and c.memory_overrides and not is_free:  # else layers may have moved to other stages
+            assert not plan_config(replace(c.keys, plan=True, **UNUSED)).fits
 
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_overrides_of_a_stage_of_zero_make_its_plan(zero_stage: int) -> None:
-    found = search_config(build("world_size=8", "hardware=a100_40g"))
+    found = find_all(build("world_size=8", "hardware=a100_40g", "hardware.cards_per_node=1"))
     used = next(c for c in found if c.plan.fits and c.memory_overrides == {"zero_stage": zero_stage})
-    again = build("world_size=8", "hardware=a100_40g", *used.overrides)
+    again = build("world_size=8", "hardware=a100_40g", "hardware.cards_per_node=1", *used.overrides)
     plan = plan_config(again)
     assert plan.step_seconds == used.plan.step_seconds and plan.fullest.memory.peak == used.plan.fullest.memory.peak
 
 
 def test_a_list_of_layers_gives_way_to_a_balanced_split() -> None:
-    assert (
-        len({c.plan.layout.num_stages for c in search_config(build("world_size=4", "partition_method=[9,9,9,8]"))}) == 3
-    )
+    found = find_all(build("world_size=4", "partition_method=[9,9,9,8]", "hardware.cards_per_node=1"))
+    assert {c.plan.layout.num_stages for c in found} == {1, 2, 4}
+    assert all("partition_method=balanced" in c.overrides for c in found)
 
 
 def test_nothing_fits_and_by_how_much() -> None:
@@ -165,12 +238,61 @@ def test_nothing_fits_but_with_what_the_search_does_not_try() -> None:
 def test_a_host_that_is_too_small_is_named() -> None:
     config = build("world_size=4", "hardware=rtx4090", "hardware.host_memory=140")
     with pytest.raises(UserError, match=r"GiB of host memory a node; raise world_size"):
-        render_search(search_config(config), config, config.hardware)
+        render_search(search_config(config), config.hardware)
+
+
+def test_several_numbers_of_gpus() -> None:
+    tiny = ("model=llama_tiny", "hardware=a100_40g")
+    least = ("num_stages=1", "micro_batch_size=1", "gradient_accumulation_steps=null", "activation_offload=true")
+    least = (*least, "activation_checkpoint_interval=1", "offload_optimizer=cpu")
+    needed = plan_config(build("world_size=1", *tiny, *least)).fullest.memory.peak
+    small = (*tiny, f"hardware.memory={0.95 * needed / GIB}", "hardware.usable_memory=1")
+    (text,) = plan_run(build("world_size=[1,2,4,2]", *small, "hardware.price_per_hour=2"))
+    best = {size: search_config(build(f"world_size={size}", *small))[0] for size in (1, 2, 4)}
+    fitting = {size: candidate.plan.tokens_per_second for size, candidate in best.items() if candidate.plan.fits}
+    assert list(fitting) == [2, 4]
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines[3:5]] == ["2", "4"]
+    (nothing,) = (line for line in lines if line.startswith("nothing fits "))
+    assert nothing.startswith("nothing fits 1 x a100_40g: the nearest (") and " misses " in nothing
+    named = {name: line for line in lines if "; use: " in line for name in line.partition(":")[0].split(", ")}
+    fastest, cheapest = max(fitting, key=lambda n: fitting[n]), max(fitting, key=lambda n: fitting[n] / n)
+    for name, size in (("fastest", fastest), ("cheapest", cheapest), ("fewest GPUs", 2)):
+        assert f": {size} GPUs, {fitting[size]:,.0f} tokens/s, {fitting[size] / size:,.0f} per GPU" in named[name]
+        assert named[name].endswith(f"; use: world_size={size} {' '.join(best[size].overrides)}")
+        assert "1B tokens cost" in named[name]
+
+
+def test_what_changes_the_update_is_a_table_of_its_own() -> None:
+    small = ("world_size=2", "model=llama_tiny", "hardware=a100_40g")
+    config = build(*small)
+    table, others = plan_run(config)
+    assert "lora" not in table and "state_dtype" not in table
+    rows = [line.split() for line in others.splitlines()[4:]]
+    named = {row[0]: row for row in reversed(rows)}  # of two with adapters the first, without 4 bits
+    assert {"optimizer.state_dtype=bf16", "adapter=lora"} <= {*named}
+    lora, among = build(*small, "adapter=lora"), [candidate.sharing for candidate in search_config(config)[:SHARED_AS]]
+    best = search_plans(lora, share_models(lora), describe_machine(lora), most=1, among=among)[0]
+    assert f"{best.plan.tokens_per_second:,.0f}" in named["adapter=lora"]
+    already = build(*small, "adapter=lora", "optimizer.state_dtype=bf16")
+    assert [overrides for overrides, _ in list_other_updates(already)] == ["optimizer=adamw_8bit"]
+
+
+def test_several_numbers_of_gpus_that_cannot_be_compared() -> None:
+    with pytest.raises(UserError, match=r"world_size=\[2, 4\] compares runs of one global batch, and none is given"):
+        list(plan_run(build("world_size=[2,4]", "global_batch_size=null", "gradient_accumulation_steps=1")))
+    with pytest.raises(UserError, match="world_size=3 is not a multiple of"):
+        list(plan_run(build("world_size=[2,3]", "tensor_parallel_size=2")))
+    config = build("world_size=[1,2]", "hardware=rtx4090", "hardware.memory=2")
+    with pytest.raises(UserError, match="no layout fits world_size=2 x hardware=.*; the nearest"):
+        list(plan_run(config))
 
 
 def test_a_global_batch_that_no_split_divides() -> None:
     with pytest.raises(UserError, match="no split of world_size=64 divides global_batch_size=7"):
-        search_config(build("world_size=64", "global_batch_size=7", "micro_batch_size=null"))
+        search_config(
+            build("world_size=64", "global_batch_size=7", "micro_batch_size=null", "hardware.cards_per_node=1")
+        )
 
 
 def test_sequences_are_shared_where_samples_are_long() -> None:
@@ -178,12 +300,10 @@ def test_sequences_are_shared_where_samples_are_long() -> None:
         """The modes that are tried, by size."""
         config = build("world_size=8", *overrides)
         found: dict[int, list[str]] = {}
-        for size, mode, _ in list_sharings(
-            config,
-            resolve_planned(replace(config, context_parallel_size=1, context_parallel_mode=ContextParallelMode.auto)),
-            8,
-        ):
-            found.setdefault(size, []).append(mode.value)
+        models = share_models(config)
+        for size, mode, _, tensor, splits in list_sharings(models, 8, 8):
+            if tensor == config.tensor_parallel_size and not splits:
+                found.setdefault(size, []).append(mode.value)
         return {size: " ".join(modes) for size, modes in found.items()}
 
     both, long = "ulysses ring", "max_seq_length=16384"
@@ -200,7 +320,7 @@ def test_sequences_are_shared_where_samples_are_long() -> None:
 def test_the_overrides_share_sequences_too() -> None:
     long = ("world_size=4", "hardware=a100_40g", "max_seq_length=32768", "model=llama_tiny")
     config = build(*long)
-    best = next(candidate for candidate in search_config(config) if candidate.plan.layout.context_parallel_size > 1)
+    best = next(candidate for candidate in find_all(config) if candidate.plan.layout.context_parallel_size > 1)
     assert {f"context_parallel_size={best.sharing.size}", f"context_parallel_mode={best.sharing.mode.value}"} < {
         *best.overrides
     }
@@ -212,24 +332,24 @@ def test_the_overrides_share_sequences_too() -> None:
 def test_what_the_run_would_refuse_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     config = build("world_size=4", "hardware=a100_80g")
     best, *_ = search_config(config)
-    mode, interval = best.checkpointing
-    taken = Feature("the best way", lambda run: run.config.activation_checkpoint_mode is mode)
-    much = Feature("as often", lambda run: run.config.activation_checkpoint_interval == interval)
-    monkeypatch.setattr(incompatible, "INCOMPATIBLE", (*INCOMPATIBLE, Pair(taken, much, "of a test", "give another")))
-    offered = search_config(config)[:SHOWN]
-    assert len(offered) == SHOWN and best.checkpointing not in [candidate.checkpointing for candidate in offered]
+    staged = Feature("as many stages", lambda run: run.config.num_stages == best.plan.layout.num_stages)
+    sized = Feature("as large", lambda run: run.config.micro_batch_size == best.plan.layout.micro_batch_size)
+    monkeypatch.setattr(incompatible, "INCOMPATIBLE", (*INCOMPATIBLE, Pair(staged, sized, "of a test", "give another")))
+    offered = [(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in search_config(config)[:SHOWN]]
+    assert len(offered) == SHOWN and (best.plan.layout.num_stages, best.plan.layout.micro_batch_size) not in offered
 
 
 @pytest.mark.full
 def test_the_overrides_divide_experts_too() -> None:
     mixture = ("world_size=8", "hardware=h200", "model=mixtral_8x7b", "global_batch_size=8")
     config = build(*mixture)
-    found = search_config(config)
+    found = find_all(config)
     assert {candidate.sharing.experts for candidate in found} == {1, 2, 4, 8}
     assert all(candidate.plan.layout.num_weight_replicas % candidate.sharing.experts == 0 for candidate in found)
-    best = next(candidate for candidate in found if candidate.sharing.experts > 1)
+    best = next(candidate for candidate in found if candidate.sharing.experts > 1 and candidate.plan.fits)
     assert f"expert_parallel_size={best.sharing.experts}" in best.overrides
     plan = plan_config(build(*mixture, *best.overrides))
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
     compiled = replace(config, compile=True)  # with which experts are not divided
-    assert {sharing.experts for sharing in list_sharings(compiled, resolve_planned(compiled), 8)} == {1}
+    models = share_models(compiled)
+    assert {sharing.experts for sharing in list_sharings(models, 8, 8)} == {1}

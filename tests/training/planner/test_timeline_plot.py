@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from matplotlib import image
 
+from training.costs.simulation import simulate
 from training.observability.measured_timeline import measured_timeline
 from training.observability.stage_timer import Span
 from training.pipeline.schedule import OneForwardOneBackward
-from training.planner.simulation import simulate
 from training.planner.timeline import Timeline, TimelineSpan, Work
 from training.planner.timeline_plot import COLORS, MICRO_BATCHES_SHOWN, choose_windows, draw_timelines
 

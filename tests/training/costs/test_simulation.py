@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from training.costs.simulation import list_transfers, simulate
 from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule, Unit, UnitKind
-from training.planner.simulation import list_transfers, simulate
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 3), (2, 1), (2, 5), (3, 4), (4, 2), (4, 9)])
