@@ -193,7 +193,9 @@ class _Search:
         self._push(candidate.plan.step_seconds, partial(self._accept, candidate))
 
     def _accept(self, candidate: Candidate) -> None:
-        """Take a candidate, no other one being faster, unless the run would refuse its keys."""
+        """Take a candidate, no other one being faster, once, and unless the run would refuse its keys."""
+        if any(candidate is other for other in self._best):
+            return
         try:
             keys = replace(candidate.keys, plan=True)
             check_config(keys, has_accelerator=True)
