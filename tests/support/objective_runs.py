@@ -207,7 +207,7 @@ def check_resumed(
 
 def check_record(record: Mapping[str, Any], expected: Mapping[str, float]) -> None:
     """Check what an evaluation has reported."""
-    assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def convert(source: Path, target: Path, *flags: str) -> None:

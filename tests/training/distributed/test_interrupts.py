@@ -126,7 +126,6 @@ def train_with_workers_killed(case: Case, signum: int) -> None:
     """On a rank: a run whose data workers are killed at its final save. signum: ends the run; 0: the last step does."""
     from training.checkpoint.writer import CheckpointWriter
 
-    multiprocessing.set_start_method("fork", force=True)  # as in a run; the group's own way would be inherited
     save = CheckpointWriter.save
 
     def save_without_workers(writer: CheckpointWriter, state: TrainerState) -> None:
@@ -134,7 +133,7 @@ def train_with_workers_killed(case: Case, signum: int) -> None:
         assert workers
         for worker in workers:
             worker.kill()
-            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            worker.join()
         save(writer, state)
 
     CheckpointWriter.save = save_without_workers
