@@ -166,14 +166,14 @@ def list_sharings(models: SharedModels, world_size: int, cards_per_node: int) ->
     own = Sharing.of(models.config)
     found = []
     for layers in _list_tensor_sizes(own, world_size, cards_per_node):
-        for sequences in _list_sequence_sharings(models.config, layers, world_size):
+        for sharing in _list_sequence_sharings(models.config, layers, world_size):
             for size in _list_expert_sizes(own, world_size // layers.tensor):
-                sharing = sequences._replace(experts=size)
-                if world_size % (sharing.size * sharing.tensor):
+                divided = sharing._replace(experts=size)
+                if world_size % (divided.size * divided.tensor):
                     continue
                 with suppress(UserError):
-                    models.get(sharing)
-                    found.append(sharing)
+                    models.get(divided)
+                    found.append(divided)
     return list(dict.fromkeys(found)) or [own]
 
 
@@ -187,12 +187,12 @@ def _list_powers(most: int) -> list[int]:
     return [2**exponent for exponent in range(max(most, 1).bit_length())]
 
 
-def _list_tensor_sizes(own: Sharing, world_size: int, cards_per_node: int) -> Iterator[Sharing]:
+def _list_tensor_sizes(sharing: Sharing, world_size: int, cards_per_node: int) -> Iterator[Sharing]:
     """The config's own number of ranks that share layers, then powers of two within a node; each with whole sequences
     between blocks and with parts of them."""
-    for size in dict.fromkeys([own.tensor, *_list_powers(min(world_size, cards_per_node))]):
-        for splits_sequence in dict.fromkeys([own.splits_sequence, False, True]) if size > 1 else [False]:
-            yield own._replace(tensor=size, splits_sequence=splits_sequence)
+    for size in dict.fromkeys([sharing.tensor, *_list_powers(min(world_size, cards_per_node))]):
+        for splits_sequence in dict.fromkeys([sharing.splits_sequence, False, True]) if size > 1 else [False]:
+            yield sharing._replace(tensor=size, splits_sequence=splits_sequence)
 
 
 def _list_expert_sizes(own: Sharing, num_ranks: int) -> list[int]:
@@ -201,14 +201,14 @@ def _list_expert_sizes(own: Sharing, num_ranks: int) -> list[int]:
     return list(dict.fromkeys([own.experts, *_list_powers(min(MOST_DIVIDING, num_ranks))]))
 
 
-def _list_sequence_sharings(config: RunConfig, layers: Sharing, world_size: int) -> Iterator[Sharing]:
+def _list_sequence_sharings(config: RunConfig, sharing: Sharing, world_size: int) -> Iterator[Sharing]:
     """The config's own number of ranks that share a sequence, then powers of two, each in the config's mode or, where
     that is `auto`, in both."""
-    powers = _list_powers(min(MOST_SHARING, world_size // layers.tensor)) if config.max_seq_length >= LONG else []
+    powers = _list_powers(min(MOST_SHARING, world_size // sharing.tensor)) if config.max_seq_length >= LONG else []
     auto, *others = ContextParallelMode
-    for size in dict.fromkeys([layers.size, *powers]):
-        for mode in others if layers.mode is auto and size > 1 else [layers.mode]:
-            yield layers._replace(size=size, mode=mode)
+    for size in dict.fromkeys([sharing.size, *powers]):
+        for mode in others if sharing.mode is auto and size > 1 else [sharing.mode]:
+            yield sharing._replace(size=size, mode=mode)
 
 
 def list_layouts(config: RunConfig, sharing: Sharing, world_size: int, num_layers: int, total: int) -> Iterator[Layout]:
