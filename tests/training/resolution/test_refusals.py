@@ -65,7 +65,7 @@ def find_refusal(config: RunConfig) -> str | None:
 
 def find_planned_refusal(config: RunConfig) -> str | None:
     """Returns the message that refuses the plan of a run with these keys, unless they ask for a search."""
-    keys = dataclasses.replace(config, plan=config.plan or True, world_size=RANKS.world_size)
+    keys = dataclasses.replace(config, plan=config.plan or True, world_size=config.world_size or RANKS.world_size)
     try:
         model = resolve_planned(keys)
         resolve_layout(model, keys, Target(RANKS.world_size, has_accelerator=True, is_planned=True))
