@@ -27,8 +27,8 @@ _IMPORTED = ["data.loading.loader", "data.streaming.stream", "trainer_base_ds_mp
 
 
 def start_server() -> None:
-    """Start the process that workers are forked from, unless it runs; it ends with this one. What it imports takes
-    seconds, which pass beside other work of this process."""
+    """Start the process that workers are forked from, unless it runs; it ends with this one. Its imports take seconds,
+    during which this process can go on."""
     forkserver.set_forkserver_preload(_IMPORTED)
     resource_tracker.ensure_running()  # which would unblock signals
     with _blocked_signals(), _on_path(_ROOT):

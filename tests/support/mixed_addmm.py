@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from torch.library import _scoped_library
+from torch import library as operators
 
 from models.losses import accumulate
 
@@ -32,7 +32,7 @@ def play_mixed_addmm(takes_fp32_sums: bool = True) -> Iterator[list[tuple[int, .
     accumulate._sums_in_fp32.cache_clear()
     try:
         with (
-            _scoped_library("aten", "IMPL") as library,
+            operators._scoped_library("aten", "IMPL") as library,
             patch.object(accumulate, "_DEVICES", ("cpu",)),
         ):
             library.impl("addmm.dtype_out", add, "CPU")

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.library import _scoped_library
+from torch import library as operators
 from torch.nn.attention import varlen
 from transformers import modeling_flash_attention_utils
 
@@ -178,7 +178,7 @@ def play_block_kernels() -> Iterator[list[str]]:
         called.append("backward")
         return _block_backward(*args, **kwargs)
 
-    with _scoped_library("aten", "IMPL") as library, patch.object(blocks, "find_kernel", lambda _: flash):
+    with operators._scoped_library("aten", "IMPL") as library, patch.object(blocks, "find_kernel", lambda _: flash):
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
         yield called
