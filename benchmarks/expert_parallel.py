@@ -151,7 +151,8 @@ def measure_memory(expert_parallel_size: int, sizes: tuple[int, int, int], preci
 
 
 def plan_peak(expert_parallel_size: int, sizes: tuple[int, int, int], precision: str, load: float) -> int:
-    """Return the bytes of a rank at its peak by the plan."""
+    """Return the bytes of a rank at its peak by the plan, of a GPU: a CPU's copy of a gradient, made while it is added,
+    is no tensor that `AllocationPeak` would see."""
     from training.config.schema import Device
     from training.costs.hardware import Machine
     from training.costs.memory import HOST_BYTES_A_RANK
@@ -162,7 +163,7 @@ def plan_peak(expert_parallel_size: int, sizes: tuple[int, int, int], precision:
     architecture, config = describe(expert_parallel_size, sizes, precision, load)
     run = resolve(config, RandomWeights(architecture), Target(RANKS, has_accelerator=False))
     machine = Machine(
-        name="any", device=Device.cpu, cards_per_node=8, memory=1, usable_memory=1, peak_flops={precision: 1},
+        name="any", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={precision: 1},
         efficiency=1, memory_bandwidth=1, intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=1,
         host_memory_bandwidth=1, host_link_bandwidth=1, device_name="any",
     )  # fmt: skip

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from errors import UserError
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which make a rank save and leave
 _SECONDS_BETWEEN_LOOKS = 1.0
 _ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +41,7 @@ def iterate_dataset(
     dataset: Dataset, *, num_workers: int, pin_memory: bool = False, sampler: range | None = None
 ) -> Iterator[Any]:
     """Iterate over a data set in its order, or in that of the sampler, read ahead by worker processes. They are
-    started here, and end with the iterator."""
+    started here, and end with the iterator. Raises UserError where they can have no queues."""
     loader = DataLoader(
         dataset,
         batch_size=None,
@@ -54,7 +56,15 @@ def iterate_dataset(
     )
     if num_workers:
         start_server()
-    return iter(loader)
+    try:
+        return iter(loader)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise UserError(
+            f"num_workers={num_workers}: {error.strerror}, for the queues of data workers in shared memory; "
+            "let this user write to /dev/shm and make it larger (a container: --shm-size 16g), or set num_workers=0"
+        ) from error
 
 
 @contextmanager

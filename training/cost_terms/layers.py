@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from training.config.schema import Device
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.costs.memory import Memory
 from training.costs.time import PassCost
@@ -27,9 +28,9 @@ def compute_gradients_in_pass(stage: Stage) -> Memory:
 def count_on_the_way(stage: Stage) -> int:
     """Return the bytes of the gradient where a layer is widest, or of one parameter's new gradient.
 
-    Unless that is in fp32, 4 bytes an element are added: a CPU's copy of it in fp32, to be added
-    (`add_gradient`); a GPU makes none, and has that much for what is not counted. Stage 2 copies gradients by buckets
-    (`gradient_sums.py`). The head is not among the widest: its result is in the loss.
+    Unless that is in fp32, a CPU copies it to fp32 to add it (`add_gradient`), 4 bytes an element; a GPU casts as it
+    adds. Stage 2 copies gradients by buckets (`gradient_sums.py`). The head is not among the widest: its result is in
+    the loss.
     """
     layers = stage.layers[:-1] if stage.has_loss else stage.layers
     widest = max((layer.widest_bytes for layer in layers), default=0)
@@ -37,9 +38,10 @@ def count_on_the_way(stage: Stage) -> int:
 
 
 def count_new_gradient(stage: Stage, num_elements: int) -> int:
-    """Return the bytes of a gradient as autograd makes it, with its copy in fp32."""
-    weight_bytes = stage.run.weight_bytes
-    return (weight_bytes + (4 if weight_bytes < 4 and not stage.run.config.shards_gradients_only else 0)) * num_elements
+    """Return the bytes of a gradient as autograd makes it, with a CPU's copy in fp32."""
+    run = stage.run
+    copies = run.weight_bytes < 4 and run.hardware.device is Device.cpu and not run.config.shards_gradients_only
+    return (run.weight_bytes + (4 if copies else 0)) * num_elements
 
 
 LAYERS = CostTerm(stage_memory=compute_gradients_in_pass, chunk_cost=compute_passes)

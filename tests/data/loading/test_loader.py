@@ -1,6 +1,9 @@
 """Loaders: the data and shapes that a rank reads, and that the parts of a step add up to its global batch."""
 
+import _multiprocessing
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -32,6 +35,8 @@ from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
+from data.worker_processes import iterate_dataset
+from errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAD = 2
@@ -324,3 +329,16 @@ def test_workers_start_while_threads_of_libraries_enter_python() -> None:
     """As threads of torch do that release a tensor. A worker that is forked meanwhile inherits a lock that nobody
     releases."""
     subprocess.run([sys.executable, "-c", AMONG_THREADS.format(root=str(ROOT))], check=True, timeout=120)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's iterator without queues
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
+def test_queues_that_shared_memory_refuses_are_explained(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose /dev/shm this user cannot write to, or that is full."""
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))  # as `sem_open` does, without a file's name
+
+    monkeypatch.setattr(_multiprocessing, "SemLock", refuse)
+    with pytest.raises(UserError, match=rf"^num_workers=1: {os.strerror(number)}.*/dev/shm.*or set num_workers=0$"):
+        iterate_dataset(range(2), num_workers=1)
