@@ -171,13 +171,14 @@ def test_an_export_is_converted_bit_for_bit(run, root: Path, tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_sentence_transformers_loads_an_export(run, root: Path, tmp_path: Path) -> None:
-    """Whole models and adapters: the same vectors as the files say, within 1e-6."""
+    """Whole models, and adapters merged into theirs: the same vectors as the files say, within 1e-6."""
     library = pytest.importorskip("sentence_transformers")
     records = [json.loads(line) for line in (root / "train.jsonl").read_text().splitlines()]
     texts = [record["positive"] for record in records]
-    for name, overrides in (("whole", (MEAN,)), ("adapted", ("adapter=lora", "adapter.r=4"))):
-        run(name, "pp2", "max_steps=2", *PROMPTS, *overrides)
-        folder = tmp_path / name / "hf"
+    run("whole", "pp2", "max_steps=2", *PROMPTS, MEAN)
+    run("adapted", "pp2", "max_steps=2", *PROMPTS, "adapter=lora", "adapter.r=4")
+    convert(tmp_path / "adapted" / "hf", tmp_path / "merged", "--to_hf")
+    for folder in (tmp_path / "whole" / "hf", tmp_path / "merged"):
         model = AutoModel.from_pretrained(folder, dtype=torch.float32)
         loaded = library.SentenceTransformer(str(folder), device="cpu")
         assert loaded.max_seq_length == 256 and loaded.prompts["query"] == "query: "
