@@ -116,6 +116,7 @@ def train(
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)  # reads the cache
         setup = agree_on_setup(config, setup, ranks)
+        config = setup.config
         budget, start = agree_on_steps(config, setup, datasets, tokenizer, ranks)
         if budget.finished:
             ranks.say(f"resume: {budget.finished}")
@@ -219,10 +220,16 @@ def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTo
 
 
 def agree_on_setup(config: RunConfig, setup: RunSetup, ranks: Ranks) -> RunSetup:
-    """Return the setup with the weights of the checkpoint to resume from, and the main rank's split into stages: GPUs
-    that differ may lead to other splits."""
+    """Return the setup with the weights of the checkpoint to resume from, and what follows from a GPU as the main rank
+    has it: the split into stages, the times of passes that order a schedule, and the recomputation of `auto`. Ranks on
+    other GPUs would exchange other things, and wait forever."""
     setup = load_resumed(setup, config, ranks.say)
-    return replace(setup, bounds=process.broadcast_from_main(lambda: setup.bounds, ranks))
+    own = setup.config
+    mode, interval, layout, bounds = process.broadcast_from_main(
+        lambda: (own.activation_checkpoint_mode, own.activation_checkpoint_interval, setup.layout, setup.bounds), ranks
+    )
+    agreed = replace(own, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
+    return replace(setup, config=agreed, layout=layout, bounds=bounds)
 
 
 def agree_on_steps(
@@ -260,8 +267,8 @@ def conclude(
     totals: RunTotals,
     uploader: Uploader | None,
 ) -> None:
-    """Export the model of a finished run, show how the run ended, and then close its page and its loggers and upload
-    the model, which may wait for a network."""
+    """Export the model of a finished run, show how the run ended, and then upload the model and close its page and its
+    loggers, which may wait for a network."""
     closed_last = [reporter for reporter in loop.reporters if isinstance(reporter, IsolatedReporter)]
     for reporter in loop.reporters:
         if reporter not in closed_last:
@@ -285,8 +292,8 @@ def conclude(
     show_end(
         totals, setup, folder, records=records, step=state.step, last_eval=loop.last_eval, best=best, signum=loop.signum
     )
-    for reporter in closed_last:
-        reporter.close()
     if uploader is not None and not loop.signum and source.is_dir():
         uploader.start(folder.export, f"step {state.step if best is None else best.step}")
         uploader.wait()
+    for reporter in closed_last:
+        reporter.close()

@@ -36,8 +36,13 @@ from training.checkpoint.state import Identity, read_state
 from training.config.schema import Device, FlashKernels, Init, RunConfig
 from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
-from training.costs.hardware import Machine
-from training.distributed.process import broadcast_from_main, describe_device, has_accelerator
+from training.costs.hardware import GIB, Machine
+from training.distributed.process import (
+    broadcast_from_main,
+    describe_device,
+    has_accelerator,
+    measure_device_memory,
+)
 from training.distributed.ranks import Ranks
 from training.engine.deepspeed_internals import check_internals
 from training.inputs.datasets import build_row_plan, complete_labels, count_added_rows
@@ -204,8 +209,13 @@ def describe_identity(setup: RunSetup, tokenizer: PreTrainedTokenizerBase) -> di
 
 
 def find_run_machine(config: RunConfig, ranks: Ranks) -> Machine | None:
-    """Return the description of this machine, measured where it has to be; None when no file describes it."""
-    return find_machine(config.hardware, describe_device(), config, ranks.local_size)
+    """Return the description of this machine, measured where it has to be; None when no file describes it. GPUs of one
+    name differ in memory (laptops, parts of a GPU): what there is counts."""
+    machine = find_machine(config.hardware, describe_device(), config, ranks.local_size)
+    memory = measure_device_memory()
+    if machine is None or memory is None:
+        return machine
+    return dataclasses.replace(machine, memory=min(machine.memory, memory / GIB))
 
 
 def predict_run(

@@ -30,9 +30,12 @@ def grouped_mm(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -
 
 def multiply_groups(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Compute `grouped_mm`, for the operators that multiply more than once."""
+    if not left.numel() or not right.numel():  # none of a rank's experts has a row, as the host knows
+        return _make_output(left, right, offsets).zero_()
     if left.dtype is torch.float64 or not (_has_aligned_rows(left) and _has_aligned_rows(right)):
         return _multiply_each_group(left, right, offsets)
-    return nn.functional.grouped_mm(_align(left), _align(right), offs=offsets)
+    # torch pads the rows of the result to `_ALIGNMENT`, and a compiler is told that they are not (`_make_output`)
+    return nn.functional.grouped_mm(_align(left), _align(right), offs=offsets).contiguous()
 
 
 @grouped_mm.register_fake

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.cases import this_rank
 from support.configs import build_config
 from support.tiny import save_llama
+from support.workers import WorkerGroup
 
 from data.loading.row_lengths import RowLengths
 from training import setup as setups
+from training.costs.hardware import GIB
 from training.distributed.ranks import SINGLE_PROCESS
 from training.resolution import counts
 
@@ -35,6 +41,50 @@ def test_costs_are_counted_once_for_the_split_and_the_plan(tmp_path: Path, monke
     assert predicted is not None
     assert count.call_count == 1 and predicted.costs is setup.costs
     assert machine is not None and predicted.hardware is machine and predicted.peak_flops == machine.peak_flops["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3", 80, ("h100", 79.1)),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, ("rtx4090", 16)),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20, ("a100_40g", 20)),
+        ("NVIDIA GH200 480GB", 95, None),
+    ],
+)
+def test_a_gpu_has_no_more_memory_than_there_is(
+    name: str, memory: float, found: tuple[str, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setups, "describe_device", lambda: name)
+    monkeypatch.setattr(setups, "measure_device_memory", lambda: memory * GIB)
+    machine = setups.find_run_machine(build_config("micro_batch_size=1", "global_batch_size=2"), SINGLE_PROCESS)
+    assert (machine and (machine.name, machine.memory)) == found
+
+
+def take_other_gpu(folder: str) -> tuple[Any, ...]:
+    """Each rank resolves a run as if it had a GPU of another size. Returns what it then runs by."""
+    from training.run import agree_on_setup
+
+    ranks = this_rank()
+    config = build_config(
+        f"model_name_or_path={folder}/hf", f"output_dir={folder}/out", "micro_batch_size=1", "global_batch_size=2",
+        "num_stages=2", "schedule=zero_bubble",
+    )  # fmt: skip
+    own = setups.build_setup(config, setups.open_source(config, None), ranks)
+    interval, bounds = (0, [0, 2, len(own.layers)]) if ranks.is_main else (1, [0, 3, len(own.layers)])
+    config = dataclasses.replace(own.config, activation_checkpoint_interval=interval)
+    times = tuple(each._replace(forward=each.forward + ranks.rank) for each in own.layout.pass_times)
+    assert times
+    layout = dataclasses.replace(own.layout, pass_times=times)
+    agreed = agree_on_setup(config, dataclasses.replace(own, config=config, bounds=bounds, layout=layout), ranks)
+    return agreed.config.activation_checkpoint_interval, agreed.bounds, agreed.layout.pass_times
+
+
+def test_ranks_with_different_gpus_run_by_the_main_ranks(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    """Else their exchanges would not match."""
+    save_llama(tmp_path / "hf")
+    main, other = workers(2).run(take_other_gpu, str(tmp_path))
+    assert main == other and main[:2] == (0, [0, 2, main[1][-1]])
 
 
 def test_a_run_that_only_evaluates_counts_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

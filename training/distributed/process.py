@@ -60,6 +60,13 @@ def describe_device() -> str:
     return torch.get_device_module(get_accelerator().device_name()).get_device_name()
 
 
+def measure_device_memory() -> int | None:
+    """Return the bytes of the accelerator's memory; None without one."""
+    if not has_accelerator():
+        return None
+    return torch.get_device_module(get_accelerator().device_name()).get_device_properties().total_memory
+
+
 def find_device(ranks: Ranks) -> int | None:
     """Return the number of this rank's GPU; None without an accelerator. Raises UserError when there are too few."""
     if not has_accelerator():

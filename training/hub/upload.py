@@ -13,13 +13,14 @@ import threading
 import traceback
 from pathlib import Path
 
-from console import say
+from console import report_progress, say
 from errors import UserError
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import HubConfig
 from training.hub.model_card import find_base, find_license, write_card
 
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SECONDS_BETWEEN_SIGNS = 5.0  # of an upload that lasts
 
 
 class Repository:
@@ -84,9 +85,10 @@ class Uploader:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the last upload has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait until the last upload has ended: minutes or hours, in which no rank is stuck."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_SECONDS_BETWEEN_SIGNS)
+            report_progress()
 
     def _upload(self, folder: Path, message: str) -> None:
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.experts import BOUNDS, EXPERTS, D, E, I, K, N, build_experts, compu
 from torch.utils.checkpoint import checkpoint
 
 from models.experts.grouped import GROUPED, dispatch
+from models.experts.products import multiply_groups
 from training.config.schema import CheckpointMode
 from training.costs.saved_activations import count_saved_bytes
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
@@ -114,6 +116,18 @@ def test_tokens_are_kept_instead_of_their_rows(trains: bool) -> None:
     rows, tokens = N * K, N * D * 4 * trains
     indices = rows * 8 * 2 + E * 4  # positions and tokens, offsets
     assert saved == rows * (2 + trains) * I * 4 + rows * 4 + tokens + indices
+
+
+def test_results_have_the_layout_that_a_compiler_is_told() -> None:
+    """torch pads rows of 4 in bf16 to 16 bytes; without rows, nothing is launched."""
+    left, right = torch.ones(6, 8, dtype=torch.bfloat16), torch.ones(2, 4, 8, dtype=torch.bfloat16).transpose(1, 2)
+    offsets = torch.tensor([4, 6], dtype=torch.int32)
+    assert multiply_groups(left, right, offsets).is_contiguous()
+    with patch.object(torch.nn.functional, "grouped_mm") as launched:
+        empty = torch.zeros(2, dtype=torch.int32)
+        assert multiply_groups(left[:0], right, empty).shape == (0, 4)
+        gradient = multiply_groups(left[:0].t(), left[:0], empty)
+    assert gradient.shape == (2, 8, 8) and not gradient.any() and not launched.called
 
 
 def test_results_are_deterministic() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import yaml
 from huggingface_hub import constants
 from support.hub_server import TOKEN, Hub, serve_hub
 
+from console import listen_to_progress
 from errors import UserError
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import HubConfig
+from training.hub import upload
 from training.hub.model_card import render_card
 from training.hub.upload import Repository, Uploader, open_uploader
 from training.observability.run_page import read_history
@@ -167,6 +170,30 @@ def test_a_failed_upload_is_printed_with_the_way_out_and_the_next_one_is_tried(
     uploader.wait()
     assert not uploader.is_busy and f"hub: step 3 is at {hub.url}/me/mine" in capfd.readouterr().err
     assert hub.commits == ["step 3"]
+
+
+def test_a_rank_that_waits_for_an_upload_is_not_stuck(run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload of a large model takes longer than `stuck_minutes`; it ends here once progress was reported twice."""
+    monkeypatch.setattr(upload, "_SECONDS_BETWEEN_SIGNS", 0.01)
+    signs, ended = list[None](), threading.Event()
+
+    class Slow:
+        repo_id = "me/mine"
+
+        def upload(self, *arguments: object) -> str:
+            assert ended.wait(60)
+            return "somewhere"
+
+    def note() -> None:
+        signs.append(None)
+        if len(signs) == 2:
+            ended.set()
+
+    uploader = Uploader(Slow(), run_folder)  # type: ignore[arg-type]
+    uploader.start(run_folder.export, "step 2")
+    with listen_to_progress(note):
+        uploader.wait()
+    assert len(signs) >= 2 and not uploader.is_busy
 
 
 @pytest.mark.full
