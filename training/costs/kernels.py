@@ -52,8 +52,15 @@ def stretch_products(products: tuple[tuple[int, int, int], ...], multiprocessors
     return taken / sum(rows * depth * columns for rows, depth, columns in products)
 
 
-def _count_taken(rows: int, columns: int, multiprocessors: int) -> int:
-    """The elements that a result takes the time of: whole tiles, in waves of one on each multiprocessor; of the tiles
-    that take least, as a library chooses."""
+def _count_taken(rows: int, columns: int, multiprocessors: int) -> float:
+    """The elements that a result takes the time of, of the tiles that take least, as a library chooses."""
     counts = ((-(-rows // height) * -(-columns // width), height * width) for height, width in TILES)
-    return min(-(-num_tiles // multiprocessors) * multiprocessors * size for num_tiles, size in counts)
+    return min(size * _count_waves(num_tiles, multiprocessors) for num_tiles, size in counts)
+
+
+def _count_waves(num_tiles: int, multiprocessors: int) -> float:
+    """As many tiles as multiprocessors, for each wave: one on each. Where there are fewer tiles, several share the
+    depth of one (split-K)."""
+    if num_tiles < multiprocessors:
+        return multiprocessors / (multiprocessors // num_tiles)
+    return -(-num_tiles // multiprocessors) * multiprocessors

@@ -111,8 +111,9 @@ def test_products_of_both_passes_are_known_by_their_shapes() -> None:
         (((1280, 64, 256),), 1),  # 10 tiles of 256 x 128, or of 128 x 256: a wave
         (((1280, 64, 384),), 1),  # 30 tiles of 128 x 128: three waves
         (((1280, 64, 257),), 384 / 257),  # of a third column of tiles one element is needed: 30 tiles again
-        (((128, 64, 128),), 10),  # one tile; nine multiprocessors idle
-        (((1280, 64, 256), (128, 640, 128)), (20 + 100) / (20 + 10)),  # by their FLOPs
+        (((128, 64, 128),), 1),  # one tile, whose depth ten multiprocessors share
+        (((128, 64, 768),), 10 / 9),  # three tiles of 128 x 256, three multiprocessors for each: one is idle
+        (((1280, 64, 256), (128, 640, 768)), (20 + 60 * 10 / 9) / (20 + 60)),  # by their FLOPs
         ((), 1),
     ],
 )
@@ -122,9 +123,9 @@ def test_products_run_in_waves_of_tiles(products: tuple[tuple[int, int, int], ..
 
 
 def test_idle_multiprocessors_take_time_on_a_gpu_alone() -> None:
-    passes = Traffic(0, 0, ((128, 64, 128),))
+    passes = Traffic(0, 0, ((128, 64, 768),))
     gpu = replace(GPU, multiprocessors=10)
-    assert time_kernels(2.0, 1.0, passes, gpu) == pytest.approx(10 * 2.0 + 1.0 / ATTENTION_RATE)
+    assert time_kernels(2.0, 1.0, passes, gpu) == pytest.approx(10 / 9 * 2.0 + 1.0 / ATTENTION_RATE)
     assert time_kernels(2.0, 1.0, passes, GPU) == pytest.approx(2.0 + 1.0 / ATTENTION_RATE)
     assert time_kernels(2.0, 1.0, passes, replace(gpu, device=Device.cpu)) == 3.0
 
