@@ -13,13 +13,20 @@ from benchmarks.published_parts.frameworks import (
     EAGER_MOVED,
     FUSED_MOVED,
     LOGIT_BYTES,
+    LOGIT_MOVED,
     NORMS,
     adjust_costs,
+    adjust_reduction,
     count_loss_bytes,
 )
+from benchmarks.published_parts.planned import plan_run
 from benchmarks.published_parts.rows import OUT_OF_MEMORY, RUNS, PublishedRun, find_obstacle, read_runs
 from models.architecture.lookup import build_layers
+from training.config.schema import Device
+from training.cost_terms.loss import LOGIT_BYTES as LOGIT_MOVED_HERE
 from training.costs.cost import LayerCost, count_layers
+from training.costs.hardware import GB, Machine
+from training.costs.kernels import STREAM_RATE
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.traffic import Traffic
 
@@ -28,6 +35,11 @@ DECODER = LayerCost(
     attention_width=1, saved_bytes=10**9, output_bytes=1,
 )  # fmt: skip
 HEAD = replace(DECODER, name="head", attention_width=0)
+GPU = Machine(
+    name="round", device=Device.cuda, cards_per_node=8, memory=80, usable_memory=1, peak_flops={"bf16": 1e12},
+    efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=1,
+    host_memory_bandwidth=1, host_link_bandwidth=1, device_name="round",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +49,8 @@ def rows() -> list[PublishedRun]:
 
 def test_what_rows_declare_is_known(rows: list[PublishedRun]) -> None:
     assert {run.loss for run in rows} == {"", "gathered", "vocabulary_parallel"}
-    assert {run.loss for run in rows} - {""} <= set(LOGIT_BYTES)
+    assert {run.loss for run in rows} - {""} <= set(LOGIT_BYTES) & set(LOGIT_MOVED)
+    assert {run.reduction for run in rows} == {"", "all_reduce"}
     assert all(run.kernels in {*NORMS, "compiled"} for run in rows if run.family == "llama")
     assert sum(find_obstacle(run) is None for run in rows) > 1200
 
@@ -57,7 +70,7 @@ def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
     )  # fmt: skip
 
     def saved(run: PublishedRun) -> int:
-        decoder, head = adjust_costs(run, [DECODER, HEAD])
+        decoder, head = adjust_costs(replace(run, loss=""), [DECODER, HEAD], GPU)
         assert head is HEAD
         return DECODER.saved_bytes - decoder.saved_bytes
 
@@ -67,19 +80,49 @@ def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
     assert saved(replace(run, attention="fused_softmax")) == ((16 - 12) * 64 + (6 - 2) * 8 * 100 / 2) * 200
 
 
+def _adjust_layer(run: PublishedRun, layer: LayerCost) -> LayerCost:
+    return adjust_costs(run, [layer, HEAD], GPU)[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "tp", "moved"),
+    [
+        ("", 4, LOGIT_MOVED_HERE / 4),  # the plan's own
+        ("vocabulary_parallel", 4, 52 / 4),
+        ("gathered", 1, 52),
+        ("gathered", 4, 52 + 8 + 4 / 4 + 2 * 3 / 4 * 1000 * STREAM_RATE / 100),  # other ranks' logits, over NVLink
+    ],
+)
+def test_the_loss_moves_what_its_row_declares(rows: list[PublishedRun], loss: str, tp: int, moved: float) -> None:
+    run = replace(rows[0], micro_batch=2, seq=100, cp=1, vocab=1000, tp=tp, loss=loss)
+    decoder, head = adjust_costs(run, [DECODER, HEAD], GPU)
+    assert decoder.forward_traffic == DECODER.forward_traffic
+    assert head.forward_traffic.moved - HEAD.forward_traffic.moved == round((moved - LOGIT_MOVED_HERE / tp) * 200_000)
+
+
+def test_sums_that_all_ranks_get_are_sent_again(rows: list[PublishedRun]) -> None:
+    run = next(run for run in rows if run.reduction == "all_reduce" and run.pp == 1 and run.dp == 16 and run.tp == 4)
+    plan = plan_run(replace(run, reduction="")).plan
+    again = adjust_reduction(run, plan, GPU).reduce_seconds - plan.reduce_seconds
+    nbytes = 4 * plan.stages[0].num_parameters * 15 / 16
+    assert again == pytest.approx(nbytes / (2 * 10 * GB))  # two ranks of a group on each node
+    assert adjust_reduction(replace(run, reduction=""), plan, GPU) is plan
+    assert plan_run(run).plan.step_seconds > plan.step_seconds
+
+
 def test_attention_takes_the_time_of_its_kernels(rows: list[PublishedRun]) -> None:
     run = replace(rows[0], family="gpt", micro_batch=2, seq=100, cp=1, heads=8, tp=2, kernels="eager")
     moves = Traffic(10**9, 5)
     layer = replace(DECODER, forward_flops=9.0, attention_flops=2.0, forward_traffic=moves, backward_traffic=moves)
-    (flash1,) = adjust_costs(replace(run, attention="flash1"), [layer])
+    flash1 = _adjust_layer(replace(run, attention="flash1"), layer)
     assert flash1.attention_flops == 4 and flash1.forward_flops - flash1.attention_flops == 9 - 2
     assert flash1.backward_flops - 2 * flash1.attention_flops == layer.backward_flops - 2 * layer.attention_flops
     scores = 2 * 8 * 100 * 100 // 2
-    (softmax,) = adjust_costs(replace(run, attention="fused_softmax"), [layer])
+    softmax = _adjust_layer(replace(run, attention="fused_softmax"), layer)
     assert moves.moved - softmax.forward_traffic.moved == (EAGER_MOVED[0] - FUSED_MOVED[0]) * scores
     assert moves.moved - softmax.backward_traffic.moved == (EAGER_MOVED[1] - FUSED_MOVED[1]) * scores
     for declared in ({"attention": "flash"}, {"attention": "fused_softmax", "kernels": "fused"}):
-        assert adjust_costs(replace(run, **declared), [layer]) == [layer]
+        assert _adjust_layer(replace(run, **declared), layer) == layer
 
 
 def test_what_eager_scores_move_is_what_the_plan_counts() -> None:

@@ -1,5 +1,5 @@
 """Differences between other systems and this project, by what a row declares: in memory by its kernels, its loss and
-the dtype of its gradients, in time by its attention.
+the dtype of its gradients, in time by its attention, its loss and how replicas sum gradients.
 
 B T tokens of a micro-batch, D hidden, V vocabulary, H heads, t ranks of tensor parallelism.
 """
@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.published_parts.rows import PublishedRun
+from training.cost_terms import loss as loss_here
 from training.costs.cost import LayerCost
-from training.costs.hardware import GIB
+from training.costs.hardware import GIB, Machine
+from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
-from training.planner.plan import Plan
+from training.costs.time import Sent, compute_sending_seconds
+from training.distributed.topology import DATA
+from training.planner.plan import Plan, StagePlan
 
 # Bytes of a logit at the peak of the loss. plain, gathered: `torch.nn.functional.cross_entropy` of logits in fp32, at
 # the backward pass: the logits in 16 bits, their log-softmax, and the gradients of `nll_loss` and `log_softmax`.
@@ -23,6 +27,16 @@ LOGIT_BYTES = {"plain": 14, "gathered": 14, "vocabulary_parallel": 10}
 # gathered: each rank has the logits of the whole vocabulary, and next to them, in 16 bits, what it has received and
 # what it has sent (github.com/Aleph-Alpha/scaling, nn/linear/column_parallel_linear.py with parallel_output=False)
 RECEIVED, SENT = 2, 2
+# Bytes that passes move of a logit besides products. vocabulary_parallel (github.com/NVIDIA/Megatron-LM,
+# core/tensor_parallel/cross_entropy.py): cast to fp32, its maximum, less that, its exponential, the sum, divided by it;
+# scaled, and cast back. gathered: cast, log-softmax with three looks at it, the most probable token; the two gradients
+# that its loss makes, and cast back; with tensor parallelism what is received is copied and concatenated too, and the
+# gradient of this rank's part copied (github.com/Aleph-Alpha/scaling, losses/cross_entropy.py, nn/linear/utils.py)
+LOGIT_MOVED = {
+    "vocabulary_parallel": 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6,
+    "gathered": 6 + 16 + 4 + (4 + 16) + 6,
+}
+CONCATENATED, COPIED = 4 + 4, 4
 # Bytes of an element of hidden states that the two norms of a Llama layer keep: those of `transformers`, which are
 # counted here, work in fp32; others in 16 bits (keeping what goes in, what is scaled, and the result) or in one kernel
 NORMS_HERE, NORMS = 16, {"eager": 12, "fused_norm": 8, "fused": 8}
@@ -35,8 +49,9 @@ EAGER_MOVED, FUSED_MOVED = (28, 28), (4, 6)
 FLASH1_SECONDS = 2  # times those of FlashAttention-2 (2307.08691, abstract)
 
 
-def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost]) -> list[LayerCost]:
-    """Return the costs of a row's layers with the activations that its system keeps, and the time of its attention."""
+def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost], machine: Machine) -> list[LayerCost]:
+    """Return the costs of a row's layers with the activations that its system keeps, and the time of its attention and
+    its loss."""
     assert run.micro_batch is not None and run.hidden is not None and run.heads is not None and run.tp is not None
     tokens = run.micro_batch * run.seq // run.cp
     excess = 0.0
@@ -51,7 +66,23 @@ def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost]) -> list[LayerCos
         else cost
         for cost in costs
     }
-    return [adjusted[id(cost)] for cost in costs]
+    return [*(adjusted[id(cost)] for cost in costs[:-1]), _time_loss(run, adjusted[id(costs[-1])], machine)]
+
+
+def _time_loss(run: PublishedRun, head: LayerCost, machine: Machine) -> LayerCost:
+    """The head with what the row's loss moves, in place of the project's. Logits that are gathered count as the bytes
+    that the GPU's memory would move meanwhile."""
+    if run.loss not in LOGIT_MOVED:
+        return head
+    assert run.micro_batch is not None and run.vocab is not None and run.tp is not None
+    share = 1 / run.tp
+    moved = LOGIT_MOVED[run.loss] * (1 if run.loss == "gathered" else share)
+    if run.loss == "gathered" and run.tp > 1:
+        as_memory = machine.memory_bandwidth * STREAM_RATE / machine.intra_node_bandwidth
+        moved += CONCATENATED + COPIED * share + RECEIVED * (1 - share) * as_memory
+    num_logits = run.micro_batch * run.seq // run.cp * run.vocab
+    more = round((moved - loss_here.LOGIT_BYTES * share) * num_logits)
+    return replace(head, forward_traffic=replace(head.forward_traffic, moved=head.forward_traffic.moved + more))
 
 
 def _time_attention(run: PublishedRun, cost: LayerCost) -> LayerCost:
@@ -68,6 +99,19 @@ def _time_attention(run: PublishedRun, cost: LayerCost) -> LayerCost:
         forward_traffic=replace(cost.forward_traffic, moved=cost.forward_traffic.moved - forward),
         backward_traffic=replace(cost.backward_traffic, moved=cost.backward_traffic.moved - backward),
     )
+
+
+def adjust_reduction(run: PublishedRun, plan: Plan, machine: Machine) -> Plan:
+    """Return the plan with the time of the row's sums over replicas: where all ranks get them, in fp32, as much is sent
+    again as where each gets its part."""
+    if run.reduction != "all_reduce":
+        return plan
+
+    def send_again(stage: StagePlan) -> float:
+        nbytes = 4 * stage.num_parameters * (1 - 1 / plan.layout.num_weight_replicas)
+        return compute_sending_seconds(Sent({DATA: nbytes}), plan.layout, stage.stage_id, machine)
+
+    return replace(plan, reduce_seconds=max(stage.reduce_seconds + send_again(stage) for stage in plan.stages))
 
 
 def count_memory(run: PublishedRun, plan: Plan) -> float:

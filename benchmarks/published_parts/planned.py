@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published_parts.frameworks import adjust_costs, count_memory
+from benchmarks.published_parts.frameworks import adjust_costs, adjust_reduction, count_memory
 from benchmarks.published_parts.rows import MODEL_TYPES, SCHEDULES, PublishedRun, find_obstacle
 from benchmarks.workload import compose_run
 from errors import UserError
@@ -73,7 +73,8 @@ def plan_run(run: PublishedRun) -> Planned:
         keys = replace(keys, partition_method=_split(run, len(model.layers)))
     check_together(Run(keys))
     resolved = resolve_layout(model, keys, Target(run.gpus, True, is_planned=True))
-    plan = plan_resolved(resolved, machine, adjust_costs(run, resolved.costs))
+    plan = plan_resolved(resolved, machine, adjust_costs(run, resolved.costs, machine))
+    plan = adjust_reduction(run, plan, machine)
     return Planned(run, plan, count_memory(run, plan))
 
 

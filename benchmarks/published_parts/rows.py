@@ -63,6 +63,7 @@ class PublishedRun:
     attention: str
     kernels: str
     loss: str
+    reduction: str
     assumed: str
     doubt: str
     tokens_per_s_per_gpu: float | None = None

@@ -354,7 +354,7 @@ class HubConfig:
 @dataclass
 class HardwareConfig:
     """The description of a machine for the plan. GiB, GB/s and FLOP/s; null is measured on the spot
-    (`hardware=here`), but a price."""
+    (`hardware=here`), but a price and the multiprocessors."""
 
     name: str = MISSING
     device: Device = MISSING
@@ -363,6 +363,7 @@ class HardwareConfig:
     usable_memory: float = positive()
     peak_flops: dict[str, float] | None = positive()  # noqa: RUF009 (a field, as those around it)
     efficiency: float = positive()
+    multiprocessors: int | None = at_least(1)
     memory_bandwidth: float | None = positive()
     intra_node_bandwidth: float | None = positive()
     inter_node_bandwidth: float | None = positive()

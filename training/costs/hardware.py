@@ -16,13 +16,13 @@ from training.config.schema import Device, HardwareConfig, Precision
 
 GIB = 2**30
 GB = 10**9
-UNMEASURED = ("price_per_hour",)  # null for not known
+UNMEASURED = ("price_per_hour", "multiprocessors")  # null for not known
 _MATRIX, _ROUNDS = 1024, 5
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A `HardwareConfig` without a null, but that its price may not be known; the units are its own."""
+    """A `HardwareConfig` without a null, but that price and multiprocessors may not be known; the units are its own."""
 
     name: str
     device: Device
@@ -39,6 +39,7 @@ class Machine:
     host_link_bandwidth: float
     device_name: str
     price_per_hour: float | None = None
+    multiprocessors: int | None = None
 
     @property
     def usable_bytes(self) -> float:

@@ -1,9 +1,11 @@
-"""The seconds of a pass on a GPU: products by FLOPs, the rest by bytes, and the host that launches both.
+"""The seconds of a pass on a GPU: products by FLOPs and shape, the rest by bytes, and the host that launches both.
 
 The constants hold for GPUs of any kind; that of one kind is `hardware.efficiency`.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 from training.config.schema import Device
 from training.costs.hardware import GB, Machine
@@ -13,6 +15,9 @@ from training.costs.traffic import Traffic
 # A100's 312 TFLOP/s at best, less for short rows); and the products of its backward pass, five where its forward has
 # two
 ATTENTION_RATE, ATTENTION_BACKWARD = 0.65, 2.5 / 2
+# Tiles of a product that reach the rate of large products: rows and columns (NVIDIA, Matrix Multiplication Background
+# User's Guide, 2.3; smaller ones take less of it)
+TILES = ((256, 128), (128, 256), (128, 128))
 STREAM_RATE = 0.8  # of a data sheet's bandwidth, what kernels that move long rows reach
 LAUNCH_SECONDS = 8e-6  # of the host, for an operator of PyTorch and the Python around it
 
@@ -23,11 +28,39 @@ def time_kernels(
     """Return the seconds of a layer's pass.
 
     products, attention: seconds of its FLOPs at the rate of large products. The host runs ahead of the GPU, so
-    launching counts where it takes longer than all that is launched. A CPU's rate, where its layers are not timed, is
-    of whole layers.
+    launching counts where it takes longer than all that is launched. Products whose shapes are known take as much
+    longer as they leave multiprocessors idle. A CPU's rate, where its layers are not timed, is of whole layers.
     """
     if machine.device is not Device.cuda:
         return products + attention
     attending = attention / ATTENTION_RATE * (ATTENTION_BACKWARD if is_backward else 1)
     moving = traffic.moved / (machine.memory_bandwidth * GB * STREAM_RATE)
-    return max(products + attending + moving, traffic.kernels * LAUNCH_SECONDS)
+    computing = products * stretch_products(traffic.products, machine.multiprocessors)
+    return max(computing + attending + moving, traffic.kernels * LAUNCH_SECONDS)
+
+
+@lru_cache(maxsize=2**12)  # a search asks for the same layers thousands of times
+def stretch_products(products: tuple[tuple[int, int, int], ...], multiprocessors: int | None) -> float:
+    """Return the time of products over what their FLOPs take where every multiprocessor has work; 1 where their number
+    or the shapes are not known.
+
+    products: (rows, depth, columns) of each.
+    """
+    if multiprocessors is None or not products:
+        return 1.0
+    taken = sum(depth * _count_taken(rows, columns, multiprocessors) for rows, depth, columns in products)
+    return taken / sum(rows * depth * columns for rows, depth, columns in products)
+
+
+def _count_taken(rows: int, columns: int, multiprocessors: int) -> float:
+    """The elements that a result takes the time of, of the tiles that take least, as a library chooses."""
+    counts = ((-(-rows // height) * -(-columns // width), height * width) for height, width in TILES)
+    return min(size * _count_waves(num_tiles, multiprocessors) for num_tiles, size in counts)
+
+
+def _count_waves(num_tiles: int, multiprocessors: int) -> float:
+    """As many tiles as multiprocessors, for each wave: one on each. Where there are fewer tiles, several share the
+    depth of one (split-K)."""
+    if num_tiles < multiprocessors:
+        return multiprocessors / (multiprocessors // num_tiles)
+    return -(-num_tiles // multiprocessors) * multiprocessors

@@ -24,10 +24,11 @@ WITHOUT_KERNEL = ("empty", "detach", "alias", "lift_fresh", "_unsafe_view")
 @dataclass(frozen=True)
 class Traffic:
     """One pass of a layer over a micro-batch. moved: bytes read and written by operators that are not products.
-    kernels: launched."""
+    kernels: launched. products: (rows, depth, columns) of each product of two matrices."""
 
     moved: int = 0
     kernels: int = 0
+    products: tuple[tuple[int, int, int], ...] = ()
 
 
 NO_TRAFFIC = Traffic()
@@ -44,6 +45,7 @@ class TrafficCounter(TorchDispatchMode):
     def __init__(self, fuses: bool) -> None:
         super().__init__()
         self._fuses, self._moved, self._kernels = fuses, 0, 0
+        self._products: list[tuple[int, int, int]] = []
         self._follows_product = True
         self._kept: list[torch.UntypedStorage] = []  # so that no address is taken by another
         self._loaded: set[int] = set()
@@ -59,6 +61,9 @@ class TrafficCounter(TorchDispatchMode):
         self._kept += [tensor.untyped_storage() for tensor in (*taken, *made)]
         if name in PRODUCTS or name == SENDING:
             self._count_product(taken, made, is_attention="bmm" in name)
+            if name in ("mm", "addmm"):
+                left, right = args[-2:]
+                self._products.append((*left.shape, right.shape[1]))
         elif self._fuses:
             self._count_fused(taken, made)
         else:
@@ -69,8 +74,9 @@ class TrafficCounter(TorchDispatchMode):
     def finish(self) -> Traffic:
         """Return what was counted since the last call. The pass's result is written, if no product made it."""
         result = [] if self._follows_product else list(self._unwritten.values())[-1:]
-        found = Traffic(self._moved + sum(result), self._kernels)
+        found = Traffic(self._moved + sum(result), self._kernels, tuple(self._products))
         self._moved = self._kernels = 0
+        self._products.clear()
         self._follows_product = True
         self._remade |= self._unwritten.keys()
         self._unwritten.clear()

@@ -1,6 +1,8 @@
-"""Bytes and kernels of a pass besides products, counted by hand."""
+"""Bytes and kernels of a pass besides products, and the shapes of these, counted by hand."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,14 @@ from torch import nn
 from models.experts.exchange import exchange_rows
 from training.config.schema import Device
 from training.costs.hardware import GB, Machine
-from training.costs.kernels import ATTENTION_BACKWARD, ATTENTION_RATE, LAUNCH_SECONDS, STREAM_RATE, time_kernels
+from training.costs.kernels import (
+    ATTENTION_BACKWARD,
+    ATTENTION_RATE,
+    LAUNCH_SECONDS,
+    STREAM_RATE,
+    stretch_products,
+    time_kernels,
+)
 from training.costs.traffic import Traffic, TrafficCounter
 
 N, D = 10, 8
@@ -45,7 +54,7 @@ def test_what_a_forward_pass_moves(fuses: bool, moved: int, kernels: int) -> Non
             block, x = Block(), torch.empty(*shape)
         with TrafficCounter(fuses) as counter, torch.no_grad():
             block(x)
-        assert counter.finish() == Traffic(4 * moved * ELEMENTS, kernels)
+        assert counter.finish() == Traffic(4 * moved * ELEMENTS, kernels, ((N, D, D), (N, D, D)))
 
 
 def test_fused_kernels_make_again_what_they_did_not_write() -> None:
@@ -83,6 +92,42 @@ def test_scores_are_moved_by_their_products_too() -> None:
         scores = torch.bmm(queries, queries.transpose(1, 2))
         scores.softmax(-1)
     assert counter.finish() == Traffic(4 * (3 * 2 * ELEMENTS + 3 * 3 * N * N), 2)
+
+
+def test_products_of_both_passes_are_known_by_their_shapes() -> None:
+    linear, x = nn.Linear(3, 5, device="meta"), torch.empty(7, 3, device="meta", requires_grad=True)
+    with TrafficCounter(fuses=False) as counter:
+        result = linear(x)
+        assert counter.finish().products == ((7, 3, 5),)
+        result.backward(torch.empty_like(result))
+    back = counter.finish().products
+    assert sorted(back) == [(5, 7, 3), (7, 5, 3)]  # the weight's gradient, and that of x
+    assert counter.finish().products == ()
+
+
+@pytest.mark.parametrize(
+    ("products", "stretch"),
+    [
+        (((1280, 64, 256),), 1),  # 10 tiles of 256 x 128, or of 128 x 256: a wave
+        (((1280, 64, 384),), 1),  # 30 tiles of 128 x 128: three waves
+        (((1280, 64, 257),), 384 / 257),  # of a third column of tiles one element is needed: 30 tiles again
+        (((128, 64, 128),), 1),  # one tile, whose depth ten multiprocessors share
+        (((128, 64, 768),), 10 / 9),  # three tiles of 128 x 256, three multiprocessors for each: one is idle
+        (((1280, 64, 256), (128, 640, 768)), (20 + 60 * 10 / 9) / (20 + 60)),  # by their FLOPs
+        ((), 1),
+    ],
+)
+def test_products_run_in_waves_of_tiles(products: tuple[tuple[int, int, int], ...], stretch: float) -> None:
+    assert stretch_products(products, 10) == pytest.approx(stretch)
+    assert stretch_products(products, None) == 1
+
+
+def test_idle_multiprocessors_take_time_on_a_gpu_alone() -> None:
+    passes = Traffic(0, 0, ((128, 64, 768),))
+    gpu = replace(GPU, multiprocessors=10)
+    assert time_kernels(2.0, 1.0, passes, gpu) == pytest.approx(10 / 9 * 2.0 + 1.0 / ATTENTION_RATE)
+    assert time_kernels(2.0, 1.0, passes, GPU) == pytest.approx(2.0 + 1.0 / ATTENTION_RATE)
+    assert time_kernels(2.0, 1.0, passes, replace(gpu, device=Device.cpu)) == 3.0
 
 
 def test_a_pass_is_bound_by_the_gpu_or_by_its_host() -> None:
