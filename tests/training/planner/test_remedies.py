@@ -25,7 +25,7 @@ KEYS = (
     [
         (("hardware=a100_80g",), ["offload_optimizer=cpu"]),
         (
-            ("hardware=h200", "hardware.memory=120"),
+            ("hardware=h200", "hardware.memory=118"),
             ["offload_optimizer=cpu", "optimizer.state_dtype=bf16", "optimizer=adamw_8bit"],
         ),
         (("hardware=rtx4090",), []),
