@@ -2,8 +2,8 @@
 
 A rank has threads: the save, heartbeats, the loggers. A process that is forked from it inherits the locks that they
 hold at that moment, and no thread that would release them: with Python 3.11 one worker in some thousands never started,
-since another thread began or ended meanwhile. So workers are forked from a server without threads (`forkserver`), which
-has imported what they need.
+since another thread began or ended meanwhile. So workers are forked from a server with one Python thread
+(`forkserver`), which has imported what they need.
 """
 
 import multiprocessing
