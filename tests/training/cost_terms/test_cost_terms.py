@@ -23,9 +23,9 @@ from training.planner.report import render_plan, render_table
 
 M = 8
 GPU = Machine(
-    name="round", device=Device.cuda, cards_per_node=8, memory=100, usable_memory=1, peak_flops={"bf16": 1e12},
-    efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=100,
-    host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
+    name="round", device=Device.cuda, cards_per_node=8, memory=100, usable_memory=1, efficiency=1,
+    peak_flops={"bf16": 1e12, "fp32": 1e12}, memory_bandwidth=1000, intra_node_bandwidth=100,
+    inter_node_bandwidth=10, host_memory=100, host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
 )  # fmt: skip
 LAYER = LayerCost(
     name="x", num_parameters=10**6, num_trainable=10**6, num_active=10**6, largest_trainable=1000, forward_flops=1e9,
@@ -104,3 +104,18 @@ def test_its_bytes_are_in_the_fit_check(monkeypatch: pytest.MonkeyPatch) -> None
     assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [False, True]
     assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) is None
     assert not replace(plan(), memory_limit=run.hardware.usable_bytes).fits
+
+
+@pytest.mark.parametrize(
+    ("keys", "copied"),
+    [(("precision=bf16",), 4), (("precision=fp32",), 0), (("precision=bf16", "zero_stage=2"), 0)],
+    ids=str,
+)
+def test_a_cpu_copies_a_gradient_to_fp32_to_add_it(keys: tuple[str, ...], copied: int) -> None:
+    layer = replace(LAYER, largest_trainable=5 * 10**6)
+    run = replace(describe_run(), config=build_config("num_stages=2", "activation_checkpoint_interval=0", *keys))
+    on_gpu, on_cpu = (
+        compute_plan([layer] * 4, [0, 2, 4], replace(run, hardware=replace(GPU, device=device)))
+        for device in (Device.cuda, Device.cpu)
+    )
+    assert on_cpu.stages[0].memory.buffers - on_gpu.stages[0].memory.buffers == copied * layer.largest_trainable
