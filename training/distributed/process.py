@@ -64,7 +64,7 @@ def measure_device_memory() -> int | None:
     """Return the bytes of the accelerator's memory; None without one."""
     if not has_accelerator():
         return None
-    return torch.get_device_module(get_accelerator().device_name()).get_device_properties().total_memory
+    return get_accelerator().total_memory()
 
 
 def find_device(ranks: Ranks) -> int | None:
