@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +21,7 @@ from training.distributed.ranks import Ranks
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _INNER_LAUNCHER = "deepspeed.launcher.launch"
+_LAUNCHERS = ("deepspeed", "torchrun")
 
 
 def end_with_launcher(ranks: Ranks) -> None:
@@ -27,6 +30,20 @@ def end_with_launcher(ranks: Ranks) -> None:
     parents = _find_parents()
     if parents:
         threading.Thread(target=_watch, args=(parents, ranks), daemon=True).start()
+
+
+def find_command() -> list[str]:
+    """Return the command of this run as it was typed: with the launcher and its options, where this host started them;
+    else this process's own words."""
+    try:
+        commands = [process.cmdline() for process in psutil.Process().parents()[:2]]
+    except psutil.Error:  # of another user
+        commands = []
+    for words in commands:
+        for position, word in enumerate(words[:2]):  # a script's first word is its interpreter
+            if Path(word).name in _LAUNCHERS:
+                return [Path(word).name, *words[position + 1 :]]
+    return sys.argv
 
 
 def _find_parents() -> list[tuple[psutil.Process, int]]:

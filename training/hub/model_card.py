@@ -126,7 +126,8 @@ def _describe_training(config: Facts, history: RunHistory, done: Facts) -> Itera
     step = done.get("step") or history.last.get("step", 0)
     yield "steps", f"{step:,}, {history.last.get('num_tokens', 0):,} tokens"
     if "best_step" in done:
-        yield "exported", f"step {done['best_step']}, the best by {config.get('metric_for_best_model')}"
+        metric = f"{config.get('metric_for_best_model')} ({done['best_metric']:.4f})"
+        yield "exported", f"step {done['best_step']:,}, the best by {metric}"
     rate = f"{config.get('learning_rate')}, {config.get('lr_scheduler_type')}"
     yield "optimizer", f"{config.get('optimizer', {}).get('name')}, learning rate {rate}, seed {config.get('seed')}"
     adapter = config.get("adapter", {})
@@ -139,12 +140,18 @@ def _describe_machine(facts: Facts) -> Iterator[tuple[str, str]]:
     sizes = {name: config.get(f"{name}_size", 1) for name in ("tensor_parallel", "context_parallel")}
     ranks, stages = sum(environment.get("hosts", {}).values()), config.get("num_stages", 1)
     replicas = ranks // (stages * sizes["tensor_parallel"] * sizes["context_parallel"])
-    axes = [f"{stages} stages", f"{replicas} replicas", *(f"{name} {size}" for name, size in sizes.items() if size > 1)]
+    axes = [_count(stages, "stage"), _count(replicas, "replica")]
+    axes += [f"{name} {size}" for name, size in sizes.items() if size > 1]
     yield "layout", f"{', '.join(axes)}; ZeRO stage {config.get('zero_stage')}, {config.get('precision')}"
-    yield "hardware", f"{ranks} x {environment.get('device')} on {len(environment.get('hosts', {}))} host(s)"
+    hosts = _count(len(environment.get("hosts", {})), "host")
+    yield "hardware", f"{ranks} x {environment.get('device')} on {hosts}"
     packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())
     source = f"; llm-pipeline {environment['git']}" if environment.get("git") else ""
     yield "versions", f"Python {environment.get('python')}, {packages}{source}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _render_data(config: Facts, data: Mapping[str, Sequence[Facts]]) -> str:

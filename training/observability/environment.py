@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from training.distributed.launcher import find_command
 from training.distributed.process import describe_device, has_accelerator
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "safetensors")
@@ -22,7 +22,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def describe_environment(hosts: Sequence[str]) -> dict[str, Any]:
     """Return the environment of this run, ready for JSON. hosts: the host of each rank."""
     return {
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(find_command()),
         "hosts": {host: list(hosts).count(host) for host in dict.fromkeys(hosts)},  # name -> ranks
         "device": _describe_device(),
         "python": platform.python_version(),

@@ -97,7 +97,7 @@ def test_the_model_card_says_what_the_files_of_the_run_say(run_folder: RunFolder
     for line in (
         "| base model | `meta/base-8b` |", "| licence of the base | llama3 |", "| steps | 3, 3,000 tokens |",
         "| layout | 2 stages, 2 replicas, tensor_parallel 2; ZeRO stage 1, bf16 |",
-        "| hardware | 8 x NVIDIA H100 on 2 host(s) |",
+        "| hardware | 8 x NVIDIA H100 on 2 hosts |",
         "| versions | Python 3.11.7, torch 2.13.0; llm-pipeline abc123 |",
         "| `train_file` | `mine.jsonl` | 1,200 | 34,000 | 5,000 |",
         "| `loss` | 2.5000 | 1.5000 | 3 |", "| `eval_loss` | 1.7500 | 1.7500 | 3 |",
@@ -113,11 +113,14 @@ def test_the_model_card_of_an_adapter_on_a_local_model_names_neither_a_repositor
     base.mkdir()
     adapter = {"name": "lora", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     config = FACTS["config"] | {"model_name_or_path": str(base), "adapter": adapter}
+    config |= {"num_stages": 4, "metric_for_best_model": "eval_loss"}
     run_folder.facts.write_text(json.dumps(FACTS | {"config": config, "data": {}}))
+    run_folder.completed.write_text(json.dumps({"step": 3, "best_step": 2, "best_metric": 1.25}))
     (run_folder.export / "adapter_config.json").write_text("{}")
     text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", None)
     header = read_header(text)
     assert header["library_name"] == "peft" and not header.keys() & {"base_model", "license"}
+    assert "| exported | step 2, the best by eval_loss (1.2500) |" in text and "| layout | 4 stages, 1 replica," in text
     assert "| adapter | r 8, alpha 16, on all-linear |" in text and "not stated where it was read from" in text
     assert 'Streamed from `["hf:org/chats?split=train", "mine.jsonl"]`' in text
 
