@@ -109,9 +109,10 @@ def train(
     rank."""
     if ranks.is_main:
         folder.acquire_lock()
+    tokenizer = prepare_data(config, setup, ranks)
     with ranks.phase("measuring this machine"):
-        machine = find_run_machine(config, ranks) if ranks.is_main else None  # before the other ranks use the cores
-    tokenizer = join_ranks(config, setup, ranks)
+        machine = find_run_machine(config, ranks) if ranks.is_main else None  # while the other ranks wait
+    join_ranks(ranks)
     watchdog = Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)  # reads the cache
@@ -174,7 +175,8 @@ def train(
 
 def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
     """Join the ranks, build and evaluate, instead of `train`. Returns 0."""
-    tokenizer = join_ranks(config, setup, ranks)
+    tokenizer = prepare_data(config, setup, ranks)
+    join_ranks(ranks)
     watchdog = Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)
@@ -201,8 +203,8 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
     return 0
 
 
-def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTokenizerBase:
-    """Tokenize, once per host, take this rank's device, and join the process group. Returns the tokenizer."""
+def prepare_data(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, with which the first rank of each host has tokenized the data; the others do not wait."""
     # Rank 0 of each host reports: all ranks of a host see the error, other hosts may not.
     with exit_on_user_error(ranks, reports=ranks.local_rank == 0):
         process.find_device(ranks)
@@ -213,10 +215,14 @@ def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTo
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile
         with ranks.phase("reading the data"):
             tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)
+    return tokenizer
+
+
+def join_ranks(ranks: Ranks) -> None:
+    """Take this rank's device, and join the process group."""
     process.take_device(ranks)
     with ranks.phase("waiting for the other ranks"):
         process.join_process_group(PREPARATION_TIMEOUT)
-    return tokenizer
 
 
 def agree_on_setup(config: RunConfig, setup: RunSetup, ranks: Ranks) -> RunSetup:
