@@ -1,42 +1,8 @@
-"""Every byte that PyTorch allocates, counted until it is freed; and what the C library does with it then."""
+"""What the C library does with memory that is freed."""
 
 from __future__ import annotations
 
 import ctypes
-import weakref
-from typing import Any
-
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-
-class AllocationPeak(TorchDispatchMode):
-    """Bytes of all storages that live at once, at most; those of `inputs` are not counted."""
-
-    def __init__(self, *inputs: torch.Tensor) -> None:
-        super().__init__()
-        self.alive = self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in inputs}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address not in self._known:
-            self._known.add(address)
-            self.alive += size
-            self.peak = max(self.peak, self.alive)
-            weakref.finalize(storage, self._forget, address, size)
-
-    def _forget(self, address: int, size: int) -> None:
-        self._known.discard(address)
-        self.alive -= size
 
 
 def keep_freed_memory() -> None:

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from benchmarks.allocation import AllocationPeak
 from benchmarks.workload import build_engine, build_llama, compose_run, repeat_batch, run_ranks
 from models.parallel.ring import Transfer
+from training.costs.allocation import AllocationPeak
 
 VOCAB_SIZE, COMPARED_LENGTH, SHORTEST = 4096, 4096, 2048
 SEQUENCES = 2  # of a step whose time is taken

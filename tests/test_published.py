@@ -17,7 +17,9 @@ from benchmarks.published_parts.frameworks import (
     NORMS,
     adjust_costs,
     adjust_reduction,
+    count_limit,
     count_loss_bytes,
+    shard_weights,
 )
 from benchmarks.published_parts.planned import plan_run
 from benchmarks.published_parts.rows import OUT_OF_MEMORY, RUNS, PublishedRun, find_obstacle, read_runs
@@ -27,6 +29,7 @@ from training.cost_terms.loss import LOGIT_BYTES as LOGIT_MOVED_HERE
 from training.costs.cost import LayerCost, count_layers
 from training.costs.hardware import GB, Machine
 from training.costs.kernels import STREAM_RATE
+from training.costs.memory import Memory
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.traffic import Traffic
 
@@ -51,6 +54,8 @@ def test_what_rows_declare_is_known(rows: list[PublishedRun]) -> None:
     assert {run.loss for run in rows} == {"", "gathered", "vocabulary_parallel"}
     assert {run.loss for run in rows} - {""} <= set(LOGIT_BYTES) & set(LOGIT_MOVED)
     assert {run.reduction for run in rows} == {"", "all_reduce"}
+    assert {run.qkv for run in rows} == {"", "one_result"}
+    assert {run.sharding for run in rows} == {"", "fsdp"} and all(run.zero == 3 for run in rows if run.sharding)
     assert all(run.kernels in {*NORMS, "compiled"} for run in rows if run.family == "llama")
     assert sum(find_obstacle(run) is None for run in rows) > 1200
 
@@ -66,7 +71,7 @@ def test_logits_are_whole_on_each_rank_or_shared(rows: list[PublishedRun]) -> No
 def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
     run = replace(
         rows[0], family="llama", micro_batch=2, seq=100, cp=1, hidden=64, heads=8, tp=2, sequence_parallel=0,
-        attention="flash", kernels="eager",
+        attention="flash", kernels="eager", qkv="",
     )  # fmt: skip
 
     def saved(run: PublishedRun) -> int:
@@ -78,6 +83,25 @@ def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
     assert saved(replace(run, kernels="fused")) == (16 - 8) * 64 * 200
     assert saved(replace(run, kernels="fused", sequence_parallel=1)) == (16 - 8) * 64 * 200 / 2
     assert saved(replace(run, attention="fused_softmax")) == ((16 - 12) * 64 + (6 - 2) * 8 * 100 / 2) * 200
+    one = replace(run, qkv="one_result")
+    assert saved(one) == ((16 - 12) - (4 + 2) / 2) * 64 * 200
+    assert saved(replace(one, micro_batch=1)) == ((16 - 12) - 4 / 2) * 64 * 100
+    assert saved(replace(one, attention="fused_softmax")) == saved(replace(run, attention="fused_softmax"))
+
+
+def test_what_a_system_has_room_for() -> None:
+    run = next(run for run in read_runs(RUNS) if run.gpu == "a100_80g")
+    alone = count_limit(replace(run, tp=1, pp=1, cp=1, dp=1), replace(GPU, memory=80))
+    assert alone == (80 - 0.5) / 1.08
+    assert count_limit(replace(run, tp=2, pp=1, cp=1, dp=4), replace(GPU, memory=80)) == alone - 2 * 0.5 / 1.08
+
+
+def test_fsdp_has_whole_weights_of_few_layers(rows: list[PublishedRun]) -> None:
+    run = replace(next(run for run in rows if run.sharding == "fsdp"), recompute="none")
+    layers = [replace(HEAD, num_parameters=4), *[replace(DECODER, num_parameters=10)] * 3]
+    memory = Memory(weights=5, gradients=6, optimizer=7, activations=8, buffers=2 * 34 + 100, step=9)
+    found = shard_weights(run, memory, layers)
+    assert found == replace(memory, weights=0, step=0, buffers=100 + 2 * (4 + 2 * 10) + 2 * 10)
 
 
 def _adjust_layer(run: PublishedRun, layer: LayerCost) -> LayerCost:

@@ -17,6 +17,7 @@ from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
 from training.costs.time import Sent, compute_sending_seconds
 from training.distributed.topology import DATA
+from training.engine.deepspeed_config import MAX_LIVE
 from training.planner.plan import Plan, StagePlan
 
 # Bytes of a logit at the peak of the loss. plain, gathered: `torch.nn.functional.cross_entropy` of logits in fp32, at
@@ -40,12 +41,23 @@ CONCATENATED, COPIED = 4 + 4, 4
 # Bytes of an element of hidden states that the two norms of a Llama layer keep: those of `transformers`, which are
 # counted here, work in fp32; others in 16 bits (keeping what goes in, what is scaled, and the result) or in one kernel
 NORMS_HERE, NORMS = 16, {"eager": 12, "fused_norm": 8, "fused": 8}
+# one_result: queries, keys and values are one projection's result, of which the kernels keep the values, a view of it,
+# so that its queries and keys stay next to those with their positions. FlashAttention's output is copied into another
+# order for the next projection where a micro-batch has several rows, and both stay
+# (github.com/Aleph-Alpha/scaling, nn/attention/attention.py)
+ONE_RESULT, REORDERED = 4, 2
 # Bytes of an attention score: softmax in fp32 and its result in 16 bits, or that alone
 SCORES_HERE, FUSED_SCORES = {"llama": 6}, 2
 # Bytes of an attention score that passes move besides products. Eager, in single kernels: scaled, masked, cast, softmax
 # in fp32, cast; and the same back, but for the mask. In one kernel (Megatron's scaled masked softmax): read and
 # written; back, two read and one written
 EAGER_MOVED, FUSED_MOVED = (28, 28), (4, 6)
+# What a GPU holds besides, GiB: the CUDA context, and the buffers of one NCCL communicator (0.25 to 1; an assumption).
+# And what PyTorch's allocator reserves of what is allocated, without expandable segments, which these systems did not
+# have: of the layouts of `vocabulary_parallel` that state both, 1.08 to 1.09, and once 1.39
+CONTEXT, COMMUNICATOR, RESERVED = 0.5, 0.5, 1.08
+# Under FSDP, the layers whose weights are whole at a time: the one that is computed, and the next (2304.11277, 3.3.2)
+WHOLE_LAYERS = 2
 FLASH1_SECONDS = 2  # times those of FlashAttention-2 (2307.08691, abstract)
 
 
@@ -58,6 +70,8 @@ def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost], machine: Machine
     if run.family == "llama":
         parts = run.tp if run.sequence_parallel else 1
         excess += (NORMS_HERE - NORMS.get(run.kernels, NORMS_HERE)) * run.hidden / parts
+    if run.qkv == "one_result":
+        excess -= _count_projection(run) * run.hidden / run.tp
     if run.attention == "fused_softmax":
         excess += (SCORES_HERE.get(run.family, FUSED_SCORES) - FUSED_SCORES) * run.heads * run.seq / run.tp
     adjusted = {
@@ -67,6 +81,15 @@ def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost], machine: Machine
         for cost in costs
     }
     return [*(adjusted[id(cost)] for cost in costs[:-1]), _time_loss(run, adjusted[id(costs[-1])], machine)]
+
+
+def _count_projection(run: PublishedRun) -> int:
+    """The bytes of an element of hidden states that stay of queries, keys, values and outputs, where they are one
+    projection's result, besides those that other systems keep. Products of scores take a copy of the values."""
+    is_fused, has_rows = run.attention.startswith("flash"), (run.micro_batch or 1) > 1
+    if is_fused:
+        return ONE_RESULT + (REORDERED if has_rows else 0)
+    return 0 if has_rows else ONE_RESULT
 
 
 def _time_loss(run: PublishedRun, head: LayerCost, machine: Machine) -> LayerCost:
@@ -114,19 +137,42 @@ def adjust_reduction(run: PublishedRun, plan: Plan, machine: Machine) -> Plan:
     return replace(plan, reduce_seconds=max(stage.reduce_seconds + send_again(stage) for stage in plan.stages))
 
 
-def count_memory(run: PublishedRun, plan: Plan) -> float:
-    """Return the GiB of the fullest stage with the row's dtype of gradients and its loss."""
+def count_memory(run: PublishedRun, plan: Plan, costs: Sequence[LayerCost]) -> float:
+    """Return the GiB of the fullest stage with the row's dtype of gradients, its loss and how it shards weights."""
     last = max(chunk.last_layer for stage in plan.stages for chunk in stage.chunks)
     memories = [
         _adjust_memory(run, stage.memory, has_loss=stage.chunks[-1].last_layer == last) for stage in plan.stages
     ]
+    if run.sharding == "fsdp":
+        memories = [shard_weights(run, memory, costs) for memory in memories]
     return max(memory.peak for memory in memories) / GIB
+
+
+def count_limit(run: PublishedRun, machine: Machine) -> float:
+    """Return the GiB of tensors that the row's system can hold on its GPU."""
+    communicators = sum((size or 1) > 1 for size in (run.tp, run.pp, run.cp, run.dp))
+    return (machine.memory - CONTEXT - COMMUNICATOR * communicators) / RESERVED
 
 
 def _adjust_memory(run: PublishedRun, memory: Memory, has_loss: bool) -> Memory:
     stated = 4 if run.gradients == "fp32" else 2
     memory = replace(memory, gradients=memory.gradients * stated // 4)
     return replace(memory, loss=count_loss_bytes(run)) if has_loss and run.loss else memory
+
+
+def shard_weights(run: PublishedRun, memory: Memory, costs: Sequence[LayerCost]) -> Memory:
+    """Return the memory of a row under FSDP, from that under DeepSpeed's stage 3.
+
+    A rank has its part of the weights in fp32 alone, and whole, in 16 bits, what is not a decoder layer (the outermost
+    unit) and the layers at work, one of them with its gradients. Gradients are not copied for the step.
+    """
+    layers = {cost.tied_key or index: cost for index, cost in enumerate(costs)}.values()
+    num_weights = sum(layer.num_parameters for layer in layers)
+    live = num_weights if run.recompute == "none" else min(num_weights, MAX_LIVE)
+    outermost = sum(layer.num_parameters for layer in layers if not layer.attention_width)
+    largest = max(layer.num_parameters for layer in layers if layer.attention_width)
+    whole = outermost + (WHOLE_LAYERS + 1) * largest
+    return replace(memory, weights=0, buffers=memory.buffers + 2 * (whole - live), step=0)
 
 
 def count_loss_bytes(run: PublishedRun) -> int:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published_parts.frameworks import adjust_costs, adjust_reduction, count_memory
+from benchmarks.published_parts.frameworks import adjust_costs, adjust_reduction, count_limit, count_memory
 from benchmarks.published_parts.rows import MODEL_TYPES, SCHEDULES, PublishedRun, find_obstacle
 from benchmarks.workload import compose_run
 from errors import UserError
@@ -25,7 +25,7 @@ from training.config.schema import (
     RunConfig,
     load_hardware,
 )
-from training.costs.hardware import GIB, Machine, complete_hardware
+from training.costs.hardware import Machine, complete_hardware
 from training.planner.plan import Plan, plan_resolved
 from training.planner.run import ModelFolder
 from training.resolution.resolve import ResolvedModel, resolve_layout, resolve_model
@@ -36,11 +36,13 @@ _LEAD, _TAIL = {"gpt2": 2}, 2  # layers before the decoder's, 1 elsewhere (embed
 
 @dataclass(frozen=True)
 class Planned:
-    """A published run and its plan. memory_gib: the predicted peak, with what the row's system keeps."""
+    """A published run and its plan. memory_gib: the predicted peak, with what the row's system keeps; limit_gib: what
+    its system has room for."""
 
     run: PublishedRun
     plan: Plan
     memory_gib: float
+    limit_gib: float
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -58,10 +60,6 @@ class Planned:
         assert self.run.memory_gib is not None
         return self.memory_gib / self.run.memory_gib
 
-    @property
-    def limit_gib(self) -> float:
-        return self.plan.memory_limit / GIB
-
 
 def plan_run(run: PublishedRun) -> Planned:
     """Return the plan of a row that `find_obstacle` has nothing against. Raises UserError for what the project
@@ -75,7 +73,7 @@ def plan_run(run: PublishedRun) -> Planned:
     resolved = resolve_layout(model, keys, Target(run.gpus, True, is_planned=True))
     plan = plan_resolved(resolved, machine, adjust_costs(run, resolved.costs, machine))
     plan = adjust_reduction(run, plan, machine)
-    return Planned(run, plan, count_memory(run, plan))
+    return Planned(run, plan, count_memory(run, plan, resolved.costs), count_limit(run, machine))
 
 
 def _describe_machine(run: PublishedRun) -> Machine:

@@ -55,6 +55,7 @@ class PublishedRun:
     ep: int
     sequence_parallel: int
     zero: int
+    sharding: str
     gradients: str
     recompute: str
     precision: str
@@ -62,6 +63,7 @@ class PublishedRun:
     split: str
     attention: str
     kernels: str
+    qkv: str
     loss: str
     reduction: str
     assumed: str

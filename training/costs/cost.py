@@ -32,6 +32,7 @@ from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
 from models.parallel.shard import WHOLE_LAYERS, ContextParallel, ExpertParallel, LayerRanks, TensorParallel
 from models.sharding.expert_parallel import divide_experts, list_expert_specs, list_stacks
 from models.sharding.tensor_parallel import list_shard_specs, shard_module
+from training.costs.allocation import AllocationPeak
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.saved_activations import SavedBytes, WithoutData, count_saved_bytes
 from training.costs.shared_attention import SharedAttention, count_shared_attention
@@ -55,7 +56,8 @@ class LayerCost:
     matrices that are not trained, whose gradient is not computed. attention_width: of the whole layer, heads x
     (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without. saved_bytes:
     kept for the backward pass when nothing is recomputed. output_bytes: hidden_states alone. widest_bytes: of the
-    widest result of a matrix. kept_bytes, remade_bytes: kept, and made again in the backward pass, under
+    gradients inside the backward pass where they are most: at the widest result of a matrix, or at eager attention's
+    scores. kept_bytes, remade_bytes: kept, and made again in the backward pass, under
     `activation_checkpoint_mode=selective`. total_parameters, total_trainable: of the whole layer. forward_sums,
     backward_sums: of hidden states, over the ranks that share the layer (`models/sharding/tensor_parallel.py`).
     regathers: of what went into its blocks, in a backward pass (`models/parallel/sequence.py`). is_estimated: the layer
@@ -258,7 +260,10 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         attention_width=width,
         saved_bytes=saved.saved,
         kept_bytes=saved.kept,
-        widest_bytes=built.batch.tokens * built.batch.dtype.itemsize * _count_widest(built),
+        widest_bytes=max(
+            built.batch.tokens * built.batch.dtype.itemsize * _count_widest(built),
+            _count_gradients_inside(built) if makes_scores and width else 0,
+        ),
         shared_attention=shared,
         num_blocks=layer.num_blocks,
         remade_bytes=saved.remade,
@@ -444,6 +449,30 @@ def _count_widest(built: _BuiltLayer) -> int:
         (round(matrix.shape[-2] * (rows if active_share(name, config) < 1 else 1)) for name, matrix in multiplied),
         default=0,
     )
+
+
+def _count_gradients_inside(built: _BuiltLayer) -> int:
+    """By how much a backward pass exceeds what is kept for it, without the gradients that go in and out: of T x T
+    scores several are there at once, in fp32. On the meta device, as on a CPU, their softmax and its cast are two
+    operators; on a GPU they are one, which takes 2 bytes of a score less. 0 where the layer does not run there."""
+    freed = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        for parameter in built.module.parameters()
+        if parameter.requires_grad
+    ]
+    counter = AllocationPeak(on_meta=True)
+    try:
+        with WithoutData(), counter:
+            hidden_states = _run(built)[0]
+            kept = counter.peak = counter.alive
+            hidden_states.backward(torch.empty_like(hidden_states))
+    except Exception:  # as in `_count_traffic`
+        return 0
+    finally:
+        for hook in freed:
+            hook.remove()
+        built.module.zero_grad(set_to_none=True)
+    return max(0, counter.peak - kept - 2 * hidden_states.untyped_storage().nbytes())
 
 
 def _estimate_saved(built: _BuiltLayer) -> SavedBytes:

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
-from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss, find_targets
@@ -20,6 +19,7 @@ from models.losses.logit_chunks import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, list_c
 from models.losses.token_loss import TokenLoss
 from tests.support.logit_chunks import set_chunk_size
 from tests.support.mixed_addmm import play_mixed_addmm
+from training.costs.allocation import AllocationPeak
 
 B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary
 

@@ -10,7 +10,6 @@ from support.configs import build_config
 from support.logit_chunks import set_chunk_size
 from transformers import LlamaConfig
 
-from benchmarks.allocation import AllocationPeak
 from data.loading.teacher import count_bytes
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
@@ -22,6 +21,7 @@ from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.loss import compute_distill_bytes, compute_loss_bytes
 from training.cost_terms.model_states import compute_model_states
 from training.cost_terms.table import sum_memory
+from training.costs.allocation import AllocationPeak
 from training.costs.cost import LayerCost
 from training.costs.hardware import Machine
 from training.costs.memory import Memory

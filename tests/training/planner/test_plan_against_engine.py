@@ -22,10 +22,10 @@ from support.retrieval_runs import save_queries
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
-from benchmarks.allocation import AllocationPeak
 from models.weights.sources import open_weights
 from training.config.schema import Device
 from training.config.teacher import derive_teacher
+from training.costs.allocation import AllocationPeak
 from training.costs.hardware import Machine
 from training.costs.memory import HOST_BYTES_A_RANK
 from training.optim import chunks
@@ -40,6 +40,7 @@ OFFLOADED = ("precision=bf16", "activation_checkpoint_interval=1", "offload_opti
 RECOMPUTED = ("activation_checkpoint_interval=1",)
 IN_RING = ("context_parallel_size=2", "context_parallel_mode=ring")
 HOST_ACTIVATIONS = "activation_offload=true"
+EAGER = ("attn_implementation=eager", "max_seq_length=512")  # a row's scores are most of what its layers make
 LORA = "adapter=lora"
 PISSA = (LORA, "adapter.r=32", "adapter.init_lora_weights=pissa")
 SHARDED_OTHERS = [  # (num_stages, overrides): what is trained otherwise than by AdamW and whole, at ZeRO's stages
@@ -240,6 +241,10 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
             )
         ),
         pytest.param(1, ("precision=fp32", *RECOMPUTED, LORA), marks=pytest.mark.full),
+        (2, ("precision=bf16", *RECOMPUTED, *EAGER)),
+        pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=0", *EAGER), marks=pytest.mark.full),
+        pytest.param(1, ("precision=fp32", *RECOMPUTED, *EAGER), marks=pytest.mark.full),
+        pytest.param(1, ("precision=fp32", "activation_checkpoint_interval=0", *EAGER), marks=pytest.mark.full),
     ],
     ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
 )

@@ -1,0 +1,42 @@
+"""Every byte that PyTorch allocates, counted until it is freed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class AllocationPeak(TorchDispatchMode):
+    """Bytes of all storages that live at once, at most; those of `inputs` are not counted.
+
+    on_meta: those of the meta device, which would be allocated on another, in place of the allocated ones.
+    """
+
+    def __init__(self, *inputs: torch.Tensor, on_meta: bool = False) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._on_meta = on_meta
+        self._known = {tensor.untyped_storage()._cdata for tensor in inputs}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta == self._on_meta:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self._known:
+            self._known.add(address)
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._forget, address, size)
+
+    def _forget(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.alive -= size
