@@ -180,9 +180,9 @@ class StepLoader(ABC):
         number, micro_batch = divmod(index, self._gradient_accumulation_steps)
         options, step = self._options, self._describe(number)
         groups = options.take_micro_batch(step.groups, micro_batch)
-        terms = (step.totals.count_terms(options.mean_over), *(max(1, count) for count in step.further_terms))
+        terms = (step.totals.count_terms(options.mean_over), *step.further_terms)
         shares = options.dp_size * options.num_parts * self._gradient_accumulation_steps
-        denominators = [count / shares for count in terms]
+        denominators = [max(1, count) / shares for count in terms]  # without a target the sum is 0, and so is the loss
         return _collate(step.rows, groups, step.seq_length, denominators=denominators, options=options)
 
     def _describe(self, number: int) -> _Step:

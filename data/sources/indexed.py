@@ -147,7 +147,7 @@ class IndexedCorpus:
 
     def map_tokens(self) -> np.ndarray:
         """Return all token ids, memory-mapped."""
-        if not len(self._columns[0]):  # reading the columns checks them against the .bin
+        if not self._columns[0].any():  # reading the columns checks them against the .bin
             return np.empty(0, self.dtype)
         return np.asarray(np.memmap(self.bin_file, self.dtype, mode="r"))
 

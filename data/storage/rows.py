@@ -164,7 +164,7 @@ def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
     counts = dataset.num_targets[pieces.sample_ids].astype(np.int64)
     lengths = pieces.stops - pieces.starts
     for piece in np.flatnonzero(lengths < dataset.lengths[pieces.sample_ids]):
-        labels = dataset.labels(pieces.sample_ids[piece])[pieces.starts[piece] + 1 : pieces.stops[piece]]
+        labels = dataset.labels(pieces.sample_ids[piece], pieces.starts[piece] + 1, pieces.stops[piece])
         counts[piece] = np.count_nonzero(labels != IGNORE_INDEX)
     return np.add.reduceat(counts, pieces.offsets[:-1])
 
@@ -290,7 +290,7 @@ class Rows:
 
     def input_ids(self, row: int) -> np.ndarray:
         """Return the tokens of the row, int32 [T]."""
-        return np.concatenate([self._dataset.input_ids(i)[start:stop] for i, start, stop in self.pieces(row)])
+        return np.concatenate([self._dataset.input_ids(i, start, stop) for i, start, stop in self.pieces(row)])
 
     def position_ids(self, row: int) -> np.ndarray:
         """Return positions, int64 [T], from 0 at each piece."""
@@ -318,7 +318,7 @@ class Rows:
 
     def labels(self, row: int) -> np.ndarray:
         """Return labels, int32 [T], -100 on the first token of each piece."""
-        pieces = [self._dataset.labels(i)[start:stop].copy() for i, start, stop in self.pieces(row)]
+        pieces = [self._dataset.labels(i, start, stop).copy() for i, start, stop in self.pieces(row)]
         for piece in pieces:
             piece[0] = IGNORE_INDEX
         return np.concatenate(pieces)

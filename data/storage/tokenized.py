@@ -12,6 +12,7 @@ Opening it reads nothing and copies nothing into a process's own memory, whateve
 
 import bisect
 import json
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
@@ -147,7 +148,8 @@ class CorpusTokens:
 
     def __init__(self, folder: Path) -> None:
         corpora = [IndexedCorpus(prefix) for prefix in json.loads((folder / CORPORA_FILE).read_text())]
-        self._tokens = [np.memmap(corpus.bin_file, corpus.dtype, mode="r") for corpus in corpora]
+        filled = [corpus for corpus in corpora if os.path.getsize(corpus.bin_file)]  # no empty file can be mapped
+        self._tokens = [np.memmap(corpus.bin_file, corpus.dtype, mode="r") for corpus in filled]
         self._firsts = [0, *np.cumsum([len(tokens) for tokens in self._tokens]).tolist()]
 
     def __getitem__(self, place: slice) -> np.ndarray:
@@ -195,15 +197,19 @@ class TokenizedDataset:
         labels = self.sample_labels
         return np.arange(len(self)) % 2 == 0 if labels is None else labels[:, 0] != 0
 
-    def input_ids(self, index: int) -> np.ndarray:
-        return self._read("input_ids", index)
+    def input_ids(self, index: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the tokens of a sample, from `start` to before `stop`: a sample may be a whole corpus, which is not
+        read for one row of it."""
+        return self._read("input_ids", index, start, stop)
 
-    def labels(self, index: int) -> np.ndarray:
-        return self._read("labels", index)
+    def labels(self, index: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the labels of a sample, as `input_ids` does."""
+        return self._read("labels", index, start, stop)
 
-    def _read(self, name: str, index: int) -> np.ndarray:
+    def _read(self, name: str, index: int, start: int, stop: int | None) -> np.ndarray:
         if name not in self._columns:
             raise RuntimeError(f"this rank does not hold {name}: the dataset was opened without that column")
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return self._columns[name][self._offsets[index] : self._offsets[index + 1]]
+        first, end = self._offsets[index : index + 2]
+        return self._columns[name][first + start : end if stop is None else min(end, first + stop)]

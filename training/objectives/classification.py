@@ -166,17 +166,21 @@ class ClassMetrics:
         right, total = counts[:2].tolist()
         if not total:
             return {}
-        found = [self._compute_area(decided, label) for label in range(self._loss.num_labels)]
-        areas = [area for area in found if area is not None]
+        areas = self._compute_areas(decided)
         metrics = {"eval_accuracy": right / total, "eval_f1": compute_f1(counts[2:].view(3, -1))}
         return metrics | ({"eval_auc": sum(areas) / len(areas)} if areas else {})
 
-    def _compute_area(self, decided: Sequence[_Decided], label: int) -> float | None:
-        """Return the AUC of one label over the documents of all ranks."""
-        columns = [torch.stack([each.confidence[:, label], each.actual[:, label].double()]) for each in decided]
-        mine = torch.cat([torch.zeros(2, 0, dtype=torch.float64, device=self._device), *columns], dim=1)
-        scores, actual = gather_columns(mine)
-        return compute_auc(scores, actual > 0)
+    def _compute_areas(self, decided: Sequence[_Decided]) -> list[float]:
+        """Return the AUC, over the documents of all ranks, of each label that has one. All ranks call it."""
+        none = torch.zeros(self._loss.num_labels, 0, dtype=torch.float64, device=self._device)
+        # [C, N], joined once: there may be thousands of micro-batches, and thousands of labels
+        confidence = torch.cat([none, *(each.confidence.T for each in decided)], dim=1)
+        actual = torch.cat([none.bool(), *(each.actual.T for each in decided)], dim=1)
+        areas = []
+        for own_scores, own_actual in zip(confidence, actual):
+            scores, there = gather_columns(torch.stack([own_scores, own_actual.double()]))
+            areas.append(compute_auc(scores, there > 0))
+        return [area for area in areas if area is not None]
 
 
 def compute_f1(counts: torch.Tensor) -> float:

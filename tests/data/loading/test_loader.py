@@ -15,8 +15,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from support.corpora import write_corpus
 
 from data.collator import Checked, PadRight, unshift_targets
+from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
 from data.loading.loader import (
     Batch,
@@ -29,10 +31,10 @@ from data.loading.loader import (
 )
 from data.loading.row_lengths import measure_rows
 from data.loading.step_totals import BatchShape, compute_step_totals
-from data.options import MeanOver, PadTo
+from data.options import MeanOver, Packing, PadTo
 from data.order import GlobalOrder
 from data.storage.encoding import Encoding
-from data.storage.rows import RowPlan, Rows
+from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from data.worker_processes import iterate_dataset
@@ -140,6 +142,18 @@ def test_the_mean_of_the_parts_is_the_loss_of_the_global_batch(path: Path, data:
     whole = [torch.from_numpy(data.labels(i)[1:].astype(np.int64)) for i in ORDER.sample_ids(1)]
     expected = sum(sum_losses(targets) for targets in whole) / sum(int((targets != -100).sum()) for targets in whole)
     torch.testing.assert_close(torch.stack(parts).mean(), expected, rtol=1e-12, atol=0)
+
+
+def test_a_global_batch_without_a_target_has_a_loss_of_zero(tokenizer, tmp_path: Path) -> None:
+    """A document of one token, alone in a row: 0 / 0 would make all weights NaN."""
+    corpus, plan = write_corpus(tmp_path / "corpus", [[[5, 6, 7, 8]], [[9]]]), RowPlan(4, Packing.CONCATENATE)
+    encoding = Encoding(PretrainEncoder(), tokenizer, max_seq_length=None)
+    path = prepare_dataset([corpus], key="train_file", encoding=encoding, cache_dir=tmp_path / "cache", log=None)
+    prepare_rows(path, plan, "train_file", None)
+    options = replace(OPTIONS, row_plan=plan, micro_batch_size=1)
+    batches = build_train_loader(path, options, GlobalOrder(2, 1, seed=1), 1).iterate(0, 2)
+    found = sorted(((targets != -100).sum().item(), denominator.item()) for _, (targets, denominator, _) in batches)
+    assert found == [(0, 1.0), (3, 3.0)]
 
 
 def test_step_totals_are_those_of_the_global_batch(path: Path, data: TokenizedDataset) -> None:

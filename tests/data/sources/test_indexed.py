@@ -12,7 +12,7 @@ from data.options import Packing
 from data.sources.mixture import Mixture
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, prepare_rows
-from data.storage.tokenized import TokenizedDataset, load_summary
+from data.storage.tokenized import CorpusTokens, TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -74,6 +74,30 @@ def test_a_mixture_of_corpora(prepare, tmp_path: Path) -> None:
     rows = Rows(prepare(*entries), plan, True, True)
     held = [token for row in range(len(rows)) for token in rows.input_ids(row).tolist()]
     assert held.count(5) == 1 and held.count(1) == 9
+
+
+def test_an_empty_corpus_among_others(prepare, tmp_path: Path) -> None:
+    others = [write_corpus(tmp_path / name, documents) for name, documents in (("none", []), ("empty", [[[]]]))]
+    assert read(prepare(*others, write_corpus(tmp_path / "corpus"))) == [[5, 6, 7, 8], [9, 10, 11, 12, 13], [14]]
+
+
+def test_a_row_reads_its_own_part_of_a_document_alone(prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document may be a whole corpus: read whole for each of its rows, the time grew with its square."""
+    num_read = 0
+
+    def count(tokens: CorpusTokens, place: slice) -> np.ndarray:
+        nonlocal num_read
+        num_read += len(found := read_place(tokens, place))
+        return found
+
+    read_place = CorpusTokens.__getitem__
+    monkeypatch.setattr(CorpusTokens, "__getitem__", count)
+    path, plan = prepare(write_corpus(tmp_path / "corpus", [[list(range(3, 203))]])), RowPlan(8, Packing.CONCATENATE)
+    prepare_rows(path, plan, "train_file", None)
+    rows = Rows(path, plan, True, True)
+    held = [token for row in range(len(rows)) for token in rows.input_ids(row).tolist()[row > 0 :]]
+    assert held == list(range(3, 203)) and len(rows) == 29
+    assert num_read < 3 * len(held)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from data.options import ProblemType
 from data.storage.tokenized import TokenizedDataset
 from models.storage.tensor_files import open_safetensors
-from training.objectives.classification import ClassificationLoss, compute_auc, compute_f1
+from training.objectives import classification
+from training.objectives.classification import ClassificationLoss, ClassMetrics, compute_auc, compute_f1
 
 NUM_DOCUMENTS = 42  # no multiple of a batch
 WEIGHTED = "classification.class_weights=[0.5,2.0,1.0]"
@@ -339,3 +340,31 @@ def test_areas_and_f1_equal_those_counted_one_by_one() -> None:
     said = scores > 1
     counts = torch.tensor([[(said & actual).sum(), 0], [said.sum(), 0], [actual.sum(), 0]], dtype=torch.float64)
     assert compute_f1(counts) == pytest.approx(count_f1(said, actual))
+
+
+def test_areas_of_many_labels_read_each_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels times micro-batches would be hours for thousands of both."""
+    passes = 0
+
+    class Counted(list):
+        def __iter__(self) -> Any:
+            nonlocal passes
+            passes += 1
+            return super().__iter__()
+
+    loss = ClassificationLoss(ProblemType.single_label_classification, 20)
+    generator = torch.Generator().manual_seed(0)
+    scored = [
+        (torch.randn(3, 20, generator=generator), torch.randint(20, (3, 1), generator=generator)) for _ in range(30)
+    ]
+    monkeypatch.setattr(loss, "take_scored", lambda: scored)
+    monkeypatch.setattr(classification.dist, "all_reduce", lambda counts: None)
+    monkeypatch.setattr(classification, "gather_columns", lambda mine: mine)
+    metrics = ClassMetrics(loss, torch.device("cpu"))
+    monkeypatch.setattr(metrics, "_take", lambda take=metrics._take: Counted(take()))
+    found = metrics.finish_evaluation()["eval_auc"]
+    assert passes <= 3
+    confidence, labels = (torch.cat(each) for each in zip(*scored))
+    probabilities = confidence.double().softmax(dim=1).numpy()
+    areas = [count_auc(probabilities[:, label], (labels[:, 0] == label).numpy()) for label in labels.unique().tolist()]
+    assert found == pytest.approx(np.mean(areas))
