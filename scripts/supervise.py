@@ -80,6 +80,8 @@ class Supervisor:
         self._seen, self._seen_at = self._look(), time.monotonic()
         self._mark = uuid.uuid4().hex.encode()
         self._process = subprocess.Popen(command, start_new_session=True, env={**os.environb, MARK: self._mark})
+        if self.signum:  # it came while there was no process to pass it to
+            self._forward(self.signum, None)
         while self._process.poll() is None:
             if self._stuck_seconds is not None and self._seconds_without_change() > self._stuck_seconds:
                 say(
@@ -225,10 +227,15 @@ def supervise(
     before = list_steps(output_dir).items() if overwrites(command) else set()
     for restarts in range(max_restarts + 1):
         try:
-            code = supervisor.run(attempt if elastic is None else elastic.fit(attempt))
+            fitted = attempt if elastic is None else elastic.fit(attempt)
         except ElasticError as error:
+            if supervisor.signum:  # Ctrl-C ends the commands of `fit` too
+                return 128 + supervisor.signum
             say(f"cannot start on the hosts that are left: {error}")
             return 1
+        if supervisor.signum:  # while the hosts were listed, or a layout was searched
+            return 128 + supervisor.signum
+        code = supervisor.run(fitted)
         if supervisor.finished:
             return 0
         if supervisor.signum:
