@@ -3,7 +3,7 @@ scales and adds as it multiplies.
 
 peft computes `base(x) + lora_B(lora_A(x)) * scaling` operator by operator. That writes two more tensors as large as the
 output, reads four, and multiplies one as large in the backward pass, where each is a matter of memory bandwidth alone.
-Here there is no tensor of that size but the output itself; gradients follow from autograd, which scales the small side.
+Here the sum is the only further tensor of that size; gradients follow from autograd, which scales the small side.
 
 N rows, r the rank.
 """
