@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed."""
+"""The heap of the C library keeps freed memory on request."""
 
 from __future__ import annotations
 
