@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed."""
+"""Measures what the C library does with memory that is freed."""
 
 from __future__ import annotations
 
