@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -86,20 +86,30 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     resumable = find_resume(resume, folder.checkpoints, config.trust_checkpoint) if resume else None
     resume_from = resumable.candidates[0] if resumable else None
     source = open_source(config, resume_from)
-    if config.overwrite_output_dir:
-        named = {
-            "tokenizer_name_or_path": config.tokenizer_name_or_path,
-            "adapter.name_or_path": config.adapter.name_or_path,
-        }
-        folder.check_keeps(
-            {"model_name_or_path": source.path} | {key: Path(path) for key, path in named.items() if path}
-        )
     setup = build_setup(config, source, ranks)
+    if config.overwrite_output_dir:
+        folder.check_keeps(_list_inputs(setup))
     check_flash_kernels(setup)
     if not config.evaluate_only:
         check_same_adapter(setup.adapter, resume_from, _find_saved_init(resume_from))
     reference = open_reference(config, setup, resume_from)
     return dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
+
+
+def _list_inputs(setup: RunSetup) -> Iterator[tuple[str, Path]]:
+    """Yield the paths that a run reads, each with its key. The base model of an adapter may be in another folder."""
+    sources = {"model_name_or_path": setup.source}
+    if setup.teacher is not None:
+        sources["distill.teacher"] = setup.teacher.source
+    for key, source in sources.items():
+        yield key, source.path
+        yield from ((f"a file of {key}", file) for file in source.files())
+    for key, path in {
+        "tokenizer_name_or_path": setup.config.tokenizer_name_or_path,
+        "adapter.name_or_path": setup.config.adapter.name_or_path,
+    }.items():
+        if path:
+            yield key, Path(path)
 
 
 def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks) -> RunSetup:

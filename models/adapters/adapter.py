@@ -115,7 +115,7 @@ class Adapter:
     @contextmanager
     def _seeded(self, index: int) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed * 1_000_003 + index)
+            torch.manual_seed((self.seed * 1_000_003 + index) % 2**64)  # a larger one raises
             yield
 
 

@@ -9,12 +9,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.adapters import make_adapter
 from support.cases import this_rank
 from support.configs import build_config
 from support.tiny import save_llama
 from support.workers import WorkerGroup
 
 from data.loading.row_lengths import RowLengths
+from errors import UserError
 from training import setup as setups
 from training.costs.hardware import GIB
 from training.distributed.ranks import SINGLE_PROCESS
@@ -97,3 +99,27 @@ def test_a_run_that_only_evaluates_counts_no_costs(tmp_path: Path, monkeypatch: 
     )  # fmt: skip
     setups.check_run(config, SINGLE_PROCESS)
     assert not count.called
+
+
+def name_teacher(folder: Path) -> tuple[str, ...]:
+    save_llama(folder / "student")
+    return f"model_name_or_path={folder}/student", f"distill.teacher={folder}/out/hf", "data=sft"
+
+
+def name_adapter(folder: Path) -> tuple[str, ...]:
+    make_adapter(folder / "adapter", folder / "out/hf")
+    return (f"model_name_or_path={folder}/adapter",)
+
+
+@pytest.mark.parametrize("name", [name_teacher, name_adapter])
+def test_overwriting_is_refused_for_every_model_that_a_run_reads(
+    tmp_path: Path, name: Callable[[Path], tuple[str, ...]]
+) -> None:
+    """An export of the run before is the teacher, or the base model of an adapter that is elsewhere."""
+    save_llama(tmp_path / "out/hf")
+    config = build_config(
+        *name(tmp_path), f"output_dir={tmp_path}/out", "overwrite_output_dir=true", "micro_batch_size=1",
+        "global_batch_size=2",
+    )  # fmt: skip
+    with pytest.raises(UserError, match="overwrite_output_dir=true would delete .*out/hf, where "):
+        setups.check_run(config, SINGLE_PROCESS)

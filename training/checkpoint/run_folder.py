@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,11 @@ class RunFolder:
                 "or start over with overwrite_output_dir=true (deletes them), or give another output_dir"
             )
 
-    def check_keeps(self, sources: Mapping[str, Path]) -> None:
-        """Check what the run starts from, by key. Raises UserError when starting over would delete it."""
-        for doomed in self._list_folders():
-            for key, source in sources.items():
+    def check_keeps(self, sources: Iterable[tuple[str, Path]]) -> None:
+        """Check what the run starts from, each with its key. Raises UserError when starting over would delete it."""
+        folders = list(self._list_folders())
+        for key, source in sources:
+            for doomed in folders:
                 if source.absolute().is_relative_to(doomed.absolute()) or source.resolve().is_relative_to(
                     doomed.resolve()
                 ):

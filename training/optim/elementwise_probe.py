@@ -1,5 +1,9 @@
 """Which state a user's optimizer keeps, and whether ZeRO may partition its parameters: found by running it.
 
+What it keeps has to be in its state for each parameter. A number in a parameter group, such as a count of steps, is in
+no checkpoint, and under ZeRO-3, where DeepSpeed calls the optimizer once for each part of the weights, it would count
+those calls.
+
 Under ZeRO an optimizer never sees a parameter. It gets one flat tensor for each group: this rank's part of the group's
 concatenated weights. An optimizer that treats each element by itself makes the same updates on that as on the weights;
 one that looks at rows, at a matrix or at a norm (Adafactor, Muon, LAMB) silently makes others. So both are run here,
@@ -40,6 +44,12 @@ def probe_optimizer(build: Build, name: str) -> dict[str, StateTensor]:
     unknown = [f"{kept} ({words})" for kept, words in state.items() if isinstance(words, str)]
     if unknown:
         raise _refuse(name, f"for such a part it keeps {', '.join(unknown)}")
+    if elsewhere := _list_changed(build):
+        raise UserError(
+            f"optimizer.custom: {name} keeps {', '.join(elsewhere)}, and no checkpoint saves what is not in the state "
+            "of a parameter; give an optimizer that keeps all of it there, such as optimizer=adamw, lion or "
+            "torch.optim.RAdam"
+        )
     for one, other in zip(whole, flat, strict=True):
         if (one - other).abs().max() > BOUND * one.abs().max():
             raise _refuse(name, "on such a part it makes other steps than on whole weights")
@@ -136,6 +146,23 @@ def _read_state(build: Build) -> dict[str, StateTensor | str]:
         (flat,) = group["params"]
         kept |= {name: describe_kept(v, flat) for name, v in optimizer.state.get(flat, {}).items() if v is not None}
     return kept
+
+
+def _list_changed(build: Build) -> list[str]:
+    """The names of the numbers outside the state of parameters that steps have changed."""
+    gradients = [[_flatten(group) for group in step] for step in _draw_gradients()]
+    start = [_flatten(group) for group in _draw()]
+    before, after = (_list_numbers(_step_flat(build, start, steps, 0)[1]) for steps in ([], gradients))
+    return sorted(name for name, value in after.items() if before.get(name) != value)
+
+
+def _list_numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    fields = [(f"{name} of its parameter groups", value) for name, value in optimizer.param_groups[0].items()]
+    return {
+        name: repr(float(value))
+        for name, value in [*fields, *vars(optimizer).items()]
+        if isinstance(value, int | float) or (torch.is_tensor(value) and value.numel() == 1)
+    }
 
 
 def _flatten(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -182,3 +183,13 @@ def test_an_initialization_is_pefts_and_changes_nothing_at_the_start(init: str) 
         drawn[value] = projection.lora_A["default"].weight.detach()
         assert (projection.lora_B["default"].weight @ drawn[value]).abs().max() < 1e-5
     assert not torch.equal(drawn[True], drawn[init])
+
+
+def test_a_seed_may_be_a_time() -> None:
+    """Times a million, 20261126134412 is beyond what torch takes."""
+    layer, drawn = LLAMA[1], []
+    for seed in (20261126134412, 20261126134413):
+        module = layer.build_on_meta().to_empty(device="cpu")
+        replace(build_lora(LLAMA), seed=seed).attach(module, 1, layer)
+        drawn.append(module.self_attn.q_proj.lora_A["default"].weight.detach())
+    assert not torch.equal(*drawn)

@@ -120,6 +120,25 @@ class Counting(torch.optim.SGD):
                 state.update(seen=state.get("seen", 0) + 1, momentum_buffer=None)
 
 
+class CountingGroups(torch.optim.SGD):
+    """Counts its steps in its groups, as apex's FusedAdam does."""
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+class CountingSelf(torch.optim.SGD):
+    """Counts its steps itself."""
+
+    steps = 0
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        self.steps += 1
+
+
 class RowNormalized(torch.optim.SGD):
     """Normalizes whole rows, with no state that would show it."""
 
@@ -162,6 +181,12 @@ class Listing(Counting):
             "and on such a part it makes other steps than on whole weights; give an optimizer that",
         ),
         (f"{__name__}.Listing", {}, r"for such a part it keeps history \(list\); give an optimizer"),
+        (
+            f"{__name__}.CountingGroups",
+            {},
+            r"CountingGroups keeps step of its parameter groups, and no checkpoint saves",
+        ),
+        (f"{__name__}.CountingSelf", {}, r"CountingSelf keeps steps, and no checkpoint saves"),
         ("torch.optim.Adagrad", {}, "DeepSpeed makes torch.optim.Adagrad anew and drops its groups"),
         (f"{__name__}.Attached", {}, r"Attached is not elementwise: .* on such a part it fails \(KeyError"),
         ("torch.optim.Muon", {}, r"Muon does not take a step on matrices and vectors \(ValueError: Muon only supports"),
