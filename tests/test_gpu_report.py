@@ -250,6 +250,7 @@ def test_the_plan_of_a_row_is_that_of_its_gpu(tmp_path: Path, monkeypatch: pytes
 def test_the_demo_chooses_its_devices_itself(machine: Machine, accelerator: str, tmp_path: Path) -> None:
     """With one GPU its two ranks need the CPU, which the script chooses unless DS_ACCELERATOR is set."""
     command = Right(machine, tmp_path, tmp_path / "logs", tiny=True).build_demo_command()
+    assert str(Path(sys.executable).parent) in command.environment["PATH"].split(":")[:2]  # and its `python`
     before_script = command.words[: command.words.index("bash")]
     words = [*before_script, "bash", "-c", 'echo "${DS_ACCELERATOR:-}"']
     assert subprocess.check_output(words, text=True, env=command.environment).strip() == accelerator

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -211,7 +212,8 @@ class Right:
         script = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *(["max_steps=6"] if self._tiny else [])]
         spec = importlib.util.find_spec("deepspeed")
         scripts = Path(spec.origin or "").parents[1] / "bin" if spec is not None else Path()
-        environment = {**self.machine.environment(), "PATH": f"{scripts}:{os.environ['PATH']}"}
+        path = f"{scripts}:{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` is the one that runs this
+        environment = {**self.machine.environment(), "PATH": path}
         return Command([*unset, *script], environment)
 
 
