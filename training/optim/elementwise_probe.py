@@ -149,10 +149,11 @@ def _read_state(build: Build) -> dict[str, StateTensor | str]:
 
 
 def _list_changed(build: Build) -> list[str]:
-    """The names of the numbers outside the state of parameters that steps have changed."""
+    """The names of the numbers outside the state of parameters that change from step to step. One that the first step
+    sets and the others leave is set again after a restart."""
     gradients = [[_flatten(group) for group in step] for step in _draw_gradients()]
     start = [_flatten(group) for group in _draw()]
-    before, after = (_list_numbers(_step_flat(build, start, steps, 0)[1]) for steps in ([], gradients))
+    before, after = (_list_numbers(_step_flat(build, start, steps, 0)[1]) for steps in (gradients[:1], gradients))
     return sorted(name for name, value in after.items() if before.get(name) != value)
 
 

@@ -100,6 +100,7 @@ def test_state_of_an_unknown_shape_is_named(value: object, kind: str) -> None:
         ("torch.optim.SGD", {"momentum": 0.9}, {"momentum_buffer": ELEMENTWISE}),
         ("torch.optim.RMSprop", {}, {"square_avg": ELEMENTWISE, "step": STEP}),
         (f"{__name__}.Counting", {}, {"seen": StateTensor(StateKind.number, None)}),
+        (f"{__name__}.SettingGroups", {}, {}),
     ],
 )
 def test_what_a_users_optimizer_keeps_is_found_by_running_it(
@@ -127,6 +128,15 @@ class CountingGroups(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+
+
+class SettingGroups(torch.optim.SGD):
+    """Sets a number in its groups once, as DeepSpeed's FusedAdam does (0.19.8)."""
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group.setdefault("step", 0)
 
 
 class CountingSelf(torch.optim.SGD):
