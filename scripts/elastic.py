@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from filesystem import write_atomically
+
 FIRST_SLOTS = "first_slots"  # in output_dir
 
 
@@ -48,9 +50,9 @@ class Elastic:
         file = self._output_dir / FIRST_SLOTS
         continues = any(word.startswith("resume=") for word in command) and "overwrite_output_dir=true" not in command
         if continues and file.is_file():
-            return int(file.read_text())
+            return _read_slots(file)
         self._output_dir.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{num_slots}\n")
+        write_atomically(file, f"{num_slots}\n")
         return num_slots
 
     def _find_batch(self, command: Sequence[str], num_slots: int) -> list[str]:
@@ -71,6 +73,16 @@ class Elastic:
         hostfile = self._output_dir / "hostfile"
         hostfile.write_text("".join(lines))
         return [word.replace("{hostfile}", str(hostfile)).replace("{num_ranks}", str(num_ranks)) for word in command]
+
+
+def _read_slots(file: Path) -> int:
+    try:
+        return int(file.read_text())
+    except ValueError:
+        raise ElasticError(
+            f"{file} does not hold the number of slots of the first start; write it there, or delete the file to start "
+            "from the slots that are left"
+        ) from None
 
 
 def read_hosts(hosts_command: str) -> dict[str, int]:

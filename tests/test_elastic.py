@@ -134,3 +134,18 @@ def test_the_largest_layout_that_fits_is_taken(tmp_path: Path, capsys: pytest.Ca
     assert Elastic(f"cat {hosts}", tmp_path / "out", say).fit(command) == fitted
     anew = [*command[:-1], "overwrite_output_dir=true"]
     assert Elastic(f"cat {hosts}", tmp_path / "out", say).fit(anew)[4:] == ["3", *anew[5:]]
+
+
+def test_the_slots_of_the_first_start_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    elastic = Elastic("echo a slots=2", tmp_path, say)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            elastic.fit(["python", "run.py"])
+    assert not (tmp_path / "first_slots").exists()
+    (tmp_path / "first_slots").write_text("")
+    with pytest.raises(ElasticError, match=f"{tmp_path}/first_slots does not hold the number of slots"):
+        elastic.fit(["python", "run.py", "resume=latest"])

@@ -192,7 +192,10 @@ def find_class(name: str, labels: Sequence[str], where: str) -> int:
 
 def _read_numbers(value: object, length: int, where: str) -> list[float]:
     given = value if isinstance(value, list) else [value]
-    numbers = [float(each) for each in given if isinstance(each, int | float) and not isinstance(each, bool)]
+    try:
+        numbers = [float(each) for each in given if isinstance(each, int | float) and not isinstance(each, bool)]
+    except OverflowError:  # an integer beyond the largest float
+        numbers = []
     if len(numbers) != len(given) or len(numbers) != length or not all(map(math.isfinite, numbers)):
         form = "a number" if length == 1 else f"a list of {length} numbers"
         raise UserError(

@@ -107,10 +107,10 @@ class TeacherWriter:
     """
 
     def __init__(self, folder: Path, size: TeacherSize, key: str) -> None:
-        """key: what messages call the data. Raises UserError where the disk has no room, or another run writes it."""
+        """key: what messages call the data. Raises UserError where the disk has no room, or another run writes it or
+        has written it since this one looked; OSError where the disk fails."""
         self._folder, self._size = folder, size
         self._part = folder.with_name(f"{folder.name}.part")
-        self._part.mkdir(exist_ok=True)
         try:
             self._lock = lock_file(folder.with_name(f"{folder.name}.lock"))  # which is released however a process ends
         except BlockingIOError:
@@ -118,12 +118,23 @@ class TeacherWriter:
                 f"{key}: another run is writing the teacher's distributions into {self._part}; start this one again "
                 "when it has, and it finds them"
             ) from None
+        # Only under the lock: the run that had it until now moves the folder to its name, and may already read it.
+        if folder.is_dir() and is_whole(folder, size):
+            self._lock.release()
+            raise UserError(
+                f"{key}: another run has just written the teacher's distributions into {folder}; start this one again, "
+                "and it finds them"
+            )
+        self._part.mkdir(exist_ok=True)
         self.rows_done, self._covered = self._read_progress()
         files = {TOKENS: size.top_k * TOKEN_DTYPE.itemsize, LOGS: (size.top_k + 1) * LOG_DTYPE.itemsize}
         self._check_room(key)
         for name, width in files.items():
             with open(column_file(self._part, name), "ab") as stream:
                 stream.truncate(size.num_targets * width)
+                # A write to mapped memory that finds no room on the disk ends the process with SIGBUS.
+                if hasattr(os, "posix_fallocate"):  # not on macOS
+                    os.posix_fallocate(stream.fileno(), 0, size.num_targets * width)
         self._token_ids = _map(self._part, TOKENS, TOKEN_DTYPE, "r+").reshape(-1, size.top_k)
         self._logs = _map(self._part, LOGS, LOG_DTYPE, "r+").reshape(-1, size.top_k + 1)
         self._committed = time.monotonic()

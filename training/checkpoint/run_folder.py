@@ -77,14 +77,19 @@ class RunFolder:
         """Lock the folder for this process until `release_lock`. Main rank only.
 
         It is a kernel lock, which is released when the process ends, however it ends. Raises UserError when another run
-        holds it.
+        holds it, or the file system has no locks.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_file(self.path / ".lock")
         except BlockingIOError:
             raise UserError(
                 f"output_dir={self.path} is in use by another run that has not ended; give another output_dir"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"output_dir={self.path} cannot be locked: {error.strerror or error}; give one that can be written, on "
+                "a file system that has locks (some NFS mounts have none)"
             ) from None
 
     def clear(self) -> None:

@@ -240,10 +240,15 @@ class CheckpointWriter:
         went wrong."""
         try:
             publish(folder, self._checkpoints, state, records)
-            self._export(state.step)
-            prune_checkpoints(self._checkpoints / f"global_step{state.step}", self._retention)
         except Exception as mistake:
             return _explain(mistake, folder)
+        what = "its export"
+        try:
+            self._export(state.step)
+            what = "deleting older checkpoints"
+            prune_checkpoints(self._checkpoints / f"global_step{state.step}", self._retention)
+        except Exception as mistake:
+            return _explain_follow_up(mistake, what, state.step)
         return None
 
 
@@ -315,6 +320,14 @@ def publish(folder: Path, checkpoints: Path, state: TrainerState, records: dict[
         os.rename(folder, final)
     sync_to_disk(checkpoints)
     write_atomically(checkpoints / LATEST_NAME, final.name)
+
+
+def _explain_follow_up(error: Exception, what: str, step: int) -> UserError:
+    """Return the error of what follows a save, once its checkpoint has its name."""
+    reason = str(error) if isinstance(error, OSError | UserError) else f"{type(error).__name__}: {error}"
+    return UserError(
+        f"step {step} is saved, but {what} failed: {reason}; fix that or make room, then continue with resume=latest"
+    )
 
 
 def _explain(error: Exception, folder: Path) -> UserError:

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
 from training.objectives.dpo import RowScore
 from training.pipeline.module import StageModule
+from training.scoring.writing import write_together
 
 _VERSION = 2  # raise it when the same model gives other log-probabilities, or their file changes
 _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
@@ -62,7 +64,7 @@ def prepare_reference(
 
     All ranks call it; those that hold the loss can read the files. datasets: config key -> tokenized folder.
     options: those of the training loader. own: the source of the module's weights, which may be the reference.
-    architecture: that of both. Raises UserError where a log-probability is not finite.
+    architecture: that of both. Raises UserError where a log-probability is not finite, or the disk has no room.
     """
     model_id = compute_model_id(reference, config, architecture._attn_implementation)
     files = {key: reference_path(path, model_id) for key, path in datasets.items()}
@@ -81,9 +83,8 @@ def prepare_reference(
         for file, key in to_compute.items():
             what = f"reference log-probabilities of {key}"
             log_probabilities = _score(engine, datasets[key], options, architecture, what=what, ranks=ranks)
-            if module.has_loss:
-                save_reference(file, log_probabilities, ranks.rank)
-    dist.barrier()
+            save = partial(save_reference, file, log_probabilities, ranks.rank) if module.has_loss else lambda: None
+            write_together(save, what, file)  # which waits for all: each may read what another has written
     return files
 
 

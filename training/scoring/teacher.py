@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from models.losses.distill_loss import TeacherLoss, TeacherTop
 from training.distributed.process import broadcast_from_main
 from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
+from training.scoring.writing import write_together
 
 _CHUNK = 16  # micro-batches per stage, as of a reference (`reference_logprobs.py`)
 
@@ -71,33 +73,30 @@ def score(
 ) -> None:
     """Score the rows that are not done. All ranks call it. engine: of the teacher. options: as its ranks read the
     files. Raises UserError where the disk has no room, or a probability is not finite."""
-    size, writer, error = task.measure(top_k), None, None
-    ranks.say(f"teacher of {task.key}: {size.describe()}")
-    try:
-        writer = TeacherWriter(task.folder, size, task.key) if ranks.is_main else None
-    except UserError as found:
-        error = found
-    raise_together(error)
+    size, what = task.measure(top_k), f"teacher of {task.key}"
+    ranks.say(f"{what}: {size.describe()}")
+    writer = write_together(
+        lambda: TeacherWriter(task.folder, size, task.key) if ranks.is_main else None, what, task.folder
+    )
     done = broadcast_from_main(lambda: writer.rows_done if writer is not None else 0, ranks)
     if done:
-        ranks.say(f"teacher of {task.key}: {done:,} rows are done, the pass continues there")
+        ranks.say(f"{what}: {done:,} rows are done, the pass continues there")
     options = replace(options, row_plan=task.plan, numbers_targets=True)
     loader = ScoringLoader(task.path, options, _CHUNK * engine.layout.num_stages, done)
     total = sum(map(loader.count_rows, range(len(loader))))
-    with progress(f"teacher of {task.key}", total, "rows", shown=ranks.is_main) as bar:
+    with progress(what, total, "rows", shown=ranks.is_main) as bar:
         for number in range(len(loader)):
             batches, rows = loader.chunk(number)
             engine.forward_only(batches, len(rows), loss)
             for top in _gather(loss.take() if engine.module.reports_loss else [], engine.device, task, top_k):
                 assert writer is not None
                 writer.write(*(tensor.cpu().numpy() for tensor in (top.numbers, top.token_ids, top.log_probabilities)))
-            if writer is not None:
-                writer.advance(loader.count_rows(number))
-            bar.advance(loader.count_rows(number))
-    if writer is not None:
-        writer.finish()
-        ranks.say(f"teacher of {task.key}: done, {_describe_covered(task.folder, top_k)}")
-    dist.barrier()
+            num_rows = loader.count_rows(number)
+            write_together(partial(writer.advance, num_rows) if writer else lambda: None, what, task.folder)
+            bar.advance(num_rows)
+    write_together(writer.finish if writer else lambda: None, what, task.folder)
+    if ranks.is_main:
+        ranks.say(f"{what}: done, {_describe_covered(task.folder, top_k)}")
 
 
 def _describe_covered(folder: Path, top_k: int) -> str:

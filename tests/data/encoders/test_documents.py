@@ -81,6 +81,11 @@ def test_labels_are_read(build_tokenizer, labels, problem_type, value, expected:
             {"label": 1},
             "field 'label' must be a list of 2 numbers (data.problem_type=reg",
         ),
+        (
+            {"problem_type": REGRESSION},
+            {"label": [1, 10**400]},
+            "field 'label' must be a list of 2 numbers (data.problem_type=regression), not [1, 1000",
+        ),
         ({}, {"text": " "}, "field 'text' is empty; fill it or remove the record"),
         ({"text_field": "body"}, {}, "no field 'body'; the record has 'text', 'label'; set data.text_field"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -65,6 +66,17 @@ def test_a_released_folder_can_be_taken_again(tmp_path: Path) -> None:
     first.release_lock()
     second.acquire_lock()
     second.release_lock()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Path) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder, "lock_file", refuse)
+    with pytest.raises(
+        UserError, match=f"output_dir={tmp_path} cannot be locked: No locks available; .* file system that has locks"
+    ):
+        RunFolder(tmp_path).acquire_lock()
 
 
 def fill(folder: RunFolder) -> None:

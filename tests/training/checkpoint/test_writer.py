@@ -184,6 +184,22 @@ def test_a_step_that_is_saved_again_replaces_the_old(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
 
 
+@pytest.mark.parametrize("what", ["its export", "deleting older checkpoints"])
+def test_a_failure_after_a_save_does_not_deny_the_save(
+    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "there")
+
+    if what == "its export":
+        monkeypatch.setattr(writer, "_export", refuse)
+    else:
+        monkeypatch.setattr(checkpoint_writer, "prune_checkpoints", refuse)
+    with pytest.raises(UserError, match=f"^step 2 is saved, but {what} failed: .*Permission denied: 'there'; fix"):
+        save(writer, 2)
+    assert latest(tmp_path) == tmp_path / "global_step2"
+
+
 def test_other_ranks_hear_of_a_failure(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

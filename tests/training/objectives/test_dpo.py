@@ -4,6 +4,7 @@ one process."""
 from __future__ import annotations
 
 import copy
+import errno
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -195,3 +196,27 @@ def test_a_reference_that_is_not_finite_is_refused(
     ):
         workers(1).run(train_run, case)
     assert find_references(tmp_path) == []
+
+
+def train_on_a_full_disk(case: Case) -> None:
+    from training.scoring import reference_logprobs
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save, reference_logprobs.save_reference = reference_logprobs.save_reference, refuse
+    try:
+        train_run(case)
+    finally:
+        reference_logprobs.save_reference = save
+
+
+def test_where_a_rank_cannot_write_the_reference_all_ranks_end(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerError) as raised:
+        workers(2).run(train_on_a_full_disk, build_case(root, tmp_path, "pp2"))
+    text = str(raised.value)
+    assert "UserError: reference log-probabilities of train_file: " in text
+    assert "cannot be written: No space left on device; make room" in text
+    assert "SystemExit: 1" in text and "ended or hanging" not in text  # of the rank that had nothing to write
