@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from support.cases import (
     train_run,
     worst_difference,
 )
+from support.families import save_family
 from support.tiny import save_llama, save_pairs, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoModelForCausalLM
@@ -61,6 +63,12 @@ def build_case(
     if layout in CONTEXT_PARALLEL:
         overrides = ("context_parallel_size=2", *overrides)
     return Case(root / f"tied{tied}", root / f"{file}.jsonl", workdir, num_stages, world_size, steps, overrides)
+
+
+def replace_by_mixture(case: Case, folder: Path) -> Case:
+    """Return the run with a mixture of experts, saved in `folder`."""
+    save_tokenizer(save_family(folder, "qwen3_moe"))
+    return replace(case, model=folder)
 
 
 def train_answers(case: Case) -> dict[str, Any]:

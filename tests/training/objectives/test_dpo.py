@@ -20,6 +20,7 @@ from support.objective_runs import (
     check_continued,
     check_equal,
     load_model,
+    replace_by_mixture,
     save_material,
     start_runs,
     train_answers,
@@ -82,13 +83,26 @@ def test_five_sgd_steps_equal_the_paper(
     tied: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    case = build_case(root, tmp_path, layout, *overrides, tied=tied)
+    compare_steps(workers, build_case(root, tmp_path, layout, *overrides, tied=tied))
+
+
+def compare_steps(workers: Callable[[int], WorkerGroup], case: Case) -> None:
     result = merge(workers(case.world_size).run(train_answers, case))
     policy = load_model(case.model)
     oracle = train_oracle(case, NUM_SAMPLES, policy, copy.deepcopy(policy))
     check_equal(result, oracle, first_metrics=1)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert max(result["losses"]) > 1.01 * min(result["losses"])  # it has moved
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["zero2", "pp2xdp2"])
+def test_ranks_that_divide_experts(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
+) -> None:
+    """The pass of the reference exchanges rows too."""
+    case = build_case(root, tmp_path, layout, SMOOTHED, CLIPPED, "expert_parallel_size=2")
+    compare_steps(workers, replace_by_mixture(case, tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

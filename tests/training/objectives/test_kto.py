@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +27,6 @@ from support.cases import (
     merge,
     worst_difference,
 )
-from support.families import save_family
 from support.objective_runs import (
     NUM_SAMPLES,
     TENSOR_PARALLEL,
@@ -37,11 +35,12 @@ from support.objective_runs import (
     compute_log_probability,
     find_dataset,
     load_model,
+    replace_by_mixture,
     save_material,
     start_runs,
     train_answers,
 )
-from support.tiny import save_records, save_tokenizer
+from support.tiny import save_records
 from support.workers import WorkerError, WorkerGroup
 
 WEIGHTS = ("kto.desirable_weight=1.5", "kto.undesirable_weight=0.7")
@@ -186,12 +185,10 @@ def test_three_sgd_steps_equal_the_paper(
 @pytest.mark.full
 def test_ranks_that_divide_experts(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> None:
     """The pass before a step exchanges rows too."""
-    folder = save_family(tmp_path / "model", "qwen3_moe")
-    save_tokenizer(folder)
     case = build_case(root, tmp_path, "pp2xdp2", *WEIGHTS, "expert_parallel_size=2")
-    case = replace(case, model=folder)
+    case = replace_by_mixture(case, tmp_path / "model")
     result = merge(workers(case.world_size).run(train_answers, case))
-    policy = load_model(folder)
+    policy = load_model(case.model)
     oracle = train_oracle(case, policy, copy.deepcopy(policy))
     check_equal(result, oracle)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND

@@ -123,6 +123,7 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case, model: torch.nn.M
                 ("ep2xcp2", (CHECKPOINTED,)),
             )
         ),
+        *(pytest.param("qwen3_moe", layout, (), marks=full) for layout in ("ep4", "ep2xdp2", "ep2xtp2")),
     ],
 )
 def test_five_sgd_steps_equal_hugging_face(
@@ -220,23 +221,32 @@ def test_lora_on_experts_equals_peft(workers, material, tmp_path: Path, family: 
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
 
 
-def read_steps(output_dir: Path) -> dict[int, tuple[float, float]]:
+def read_steps(lines: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
     """Step -> (loss, gradient norm)."""
-    steps = (record for record in read_metrics(output_dir) if "loss" in record)
-    return {record["step"]: (record["loss"], record["grad_norm"]) for record in steps}
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
 
 
 def test_a_run_saves_exports_and_continues_with_whole_experts(workers, material, tmp_path: Path) -> None:
     """Its checkpoint is that of any other run, and continues with whole experts; its export, read into divided experts
-    and exported again, is the same, bit for bit."""
-    keys = ("learning_rate=1e-3", "optimizer=adamw", "logging_steps=1", "save_steps=2", f"data.cache_dir={tmp_path}/c")
+    and exported again, is the same, bit for bit. Its evaluation, of a file that two ranks cannot share evenly, is that
+    of whole experts; the time of its exchanges is reported."""
+    records = save_records(tmp_path / "eval.jsonl", 5, seed=1)
+    keys = (
+        "learning_rate=1e-3", "optimizer=adamw", "logging_steps=1", "save_steps=2", f"data.cache_dir={tmp_path}/c",
+        f"eval_file={records}", "eval_steps=2",
+    )  # fmt: skip
     case = material("qwen3_moe", "ep2", *keys, f"output_dir={tmp_path}/ep2", steps=4)
     workers(2).run(train_run, case)
     begun = tmp_path / "ep2" / "checkpoints" / "global_step2"
     again = material("qwen3_moe", "whole", *keys, f"output_dir={tmp_path}/again", f"resume={begun}", steps=4)
     workers(2).run(train_run, again)
-    found, expected = (read_steps(tmp_path / name) for name in ("again", "ep2"))
+    of_whole, of_divided = (read_metrics(tmp_path / name, timed=True) for name in ("again", "ep2"))
+    found, expected = read_steps(of_whole), read_steps(of_divided)
     assert list(found) == [3, 4] and all(found[step] == pytest.approx(expected[step], rel=BOUND) for step in found)
+    evaluations = [[line["eval_loss"] for line in lines if "eval_loss" in line] for lines in (of_whole, of_divided)]
+    assert len(evaluations[0]) == 1 and evaluations[0] == pytest.approx(evaluations[1][1:], rel=BOUND)
+    assert all(line["exchange_time"][0] > 0 for line in of_divided if "loss" in line)
+    assert not any("exchange_time" in line for line in of_whole)
     steps = ("learning_rate=0", f"model_name_or_path={tmp_path}/ep2/hf", f"data.cache_dir={tmp_path}/c")
     copy = material("qwen3_moe", "ep2", *keys, *steps, f"output_dir={tmp_path}/copy", steps=1)
     workers(2).run(train_run, copy)
