@@ -3,7 +3,7 @@
     python scripts/report.py outputs/demo                               # writes outputs/demo/report.html again
     python scripts/report.py outputs/a outputs/b --output compared.html
 
-The page is one file, without server or network. A run keeps its own up to date; docs/configure.md says what is on it.
+The page is one file, without server or network. A run keeps its own up to date; docs/tracking.md says what is on it.
 """
 
 from __future__ import annotations

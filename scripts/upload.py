@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from errors import UserError  # noqa: E402
+from models.storage.steps import has_latest  # noqa: E402
 from training.checkpoint.run_folder import RunFolder  # noqa: E402
 from training.hub.model_card import README, find_base, find_license, write_card  # noqa: E402
 from training.hub.upload import Repository, describe_error  # noqa: E402
@@ -34,7 +35,7 @@ def main() -> None:
     folder = arguments.folder or run.export
     try:
         if not folder.is_dir():
-            raise UserError(f"{folder} is not there: the run has exported nothing yet; give --folder")
+            raise UserError(f"{folder} is not there; {find_remedy(run)}")
         if arguments.card_only:
             write_card(run, folder, arguments.repo_id, find_license(Path(find_base(run) or folder)))
             print(folder / README)
@@ -45,6 +46,17 @@ def main() -> None:
     except Exception as error:  # of huggingface_hub, its HTTP library, the network
         sys.exit(f"error: {folder} could not be uploaded ({describe_error(error)}); run the same command again")
     print(f"{folder} is at {place}")
+
+
+def find_remedy(run: RunFolder) -> str:
+    """Return what to do where the folder that would be uploaded does not exist."""
+    exports = sorted(str(folder) for folder in run.path.glob(f"{run.export.name}*") if folder.is_dir())
+    if exports:
+        return f"give --folder, of {', '.join(exports)}"
+    if has_latest(run.checkpoints):
+        export = f"python convert2ckpt.py --to_hf --model_name_or_path {run.checkpoints} --output_dir {run.export}"
+        return f"a run exports when it ends: continue it with resume=latest, or export its newest checkpoint: {export}"
+    return "give the output_dir of a run that has finished"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ SIGNS: dict[str, set[str]] = {
     "trl": {"use_peft", "dataset_name", "lora_target_modules", "max_length", "packing"},
 }  # fmt: skip
 COMMAND = re.compile(r"^\s*(?:[A-Za-z_]\w*=\S*\s+)*(swift|trl|llamafactory-cli|megatron)\s+(\w+)\s+(.*)$", re.M)
+EXPECTED = "give a config in YAML or JSON, or a script with the command of swift, trl, llamafactory-cli or megatron"
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -105,19 +106,24 @@ def read_theirs(file: Path) -> tuple[dict[str, Any], str, str]:
     where it is not a script. Raises UserError."""
     if not file.is_file():
         raise UserError(f"{file}: there is no such file")
-    text = file.read_text()
-    if match := COMMAND.search(re.sub(r"\\\s*\n", " ", text)):
-        program, command, arguments = match.groups()
-        return parse_arguments(shlex.split(arguments, comments=True)), command, program
     try:
+        text = file.read_text()
+        if match := COMMAND.search(re.sub(r"\\\s*\n", " ", text)):
+            program, command, arguments = match.groups()
+            return parse_arguments(shlex.split(arguments, comments=True)), command, program
         their = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(
-            f"{file}: neither YAML, JSON nor a script with a command: {str(error).splitlines()[0]}"
-        ) from None
+    except (yaml.YAMLError, ValueError) as error:  # a file that is not text, or a quotation mark without its pair, too
+        raise UserError(f"{file} cannot be read: {_describe(error)}; {EXPECTED}") from None
     if not isinstance(their, dict):
-        raise UserError(f"{file}: not a mapping of keys to values")
+        raise UserError(f"{file} holds no keys with values; {EXPECTED}")
     return {key: convert(value) for key, value in their.items()}, "", ""
+
+
+def _describe(error: Exception) -> str:
+    """Return an error in one line, with the line of the file where it is known."""
+    mark = getattr(error, "problem_mark", None)
+    said = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return said if mark is None else f"line {mark.line + 1}: {said}"
 
 
 def parse_arguments(words: list[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -207,6 +208,25 @@ def test_the_script_uploads_a_finished_run(run_folder: RunFolder) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0 and done.stdout == f"{run_folder.export} is at {hub.url}/me/mine\n", done.stderr
         assert len(hub.repos["me/mine"]) == 4 and TOKEN not in done.stderr
+
+
+def test_the_script_says_what_to_do_without_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+
+    def upload(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["upload.py", str(out), "--repo_id", "me/mine", *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "scripts" / "upload.py"), run_name="__main__")
+        return str(ended.value)
+
+    assert upload() == f"error: {out}/hf is not there; give the output_dir of a run that has finished"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints" / "latest").write_text("global_step2")
+    command = f"python convert2ckpt.py --to_hf --model_name_or_path {out}/checkpoints --output_dir {out}/hf"
+    assert upload().endswith(f"continue it with resume=latest, or export its newest checkpoint: {command}")
+    (out / "hf-step2").mkdir()
+    assert upload() == f"error: {out}/hf is not there; give --folder, of {out}/hf-step2"
+    assert upload("--folder", "x") == f"error: x is not there; give --folder, of {out}/hf-step2"
 
 
 @pytest.mark.full

@@ -185,12 +185,17 @@ def test_the_written_file_names_its_source_and_what_is_left(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: b: c", "neither YAML, JSON nor a script with a command"), ("- a", "not a mapping of keys to values"),
-        ("x: 1", "none of llama-factory, axolotl, trl, ms-swift, paddlenlp has these keys"),
+        (b"x: 1\na: b: c", "cannot be read: line 2: mapping values are not allowed here; give a config"),
+        (b"- a", "holds no keys with values; give a config"),
+        (b"some words", "holds no keys with values; give a config"),
+        (b"PK\x03\x04\xff\xfe", "cannot be read: .*; give a config"),
+        (b"a: \x00", "cannot be read: .*; give a config"),
+        (b"swift sft --model 'a", "cannot be read: No closing quotation; give a config"),
+        (b"x: 1", "none of llama-factory, axolotl, trl, ms-swift, paddlenlp has these keys"),
     ],
 )  # fmt: skip
-def test_what_is_not_a_config_is_said_in_one_line(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(text)
+def test_what_is_not_a_config_is_said_in_one_line(text: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(text)
     with pytest.raises(UserError, match=message):
         import_config(tmp_path / "a.yaml")
     with pytest.raises(UserError, match="there is no such file"):

@@ -139,9 +139,13 @@ def test_the_script_compares_runs_and_names_a_folder_that_is_none(tmp_path: Path
 @pytest.mark.parametrize("width", [390, 1400])
 def test_a_browser_draws_a_hundred_thousand_steps_without_an_error(tmp_path: Path, width: int) -> None:
     folder = write_run(tmp_path / "long", 100_000, config={}, plan={"tokens_per_second": 5.0})
+    (folder / "events.jsonl").write_text(json.dumps({"step": 9, "kind": "warning", "text": "a loss spike", "time": 1}))
     assert compare(folder).returncode == 0
     assert (folder / "report.html").stat().st_size < 2_000_000
     drawn = "document.title = [document.querySelectorAll('figure:not([hidden]) polyline').length, "
-    drawn += "document.documentElement.scrollWidth <= innerWidth].join(' ')"
+    drawn += "innerWidth, document.documentElement.scrollWidth <= innerWidth, "
+    drawn += "[0, 1, 3].map(i => document.querySelectorAll('.events td')[i]).every("
+    drawn += "cell => cell.clientHeight < 40 && cell.scrollWidth <= cell.clientWidth)].join(' ')"
     title, console = open_in_browser(folder / "report.html", tmp_path / "profile", width, drawn)
-    assert title == "4 true" and console == []  # loss, gradient norm, memory of two stages; nothing is too wide
+    # Loss, gradient norm, memory of two stages; nothing is too wide, and step, kind and time of an event are in a line
+    assert title == f"4 {width} true true" and console == []
