@@ -13,6 +13,7 @@ an interrupted pass continues at any layout. It gets its name by a rename, with 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -96,6 +97,17 @@ class TeacherTable:
         return self._token_ids[numbers], self._logs[numbers]
 
 
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Take the room of a file on its disk, where its file system can: a write to mapped memory that finds none ends the
+    process with SIGBUS."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+
+
 def _map(folder: Path, name: str, dtype: np.dtype, mode: str) -> np.memmap:
     return np.memmap(column_file(folder, name), dtype, mode=mode)  # type: ignore[call-overload]
 
@@ -132,9 +144,7 @@ class TeacherWriter:
         for name, width in files.items():
             with open(column_file(self._part, name), "ab") as stream:
                 stream.truncate(size.num_targets * width)
-                # A write to mapped memory that finds no room on the disk ends the process with SIGBUS.
-                if hasattr(os, "posix_fallocate"):  # not on macOS
-                    os.posix_fallocate(stream.fileno(), 0, size.num_targets * width)
+                _reserve(stream.fileno(), size.num_targets * width)
         self._token_ids = _map(self._part, TOKENS, TOKEN_DTYPE, "r+").reshape(-1, size.top_k)
         self._logs = _map(self._part, LOGS, LOG_DTYPE, "r+").reshape(-1, size.top_k + 1)
         self._committed = time.monotonic()
