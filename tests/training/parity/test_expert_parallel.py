@@ -240,13 +240,13 @@ def test_a_run_saves_exports_and_continues_with_whole_experts(workers, material,
     begun = tmp_path / "ep2" / "checkpoints" / "global_step2"
     again = material("qwen3_moe", "whole", *keys, f"output_dir={tmp_path}/again", f"resume={begun}", steps=4)
     workers(2).run(train_run, again)
-    of_whole, of_divided = (read_metrics(tmp_path / name, timed=True) for name in ("again", "ep2"))
-    found, expected = read_steps(of_whole), read_steps(of_divided)
+    whole, divided = (read_metrics(tmp_path / name, timed=True) for name in ("again", "ep2"))
+    found, expected = read_steps(whole), read_steps(divided)
     assert list(found) == [3, 4] and all(found[step] == pytest.approx(expected[step], rel=BOUND) for step in found)
-    evaluations = [[line["eval_loss"] for line in lines if "eval_loss" in line] for lines in (of_whole, of_divided)]
+    evaluations = [[line["eval_loss"] for line in lines if "eval_loss" in line] for lines in (whole, divided)]
     assert len(evaluations[0]) == 1 and evaluations[0] == pytest.approx(evaluations[1][1:], rel=BOUND)
-    assert all(line["exchange_time"][0] > 0 for line in of_divided if "loss" in line)
-    assert not any("exchange_time" in line for line in of_whole)
+    assert all(line["exchange_time"][0] > 0 for line in divided if "loss" in line)
+    assert not any("exchange_time" in line for line in whole)
     steps = ("learning_rate=0", f"model_name_or_path={tmp_path}/ep2/hf", f"data.cache_dir={tmp_path}/c")
     copy = material("qwen3_moe", "ep2", *keys, *steps, f"output_dir={tmp_path}/copy", steps=1)
     workers(2).run(train_run, copy)
