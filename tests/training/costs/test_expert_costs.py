@@ -119,6 +119,7 @@ def test_divided_experts_take_a_part_of_the_memory_and_as_much_work() -> None:
 def test_the_rank_with_most_rows_keeps_more_of_them() -> None:
     """`moe.imbalance`: of the rows that arrive, not of those that are sent."""
     config = build_config("mixtral")
+    config._attn_implementation = "sdpa"  # eager scores are wider than experts
     layers, batch = build_layers(config), MicroBatchShape(B, T, torch.float32)
     index = find_sparse(config, layers)
     even, uneven, one_sided = (
