@@ -149,12 +149,15 @@ def _best_split(
         still_needed = num_stages - stage - 1  # layers to leave, one for each later stage
         placed = {}
         for stop in range(stage + 1, num_layers - still_needed + 1):
-            costs = sorted(
+            costs = [
                 (combine(cost, prefix[stop] - prefix[start]), start)
                 for start, (cost, _) in best.items()
                 if start < stop
-            )
-            chosen = next(((cost, start) for cost, start in costs if fits is None or fits(stage, start, stop)), None)
+            ]
+            if fits is None:
+                chosen = min(costs, default=None)
+            else:
+                chosen = next((each for each in sorted(costs) if fits(stage, each[1], stop)), None)
             if chosen is not None:
                 placed[stop] = (chosen[0], [*best[chosen[1]][1], stop])
         best = placed

@@ -11,7 +11,8 @@ model, is on rank c % P, unless a schedule says otherwise; with one chunk per ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -42,6 +43,16 @@ class InFlight(NamedTuple):
 
     held: tuple[int, ...]
     deferred: tuple[int, ...]
+
+
+def _keep_largest(states: Collection[InFlight]) -> frozenset[InFlight]:
+    """Return the states of which no other one has at least as much of each chunk: those that can take most memory,
+    whatever a chunk takes."""
+    largest: list[tuple[int, ...]] = []
+    for state in sorted(((*held, *deferred) for held, deferred in states), key=sum, reverse=True):
+        if not any(all(map(operator.ge, other, state)) for other in largest):
+            largest.append(state)
+    return frozenset(InFlight(state[: len(state) // 2], state[len(state) // 2 :]) for state in largest)
 
 
 @dataclass(frozen=True)
@@ -123,17 +134,22 @@ class Schedule:
 
     @cache
     def list_in_flight(self, stage_id: int) -> frozenset[InFlight]:
-        """Return the distinct states in flight of a rank after a forward pass, or the first half of a backward pass."""
+        """Return the largest states in flight of a rank after a forward pass, or the first half of a backward pass."""
         ends = (UnitKind.forward, UnitKind.input_backward)
-        return frozenset(after for unit, _, after in self._follow(stage_id) if unit.kind in ends)
+        return _keep_largest({after for unit, _, after in self._follow(stage_id) if unit.kind in ends})
 
     @cache
     def list_backward(self, stage_id: int) -> frozenset[tuple[InFlight, int]]:
-        """Return the states in flight of a rank as a backward pass begins, each with the index of its chunk on the
-        rank."""
-        chunks, begins = self.list_chunks(stage_id), (UnitKind.backward, UnitKind.input_backward)
-        passes = self._follow(stage_id)
-        return frozenset((before, chunks.index(unit.chunk)) for unit, before, _ in passes if unit.kind in begins)
+        """Return the largest states in flight of a rank as a backward pass begins, each with the index of its chunk on
+        the rank."""
+        begins = (UnitKind.backward, UnitKind.input_backward)
+        states: dict[int, set[InFlight]] = {chunk: set() for chunk in self.list_chunks(stage_id)}
+        for unit, before, _ in self._follow(stage_id):
+            if unit.kind in begins:
+                states[unit.chunk].add(before)
+        return frozenset(
+            (state, number) for number, each in enumerate(states.values()) for state in _keep_largest(each)
+        )
 
     def _follow(self, stage_id: int) -> Iterator[tuple[Unit, InFlight, InFlight]]:
         """The passes of one rank, with what it holds before and after each."""
@@ -174,8 +190,7 @@ class OneForwardOneBackward(Schedule):
 
     @cache
     def list_in_flight(self, stage_id: int) -> frozenset[InFlight]:
-        most = min(self.num_stages - stage_id, self.num_micro_batches)
-        return frozenset(InFlight((held,), (0,)) for held in range(1, most + 1))
+        return frozenset({InFlight((min(self.num_stages - stage_id, self.num_micro_batches),), (0,))})
 
     @cache
     def list_backward(self, stage_id: int) -> frozenset[tuple[InFlight, int]]:

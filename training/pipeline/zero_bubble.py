@@ -164,15 +164,27 @@ def _arrange(rules: _Rules, most: float = math.inf) -> Order | None:
     return _Step(rules).run(most)
 
 
+class _Choice(NamedTuple):
+    """The pass that a rank would run next."""
+
+    start: float
+    stage: int
+    chunk: int
+    kind: UnitKind
+
+
 class _Step:
-    """One simulated step."""
+    """One simulated step: tens of thousands of choices for each set of rules, so without a unit for each."""
 
     def __init__(self, rules: _Rules) -> None:
         self._rules = rules
         chunks = 2 * rules.num_stages
         self._last = chunks - 1
-        self._done = {kind: [0] * chunks for kind in UnitKind}  # micro-batches of each chunk
-        self._stops: dict[Unit, float] = {}
+        # When the passes of each chunk ended, by micro-batch
+        self._ended: dict[UnitKind, list[list[float]]] = {kind: [[] for _ in range(chunks)] for kind in UnitKind}
+        self._forward = self._ended[UnitKind.forward]
+        self._input_backward = self._ended[UnitKind.input_backward]
+        self._weight_backward = self._ended[UnitKind.weight_backward]
         self._free, self._held = [0.0] * rules.num_stages, [0] * rules.num_stages
         self._units: list[list[Unit]] = [[] for _ in range(rules.num_stages)]
         self._left = [
@@ -184,79 +196,80 @@ class _Step:
         """Return the order; None as soon as a rank cannot end within `most` seconds, as it has waited too long."""
         rules = self._rules
         kinds = 1 if rules.forward_only else 3
-        choices: dict[int, tuple[float, Unit] | None] = {}
-        changed = set(range(rules.num_stages))
+        choices: dict[int, _Choice] = {}
+        changed: tuple[int, ...] = tuple(range(rules.num_stages))
         for _ in range(kinds * len(rules.times) * rules.num_micro_batches):
-            choices |= {stage: self._choose(stage) for stage in changed}
-            start, stage, unit = min(
-                (choice[0], stage, choice[1]) for stage, choice in choices.items() if choice is not None
-            )
-            changed = self._take(stage, unit, start)
+            for stage in changed:
+                choice = self._choose(stage)
+                if choice is None:
+                    choices.pop(stage, None)
+                else:
+                    choices[stage] = choice
+            chosen = min(choices.values())
+            changed, stage = self._take(chosen), chosen.stage
             if self._free[stage] + self._left[stage] > most * _ROUNDING:
                 return None
         return Order(tuple(map(tuple, self._units)), max(self._free))
 
-    def _take(self, stage: int, unit: Unit, start: float) -> set[int]:
+    def _take(self, choice: _Choice) -> tuple[int, ...]:
         """Runs a pass; returns the ranks that may choose anew."""
-        stop = start + self._seconds(unit)
-        self._free[stage] = self._stops[unit] = stop
-        self._left[stage] -= self._seconds(unit)
-        self._done[unit.kind][unit.chunk] += 1
-        self._units[stage].append(unit)
-        if unit.kind is UnitKind.weight_backward:
+        start, stage, chunk, kind = choice
+        seconds, ended = getattr(self._rules.times[chunk], kind.value), self._ended[kind][chunk]
+        self._units[stage].append(Unit(chunk, len(ended), kind))
+        self._free[stage] = start + seconds
+        self._left[stage] -= seconds
+        ended.append(self._free[stage])
+        if kind is UnitKind.weight_backward:
             self._held[stage] -= 1
-            return {stage}
-        self._held[stage] += unit.kind is UnitKind.forward and not self._rules.forward_only
-        following = unit.chunk + (1 if unit.kind is UnitKind.forward else -1)
-        return {stage, self._stage_of(following)} if 0 <= following <= self._last else {stage}
+            return (stage,)
+        self._held[stage] += kind is UnitKind.forward and not self._rules.forward_only
+        following = chunk + (1 if kind is UnitKind.forward else -1)
+        return (stage, self._stage_of(following)) if 0 <= following <= self._last else (stage,)
 
-    def _choose(self, stage: int) -> tuple[float, Unit] | None:
-        """The start and the unit that the rank would run next; None while nothing has arrived or is deferred."""
-        ready = [*self._list_forward(stage), *self._list_backward(stage)]
+    def _choose(self, stage: int) -> _Choice | None:
+        """What the rank would run next; None while nothing has arrived or is deferred."""
+        free = self._free[stage]
+        ready = [*self._list_forward(stage, free), *self._list_backward(stage, free)]
         put_off = [
-            Unit(chunk, self._done[UnitKind.weight_backward][chunk], UnitKind.weight_backward)
+            (len(self._weight_backward[chunk]), -chunk)
             for chunk in (self._last - stage, stage)
-            if self._done[UnitKind.weight_backward][chunk] < self._done[UnitKind.input_backward][chunk]
+            if len(self._weight_backward[chunk]) < len(self._input_backward[chunk])
         ]
-        weights = min(put_off, key=lambda unit: unit.micro_batch, default=None)
-        if not ready:
-            return None if weights is None else (self._free[stage], weights)
-        *_, start, unit = min(ready)
-        if weights is not None and start - self._free[stage] > self._rules.gap * self._seconds(weights):
-            return self._free[stage], weights
-        return start, unit
+        choice = min(ready)[-1] if ready else None
+        if not put_off:
+            return choice
+        chunk = -min(put_off)[1]
+        if choice is not None and choice.start - free <= self._rules.gap * self._rules.times[chunk].weight_backward:
+            return choice
+        return _Choice(free, stage, chunk, UnitKind.weight_backward)
 
-    def _list_forward(self, stage: int) -> list[tuple[float, int, int, float, Unit]]:
+    def _list_forward(self, stage: int, free: float) -> list[tuple[float, int, int, _Choice]]:
         found = []
         for chunk in (stage, self._last - stage):
             reserve = self._rules.reserve if chunk == stage else 0
-            unit = Unit(chunk, self._done[UnitKind.forward][chunk], UnitKind.forward)
-            if unit.micro_batch == self._rules.num_micro_batches or (
+            micro_batch = len(self._forward[chunk])
+            if micro_batch == self._rules.num_micro_batches or (
                 self._rules.limit is not None and self._held[stage] >= self._rules.limit - reserve
             ):
                 continue
-            came = self._stops.get(unit._replace(chunk=chunk - 1)) if chunk else 0.0
-            if came is not None:
-                start = max(came, self._free[stage])
-                found.append((start, 1, -chunk, start, unit))
+            came = self._forward[chunk - 1] if chunk else None
+            if came is None or micro_batch < len(came):
+                start = max(came[micro_batch], free) if came is not None else free
+                found.append((start, 1, -chunk, _Choice(start, stage, chunk, UnitKind.forward)))
         return found
 
-    def _list_backward(self, stage: int) -> list[tuple[float, int, int, float, Unit]]:
+    def _list_backward(self, stage: int, free: float) -> list[tuple[float, int, int, _Choice]]:
         found = []
-        for chunk in (stage, self._last - stage):
-            unit = Unit(chunk, self._done[UnitKind.input_backward][chunk], UnitKind.input_backward)
-            if self._rules.forward_only or unit.micro_batch == self._done[UnitKind.forward][chunk]:
+        for chunk in () if self._rules.forward_only else (stage, self._last - stage):
+            micro_batch = len(self._input_backward[chunk])
+            if micro_batch == len(self._forward[chunk]):
                 continue
-            before = unit._replace(kind=UnitKind.forward) if chunk == self._last else unit._replace(chunk=chunk + 1)
-            came = self._stops.get(before)
-            if came is not None:
-                start = max(came, self._free[stage])
+            came = self._forward[chunk] if chunk == self._last else self._input_backward[chunk + 1]
+            if micro_batch < len(came):
+                start = max(came[micro_batch], free)
                 preferred = start - self._rules.preference * self._rules.times[chunk].forward
-                found.append((preferred, 0, chunk, start, unit))
+                found.append((preferred, 0, chunk, _Choice(start, stage, chunk, UnitKind.input_backward)))
         return found
-
-    def _seconds(self, unit: Unit) -> float:
-        return getattr(self._rules.times[unit.chunk], unit.kind.value)
 
     def _stage_of(self, chunk: int) -> int:
         return min(chunk, self._last - chunk)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 from support.configs import build_config
 
 from errors import UserError
 from training.distributed.topology import Layout, build_layout
-from training.pipeline.schedule import Interleaved, OneForwardOneBackward, UnitKind
+from training.pipeline.schedule import InFlight, Interleaved, OneForwardOneBackward, Schedule, UnitKind
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
+from training.pipeline.zero_bubble import ZeroBubble
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 4), (4, 2), (4, 9)]
 NUM_LAYERS = 8
@@ -30,12 +33,39 @@ def test_the_order_is_deepspeeds(stages: int, micro_batches: int) -> None:
 
 
 def test_micro_batches_in_flight() -> None:
-    assert OneForwardOneBackward(4, 8).list_in_flight(0) == {((n,), (0,)) for n in (1, 2, 3, 4)}
+    assert OneForwardOneBackward(4, 8).list_in_flight(0) == {((4,), (0,))}
     # Two stages of two chunks: the first stage runs forward passes 0 1 0' 1' 2 (micro-batches, chunk by chunk), then
     # one backward.
     interleaved = Interleaved(2, 4, 2)
     assert max(sum(held) for held, _ in interleaved.list_in_flight(0)) == (2 - 0 - 1) * 2 + (2 - 1) * 2 + 1
     assert max(sum(held) for held, _ in interleaved.list_in_flight(1)) == 3
+
+
+@pytest.mark.parametrize("schedule", [OneForwardOneBackward(4, 8), Interleaved(4, 8, 2), ZeroBubble(4, 8)])
+def test_largest_states_in_flight_cover_every_pass(schedule: Schedule) -> None:
+    """A state that is not listed takes no more than a listed one, whatever a chunk takes; none is listed in vain."""
+
+    def is_within(state: InFlight, other: InFlight) -> bool:
+        return all(mine <= theirs for each, its in zip(state, other, strict=True) for mine, theirs in zip(each, its))
+
+    for stage in range(schedule.num_stages):
+        chunks = schedule.list_chunks(stage)
+        held, deferred = dict.fromkeys(chunks, 0), dict.fromkeys(chunks, 0)
+        at_backward = schedule.list_backward(stage)
+        for chunk, _, kind in schedule.list_units(stage):
+            state = InFlight(tuple(held.values()), tuple(deferred.values()))
+            if kind in (UnitKind.backward, UnitKind.input_backward):
+                number = chunks.index(chunk)
+                assert any(is_within(state, other) for other, begins in at_backward if begins == number)
+            held[chunk] += {UnitKind.forward: 1, UnitKind.weight_backward: 0}.get(kind, -1)
+            deferred[chunk] += {UnitKind.input_backward: 1, UnitKind.weight_backward: -1}.get(kind, 0)
+            state = InFlight(tuple(held.values()), tuple(deferred.values()))
+            assert any(is_within(state, other) for other in schedule.list_in_flight(stage))
+        for listed in (
+            schedule.list_in_flight(stage),
+            *({s for s, n in at_backward if n == c} for c in range(len(chunks))),
+        ):
+            assert not any(is_within(one, other) for one, other in permutations(listed, 2))
 
 
 def schedule(*overrides: str, world_size: int = 1) -> Layout:
