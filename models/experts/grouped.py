@@ -66,7 +66,7 @@ def project(
     if name in low_rank:
         outputs = adapted_linear(rows, weight, low_rank[name](), where.offsets, **options)
     else:
-        outputs = grouped_linear(rows, weight, where.offsets, **options)
+        outputs = grouped_linear(rows, weight, where.offsets, **options, deferral=getattr(experts, "deferral", None))
     if not experts.has_bias:
         return outputs
     # Where ranks have the whole bias and their outputs are summed, each adds a share

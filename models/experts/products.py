@@ -9,7 +9,8 @@ S rows, E groups.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import library, nn
@@ -66,6 +67,45 @@ def _multiply_each_group(left: torch.Tensor, right: torch.Tensor, offsets: torch
     return outputs
 
 
+class GroupedProduct(NamedTuple):
+    """The gradient of the matrices of a stack, to be computed: rows [S, in], or the tensor that they are gathered from
+    by tokens, int64 [S]; the gradients of the products, [S, out]."""
+
+    weight: nn.Parameter
+    is_transposed: bool
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    tokens: torch.Tensor | None
+    gradient: torch.Tensor
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that wait for it."""
+        return self.rows, self.gradient, *(() if self.tokens is None else (self.tokens,))
+
+    def compute(self) -> torch.Tensor:
+        """Return the gradient, [E, out, in] ([E, in, out] where transposed)."""
+        rows = self.rows if self.tokens is None else self.rows.index_select(0, self.tokens)
+        rows = rows.to(self.gradient.dtype)
+        left, right = (rows, self.gradient) if self.is_transposed else (self.gradient, rows)
+        return grouped_mm(left.t(), right, self.offsets)
+
+    def add(self, lend_sum: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[nn.Parameter]:
+        """Add the gradient to the sum that is lent for the weight, if one is, else to `.grad`; yield the weight."""
+        total = lend_sum(self.weight) if self.weight.grad is None else self.weight.grad
+        if total is None:
+            self.weight.grad = self.compute()
+        else:
+            total.add_(self.compute())
+        yield self.weight
+
+
+class Deferral(Protocol):
+    """Where products go that a backward pass puts off; None while it puts off none."""
+
+    products: list[Any] | None
+
+
 class _GroupedLinear(torch.autograd.Function):
     """rows may be source[tokens]: then those are kept for the backward pass, and the rows are gathered again."""
 
@@ -78,9 +118,11 @@ class _GroupedLinear(torch.autograd.Function):
         transposed: bool,
         source: torch.Tensor | None,
         tokens: torch.Tensor | None,
+        parameter: nn.Parameter | None,
+        deferral: Deferral | None,
     ) -> torch.Tensor:
         kept = (rows, None) if source is None else (source, tokens)
-        context.transposed = transposed
+        context.transposed, context.parameter, context.deferral = transposed, parameter, deferral
         context.save_for_backward(weight, offsets, *(kept if weight.requires_grad else (None, None)))
         return grouped_mm(rows, weight if transposed else weight.transpose(1, 2), offsets)
 
@@ -92,10 +134,12 @@ class _GroupedLinear(torch.autograd.Function):
         if context.needs_input_grad[0]:
             row_gradients = grouped_mm(gradient, weight.transpose(1, 2) if context.transposed else weight, offsets)
         if context.needs_input_grad[1]:
-            rows = (rows if tokens is None else rows.index_select(0, tokens)).to(gradient.dtype)
-            left, right = (rows, gradient) if context.transposed else (gradient, rows)
-            weight_gradient = grouped_mm(left.t(), right, offsets)
-        return row_gradients, weight_gradient, None, None, None, None
+            product = GroupedProduct(context.parameter, context.transposed, offsets, rows, tokens, gradient)
+            if context.deferral is None or context.deferral.products is None:
+                weight_gradient = product.compute()
+            else:
+                context.deferral.products.append(product)
+        return row_gradients, weight_gradient, *(None,) * 6
 
 
 def grouped_linear(
@@ -106,12 +150,17 @@ def grouped_linear(
     transposed: bool = False,
     source: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
+    deferral: Deferral | None = None,
 ) -> torch.Tensor:
     """Multiply each row by its group's matrix: rows [S, in], weight [E, out, in] ([E, in, out] where transposed).
 
     offsets: int32 [E], where each group's rows end. source, tokens: rows are source[tokens], and the backward pass may
-    gather them again instead of keeping them. Returns [S, out].
+    gather them again instead of keeping them. deferral: where a backward pass may put off the gradient of the weight,
+    a parameter. Returns [S, out].
     """
     if source is not None:
         source = source.detach()
-    return _GroupedLinear.apply(rows.to(weight.dtype), weight, offsets, transposed, source, tokens)  # type: ignore[no-any-return]
+    parameter = None if deferral is None else weight
+    return _GroupedLinear.apply(  # type: ignore[no-any-return]
+        rows.to(weight.dtype), weight, offsets, transposed, source, tokens, parameter, deferral
+    )

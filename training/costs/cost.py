@@ -37,7 +37,7 @@ from training.costs.micro_batch import MicroBatchShape
 from training.costs.saved_activations import SavedBytes, WithoutData, count_saved_bytes
 from training.costs.shared_attention import SharedAttention, count_shared_attention
 from training.costs.traffic import NO_TRAFFIC, Traffic, TrafficCounter
-from training.pipeline.weight_gradients import DeferredGradients, list_split, split_projections
+from training.pipeline.weight_gradients import DeferredGradients, list_deferred, split_projections
 
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
 BOUNDARY_BYTES = (
@@ -283,7 +283,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         forward_sums=forward_sums,
         backward_sums=backward_sums,
         regathers=_count_regathers(built),
-        deferred_flops=2 * sum(part.weight.numel() for _, part in list_split(module))
+        deferred_flops=2 * sum(active[name] for name, parameter in list_deferred(module) if parameter.ndim > 1)
         if built.passes.splits_backward
         else 0,
         deferred_bytes=_count_deferred(built) if built.passes.splits_backward else 0,
@@ -397,10 +397,10 @@ def _announce_documents(built: _BuiltLayer) -> None:
 
 
 def _count_deferred(built: _BuiltLayer) -> int:
-    """Inputs and output gradients of the projections, those that several of them share once. Changes the module, so it
-    comes last."""
-    parts = [part for _, part in list_split(built.module)]
-    if not parts:
+    """Inputs and output gradients of projections and experts, those that several of them share once. Changes the
+    module, so it comes last."""
+    matrices = {name: parameter for name, parameter in list_deferred(built.module) if parameter.ndim > 1}
+    if not matrices:
         return 0
     deferred = DeferredGradients()
     split_projections(built.module, deferred)
@@ -410,8 +410,9 @@ def _count_deferred(built: _BuiltLayer) -> int:
         with deferred.defer() as products:
             hidden_states.backward(torch.empty_like(hidden_states))
     except (RuntimeError, NotImplementedError):
-        return built.batch.tokens * built.batch.dtype.itemsize * sum(sum(part.weight.shape) for part in parts)
-    kept = {tensor.untyped_storage()._cdata: tensor for product in products for tensor in (product.x, product.dy)}
+        widths = (sum(each.shape[-2:]) * _count_rows(built, name) for name, each in matrices.items())
+        return round(built.batch.tokens * built.batch.dtype.itemsize * sum(widths))
+    kept = {tensor.untyped_storage()._cdata: tensor for product in products for tensor in product.kept}
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -443,12 +444,15 @@ def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
 
 def _count_widest(built: _BuiltLayer) -> int:
     """Elements of a token in the widest result of a matrix; with experts, of those that it chooses."""
-    config, rows = built.config, count_experts(built.config)[0] * built.expert_parallel.imbalance
-    multiplied = [(name, built.module.get_parameter(name)) for name in _multiplied(built.layer, built.module)]
-    return max(
-        (round(matrix.shape[-2] * (rows if active_share(name, config) < 1 else 1)) for name, matrix in multiplied),
-        default=0,
-    )
+    multiplied = ((name, built.module.get_parameter(name)) for name in _multiplied(built.layer, built.module))
+    return max((round(matrix.shape[-2] * _count_rows(built, name)) for name, matrix in multiplied), default=0)
+
+
+def _count_rows(built: _BuiltLayer, name: str) -> float:
+    """The rows of a token that a matrix of the layer multiplies; of experts on the most loaded rank."""
+    if active_share(name, built.config) == 1:
+        return 1
+    return count_experts(built.config)[0] * built.expert_parallel.imbalance
 
 
 def _count_gradients_inside(built: _BuiltLayer) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import Unit, UnitKind
-from training.pipeline.weight_gradients import list_split
+from training.pipeline.weight_gradients import list_deferred
 
 Parameter = torch.nn.Parameter
 
@@ -151,19 +151,20 @@ def plan_reductions(
 
 
 def _list_parameters(module: StageModule) -> dict[tuple[int, UnitKind], list[Parameter]]:
-    """(chunk, kind of backward pass) -> the parameters that may get a gradient in it. Those outside layers
-    (placeholders, those of a loss) may get one in any but the second half."""
+    """(chunk, kind of backward pass) -> the parameters that may get a gradient in it, in the order of a forward pass.
+
+    Those outside layers (placeholders, those of a loss) may get one in any but the second half, or none at all: a
+    bucket with them waits for the end of the pass, so they come first, which is in the last bucket.
+    """
     chunks = {chunk: module.list_modules(chunk) for chunk in module.chunk_numbers}
     layers = [layer for found in chunks.values() for layer in found]
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     others = [parameter for parameter in module.parameters() if id(parameter) not in in_layers]
-    deferred = {
-        id(each) for layer in layers for _, part in list_split(layer) for each in part.parameters(recurse=False)
-    }
+    deferred = {id(each) for layer in layers for _, each in list_deferred(layer)}
     passes = {}
     for chunk, found in chunks.items():
         own = list({id(each): each for layer in found for each in layer.parameters() if each.requires_grad}.values())
-        passes[chunk, UnitKind.backward] = own + others
-        passes[chunk, UnitKind.input_backward] = [each for each in own if id(each) not in deferred] + others
+        passes[chunk, UnitKind.backward] = others + own
+        passes[chunk, UnitKind.input_backward] = others + [each for each in own if id(each) not in deferred]
         passes[chunk, UnitKind.weight_backward] = [each for each in own if id(each) in deferred]
     return passes

@@ -2,8 +2,8 @@
 
 A projection y = x W^T has two products in its backward pass: dx = dy W, which the stage before waits for, and
 dW = dy^T x, which nobody waits for until the step (2401.10241). While a stage defers, its projections keep x and dy
-instead of computing the second. All else that has weights (norms, embeddings, experts, the head inside the loss) has
-its gradients in the first half.
+instead of computing the second, and so do the products of stacked experts. All else that has weights (norms,
+embeddings, biases and adapters of experts, the head inside the loss) has its gradients in the first half.
 
 It is done in the projections, not by cutting autograd's graph, so a layer runs as often as without: with recomputation
 once more, in the first half, which leaves the x that the second needs.
@@ -20,6 +20,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from models.experts.grouped import GROUPED, is_stack
+from models.experts.products import GroupedProduct
 from models.losses.accumulate import add_product
 from models.parallel.layers import RowParallelConv1D, RowParallelLinear
 from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
@@ -35,6 +37,11 @@ class Product(NamedTuple):
     projection: SplitProjection
     x: torch.Tensor
     dy: torch.Tensor
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that wait for it."""
+        return self.x, self.dy
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of weight and bias; None for one that is not trained."""
@@ -66,17 +73,20 @@ class Product(NamedTuple):
         return self.dy.flatten(0, -2).sum(dim=0) if bias is not None and bias.requires_grad else None
 
 
+Deferred = Product | GroupedProduct
+
+
 class DeferredGradients:
-    """The products that the projections of a stage have deferred. One for all of them."""
+    """The products that the projections and experts of a stage have deferred. One for all of them."""
 
     def __init__(self) -> None:
-        self.products: list[Product] | None = None  # where those of the running pass go; None while none are put off
+        self.products: list[Deferred] | None = None  # where those of the running pass go; None while none are put off
 
     @contextmanager
-    def defer(self, splits: bool = True) -> Iterator[list[Product]]:
+    def defer(self, splits: bool = True) -> Iterator[list[Deferred]]:
         """Defer the products of backward passes inside the context; yields them in their order. splits: False for a
         whole backward pass, which defers none."""
-        products: list[Product] = []
+        products: list[Deferred] = []
         self.products = products if splits else None
         try:
             yield products
@@ -86,7 +96,7 @@ class DeferredGradients:
 
 @torch.no_grad()
 def compute_gradients(
-    products: list[Product],
+    products: list[Deferred],
     arrived: Callable[[nn.Parameter], None],
     lend_sum: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None,
 ) -> None:
@@ -136,14 +146,13 @@ class _Multiply(torch.autograd.Function):
 
 
 def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[int, int]:
-    """Make the trained projections of a layer able to defer their gradients.
+    """Make the trained projections and experts of a layer able to defer their gradients.
 
     Not those whose gradients the ranks that share the layer sum (a hook does, when autograd has made them), and not
     modules of other classes, which may do more than a product. Returns the number of elements in trained matrices whose
     gradients can be deferred, and in all of them.
     """
-    can = 0
-    for _, part in list_split(module):
+    for _, part in _list_projections(module):
         plain = not isinstance(part, _ROW_PARALLEL)
         # A sharded projection adds its bias after the sum over the ranks.
         split = SplitProjection(part.weight, part.bias if plain else None, isinstance(part, Conv1D), deferred)
@@ -151,14 +160,38 @@ def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[i
             part.forward = split
         else:
             part.multiply = split
-        can += part.weight.numel()
+    for _, part in _list_stacks(module):
+        part.deferral = deferred
+    can = sum(parameter.numel() for _, parameter in list_deferred(module) if parameter.ndim > 1)
     return can, sum(p.numel() for p in module.parameters() if p.requires_grad and p.ndim > 1)
 
 
-def list_split(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and module of the projections of a layer whose gradients can be deferred."""
+def list_deferred(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter of a layer's module where gradients can be deferred."""
+    for name, part in _list_projections(module):
+        yield f"{name}.weight", part.weight
+        if part.bias is not None and part.bias.requires_grad and not isinstance(part, _ROW_PARALLEL):
+            yield f"{name}.bias", part.bias
+    for name, part in _list_stacks(module):
+        for own, parameter in part.named_parameters(name, recurse=False):
+            if parameter.requires_grad and not own.endswith("bias"):
+                yield own, parameter
+
+
+def _list_projections(module: nn.Module) -> Iterator[tuple[str, Any]]:
     summed = list_partial_gradients(module)
     for name, part in module.named_modules():
         own = {f"{name}.weight"} if isinstance(part, _ROW_PARALLEL) else {f"{name}.weight", f"{name}.bias"}
         if type(part) in _PROJECTIONS and part.weight.requires_grad and not own & summed:
+            yield name, part
+
+
+def _list_stacks(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The stacked experts that are multiplied as grouped products alone."""
+    summed = list_partial_gradients(module)
+    for name, part in module.named_modules():
+        if not is_stack(part) or hasattr(part, "low_rank"):
+            continue
+        own = {own for own, _ in part.named_parameters(name, recurse=False)}
+        if not own & summed and part.config._experts_implementation == GROUPED:  # type: ignore[union-attr]
             yield name, part

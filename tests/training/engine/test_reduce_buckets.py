@@ -91,3 +91,28 @@ def test_sums_are_reduced_once_in_the_last_pass_that_adds_to_them(schedule: Sche
     planned = plan_reductions(module, passes, once=True, plan=plan)
     found = [(id(bucket.parameters[0]), number) for number, buckets in enumerate(planned) for bucket in buckets]
     assert sorted(found) == sorted(expected.items())
+
+
+@pytest.mark.parametrize("schedule", [OneForwardOneBackward(2, 2), ZeroBubble(2, 2)], ids=repr)
+@pytest.mark.parametrize("once", [True, False])
+def test_what_may_get_no_gradient_delays_no_bucket(schedule: Schedule, once: bool) -> None:
+    """The placeholder of a parameter group that is empty, with LoRA or divided experts, never gets one."""
+    chunks = {
+        chunk: torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.LayerNorm(3)) for chunk in schedule.list_chunks(0)
+    }
+    placeholder = torch.nn.Parameter(torch.zeros(1))
+    own = [each for layers in chunks.values() for each in layers.parameters()]
+    module: Any = SimpleNamespace(
+        chunk_numbers=list(chunks), list_modules=lambda chunk: [chunks[chunk]], parameters=lambda: [*own, placeholder]
+    )
+    everything = [*own, placeholder]
+    offsets = {id(each): GroupOffset(number, 0) for number, each in enumerate(everything)}
+    sizes = [each.numel() for each in everything]
+    passes = list_backward(schedule.list_units(0))
+    planned = plan_reductions(
+        module, passes, once=once, plan=lambda found: plan_buckets(found, offsets, sizes, limit=3)
+    )
+    with_it = [buckets for buckets in planned if any(placeholder in set(each.parameters) for each in buckets)]
+    assert with_it
+    for buckets in with_it:
+        assert [placeholder in set(each.parameters) for each in buckets] == [False] * (len(buckets) - 1) + [True]

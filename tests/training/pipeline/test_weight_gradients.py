@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import GptOssConfig, MixtralConfig, PretrainedConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 
+from models.experts.grouped import GROUPED
 from training.pipeline.weight_gradients import DeferredGradients, compute_gradients, split_projections
 
 
@@ -77,6 +83,51 @@ def test_outside_of_defer_nothing_is_put_off() -> None:
     run_twice(split, None, recomputes=False)
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(gradients(split)[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+class Mixture(nn.Module):
+    """Stacked experts of `transformers`; a fixed router sends no token to the last one."""
+
+    def __init__(self, experts: Any, config: PretrainedConfig) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config._experts_implementation = GROUPED
+        self.experts = experts(config)
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        chosen = torch.tensor([[0, 1], [2, 1], [1, 0]]).repeat(5, 1)
+        weights = torch.linspace(0.1, 0.9, chosen.numel(), dtype=x.dtype).view_as(chosen)
+        return x + self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
+
+
+SIZES = {"hidden_size": 6, "intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("experts", "config"),
+    [(MixtralExperts, MixtralConfig(**SIZES)), (GptOssExperts, GptOssConfig(**SIZES))],
+    ids=["mixtral", "gpt_oss, transposed, with biases"],
+)
+def test_those_of_stacked_experts(experts: Any, config: PretrainedConfig, recomputes: bool) -> None:
+    plain, split = (Mixture(experts, config).double() for _ in range(2))
+    deferred = DeferredGradients()
+    can, _ = split_projections(split, deferred)
+    stacks = [name for name, parameter in plain.named_parameters() if parameter.ndim == 3]
+    assert can == sum(plain.get_parameter(name).numel() for name in stacks) > 0
+    expected, _ = run_twice(plain, None, recomputes)
+    found, missing = run_twice(split, deferred, recomputes)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert missing == stacks  # biases have their gradients at once
+    assert gradients(split).keys() == gradients(plain).keys()
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(split)[name], gradient, rtol=1e-12, atol=1e-14)
+    assert not gradients(split)[stacks[0]][3].any() and gradients(split)[stacks[0]][:3].flatten(1).any(dim=1).all()
+    assert split.runs == plain.runs
 
 
 class Doubled(nn.Linear):
