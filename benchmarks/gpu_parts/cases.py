@@ -1,7 +1,7 @@
 """The table of *right*: every way to train, and what each run is compared with.
 
 What a GPU has never been seen to do comes first: a part that runs out of time has then run it. bf16 where fp32 takes
-other kernels. tests/test_gpu_report.py holds the table against the keys of a run, so that none is left without a row.
+other kernels. tests/test_gpu_rows.py holds the table against the keys of a run, so that none is left without a row.
 """
 
 from __future__ import annotations
