@@ -25,7 +25,7 @@ from benchmarks.gpu_parts.training_runs import write_name
 _SECONDS = {"cuda": (25, 150), "cpu": (15, 120)}  # expected of a run of 1B, and at most
 # At most of what is expected, for longer ones: offloaded, 8B first fills some 130 GB of host memory
 _MOST_OF_EXPECTED = 4
-# What others report for 8B at a sequence of 4,096: tokens/s, and on what.
+# What others report for 8B at a sequence of 4,096: tokens/s, and on what. Of 70B: docs/performance.md.
 MARKS = {
     "8b full": (10_471, "one H200, all recomputed, 57.8% MFU"),
     "8b LoRA": (12_473, "an H100"),

@@ -1,4 +1,4 @@
-"""What transfers take of a GPU: the options of a pipeline's communicator, and multiprocessors left to all of them."""
+"""The share of a GPU that transfers take: options of a pipeline's communicator, and multiprocessors left to all."""
 
 from __future__ import annotations
 
