@@ -172,6 +172,13 @@ def test_rows_of_hopper_kernels_are_left_out_elsewhere(
             check_needs(case.needs, machine)
 
 
+def test_rows_that_compile_are_left_out_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.layers.fused_kernels.find_triton_obstacle", lambda: "triton needs a C compiler")
+    for case in (case for case in (*CASES, *SPEED_CASES) if "compile=true" in case.overrides):
+        with pytest.raises(NotRun, match="^triton needs a C compiler$"):
+            check_needs(case.needs, H100)
+
+
 def test_fast_fits_its_time() -> None:
     """Each of its rows runs on a machine with two GPUs and all packages."""
     rows = Fast(H200, Path(), Path(), tiny=False).list_rows()

@@ -59,7 +59,7 @@ _OPTIONS = {
     "packing": ("data.packing=true",),
     "offload": ("offload_optimizer=cpu",),
 }
-_NEEDS = {"fused kernels": ("gpu", "triton", "liger_kernel")}
+_NEEDS = {"compile": ("compiler",), "fused kernels": ("gpu", "compiler", "liger_kernel")}
 # All of 8B: as it is, or with the smallest change that makes it fit; its fp32 weights alone take 30 GiB
 _FITTING = ((), ("optimizer.state_dtype=bf16",), ("optimizer=adamw_8bit",), ("offload_optimizer=cpu",))
 _PP2 = ("num_stages=2", "activation_checkpoint_interval=0")

@@ -115,7 +115,9 @@ def _wait(
             _wait_for_others(processes)
             code = next(code for code in codes if code)
             tail = read_tail(log)
-            is_memory = code == -signal.SIGKILL or any(sign in log.read_text() for sign in _OUT_OF_MEMORY)
+            is_memory = code == -signal.SIGKILL or any(
+                sign in log.read_text(errors="replace") for sign in _OUT_OF_MEMORY
+            )
             raise RowFailed(f"ended with code {code}", tail, is_memory)
         if all(code == 0 for code in codes):
             return
