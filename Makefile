@@ -14,6 +14,10 @@ else
 INSTALLED = -r $(lastword $^)
 endif
 
+# Else pip ends after minutes with versions that it ignores
+CHECK_PYTHON = @$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	'Python 3.11 or later is needed, and $(PYTHON) is ' + sys.version.split()[0] + '; make PYTHON=python3.12 ...')"
+
 .PHONY: demo test test-full test-full-parity test-full-rest gpu check format parity lock venv venv-dev clean
 
 demo: venv
@@ -42,6 +46,7 @@ test-full-rest: venv-dev
 # On a machine with a GPU: is it right, is it fast, and why; benchmarks/gpu.py --help. In $(PYTHON) as it is where that
 # has what a run needs; else in .venv
 gpu:
+	$(CHECK_PYTHON)
 	if $(PYTHON) scripts/missing_packages.py; then $(PYTHON) benchmarks/gpu.py $(GPU_OPTIONS); \
 	else $(MAKE) venv-dev && $(BIN)/python benchmarks/gpu.py $(GPU_OPTIONS); fi
 
@@ -75,6 +80,7 @@ $(BIN)/.installed: requirements.txt
 $(BIN)/.installed-dev: requirements.txt requirements-dev.txt
 
 $(BIN)/.installed $(BIN)/.installed-dev:
+	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
 	$(BIN)/python -m pip install --quiet $(INSTALLED)
 	touch $@

@@ -106,9 +106,10 @@ class Counted(TorchDispatchMode):
         """Returns whether it has elements for each token, unlike weights and their gradients."""
         return tensor.untyped_storage()._cdata not in self._weights and not self._tokens.isdisjoint(tensor.shape)
 
-    def add_attention(self, *tensors: torch.Tensor) -> None:
+    def add_attention(self, *tensors: torch.Tensor | None) -> None:
+        """tensors: what its kernel reads and writes; None for a mask that is not given."""
         self.operators["attention"] += 1
-        self.products += sum(tensor.nbytes for tensor in tensors)
+        self.products += sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 @contextmanager
@@ -120,7 +121,7 @@ def attention_as_one(counted: Counted) -> Iterator[None]:
     fused = saved_activations._FusedAttention
     forward, backward = fused.forward, fused.backward
 
-    def run_forward(context: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    def run_forward(context: Any, *inputs: torch.Tensor | None) -> torch.Tensor:
         output = forward(context, *inputs)
         counted.add_attention(*inputs, output)
         return output

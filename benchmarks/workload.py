@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -23,6 +22,7 @@ from transformers import LlamaConfig  # noqa: E402
 
 from data.collator import shift_labels  # noqa: E402
 from models.layers.layer import Layer  # noqa: E402
+from training.distributed.ranks import find_free_port  # noqa: E402
 
 
 class RandomWeights:
@@ -125,9 +125,7 @@ def run_ranks(work: Callable[..., Any], world_size: int, *arguments: Any) -> lis
 
     Raises RankFailed as soon as one does, and ends the others.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     environments = [
         {
             "RANK": str(rank),

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from benchmarks import gpu
 from benchmarks.gpu_parts.cases import CASES, Case
 from benchmarks.gpu_parts.fast import CASES as SPEED_CASES
 from benchmarks.gpu_parts.figures import compare_records, compare_weights, find_skipped_steps
-from benchmarks.gpu_parts.machine import Machine
+from benchmarks.gpu_parts.machine import Machine, find_machine
 from benchmarks.gpu_parts.material import LENGTHS, MODELS, save_model, save_tokenizer
 from benchmarks.gpu_parts.measured_runs import MeasuredRuns, fit_efficiency, read_speed
 from benchmarks.gpu_parts.processes import Command, Deadline, RowFailed, TimeLimit, run
@@ -246,11 +247,28 @@ def test_the_plan_of_a_row_is_that_of_its_gpu(tmp_path: Path, monkeypatch: pytes
     assert unknown.predict(overrides, 1, None) is None
 
 
+def test_weights_that_do_not_fit_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10**10))
+    runs = MeasuredRuns(H200, tmp_path, tmp_path / "logs", tiny=False)
+    with pytest.raises(NotRun, match=r"^16 GB of weights do not fit into .*; TMPDIR names another folder$"):
+        runs.prepare_model("8b", Deadline(60))
+
+
+@pytest.mark.parametrize("obstacle", ["Torch not compiled with CUDA enabled", "The NVIDIA driver is too old"])
+def test_why_no_gpu_is_found_is_said(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.dumps({"torch": "2.13.0", "obstacle": obstacle})
+    ended = SimpleNamespace(returncode=0, stdout=f"a warning\n{found}\n")
+    monkeypatch.setattr("benchmarks.gpu_parts.machine.subprocess.run", lambda *_, **__: ended)
+    with pytest.raises(SystemExit, match=rf"^torch 2\.13\.0 finds no GPU here: {obstacle}\n"):
+        find_machine("cuda")
+
+
 @pytest.mark.parametrize(("machine", "accelerator"), [(CPU, "cpu"), (H200, "")])
 def test_the_demo_chooses_its_devices_itself(machine: Machine, accelerator: str, tmp_path: Path) -> None:
     """With one GPU its two ranks need the CPU, which the script chooses unless DS_ACCELERATOR is set."""
     command = Right(machine, tmp_path, tmp_path / "logs", tiny=True).build_demo_command()
     assert str(Path(sys.executable).parent) in command.environment["PATH"].split(":")[:2]  # and its `python`
+    assert command.environment["MASTER_PORT"] != "29500"
     before_script = command.words[: command.words.index("bash")]
     words = [*before_script, "bash", "-c", 'echo "${DS_ACCELERATOR:-}"']
     assert subprocess.check_output(words, text=True, env=command.environment).strip() == accelerator
@@ -284,6 +302,24 @@ def test_row_seconds_replaces_the_limit_of_a_row(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(sys, "argv", words)
         gpu.run_part("right", gpu.parse_arguments(), CPU, Report(tmp_path, CPU, {}), tmp_path / str(number))
     assert seen == [240, 600]
+
+
+# One for each way in which ranks share the work, and a task
+SHARING = (
+    "pp2 zero_bubble, bf16", "cp2 ring, packed, bf16", "tp2 sequence_parallel, bf16", "dp2 zero3, bf16",
+    "ep2 experts, bf16", "pp2 kto, bf16",
+)  # fmt: skip
+
+
+@pytest.mark.full
+def test_rows_that_no_gpu_has_run_are_right_on_a_cpu(tmp_path: Path) -> None:
+    """TIME_NOTE"""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--parts", "right"]
+    options = ["--minutes", "60", "--row-seconds", "900", "--output", str(tmp_path), "--rows", *SHARING]
+    ended = subprocess.run([*command, *options], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads((tmp_path / "report.json").read_text())["parts"]["right"]
+    assert {row["name"]: row["status"] for row in rows} == dict.fromkeys(SHARING, "OK")
 
 
 @pytest.mark.full

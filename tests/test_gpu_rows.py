@@ -137,17 +137,24 @@ def test_every_feature_has_a_row_or_a_reason() -> None:
     assert set(exempt) & covered == set(), "reasons for what has a row"
 
 
-@pytest.mark.parametrize(
-    "feature",
-    [
-        "schedule=zero_bubble", "context_parallel_mode=ulysses", "context_parallel_mode=ring", "sequence_parallel=true",
-        "expert_parallel_size", "zero_stage=2", "zero_stage=3", "sharding_parallel_size", "activation_offload=true",
-        "fused_kernels=auto", "optimizer=adamw_8bit", "optimizer.state_dtype=bf16", "task=kto", "task=reward",
-    ],
+FIRST = (
+    "schedule=zero_bubble", "context_parallel_mode=ulysses", "context_parallel_mode=ring", "sequence_parallel=true",
+    "expert_parallel_size", "zero_stage=2", "zero_stage=3", "sharding_parallel_size", "activation_offload=true",
+    "fused_kernels=auto", "optimizer=adamw_8bit", "optimizer.state_dtype=bf16", "task=kto", "task=reward",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FIRST)
 def test_a_row_that_is_left_out_is_missed(feature: str) -> None:
     rest = tuple(case for case in CASES if not any(feature in (key, key.split("=")[0]) for key in case.list_keys()))
     assert len(rest) < len(CASES) and feature in set(list_features()) - list_covered(rest)
+
+
+def test_what_no_gpu_has_run_comes_first() -> None:
+    """Before the first plain run: a part that runs out of time has then run it."""
+    plain = next(number for number, case in enumerate(CASES) if {*case.list_keys()} == {*Case("").list_keys()})
+    first, late = list_covered(CASES[:plain]), list_covered(CASES[plain:])
+    assert set(FIRST) - first == set() and set(FIRST) & late == set()
 
 
 def test_a_mixture_of_experts_has_a_row() -> None:
@@ -163,6 +170,13 @@ def test_rows_of_hopper_kernels_are_left_out_elsewhere(
     for case in (case for case in CASES if FA3 in case.overrides):
         with pytest.raises(NotRun, match=r"^needs a GPU of compute capability 9\.0$") if needed else nullcontext():
             check_needs(case.needs, machine)
+
+
+def test_rows_that_compile_are_left_out_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.layers.fused_kernels.find_triton_obstacle", lambda: "triton needs a C compiler")
+    for case in (case for case in (*CASES, *SPEED_CASES) if "compile=true" in case.overrides):
+        with pytest.raises(NotRun, match="^triton needs a C compiler$"):
+            check_needs(case.needs, H100)
 
 
 def test_fast_fits_its_time() -> None:

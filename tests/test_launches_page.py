@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.launches import tabulate
+from benchmarks.launches import build_contenders, count, tabulate
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 
@@ -17,3 +17,12 @@ def test_the_table_is_what_is_counted() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert len(rows) == 7
     assert [row for row in rows if row not in page] == []
+
+
+def test_a_layer_is_counted() -> None:
+    """Also where the plan's stand-in for attention, which it counts by, takes other arguments."""
+    contenders, config = build_contenders("llama_8b", rank=16, documents=32)
+    forward, backward = count(contenders["frozen"], config.hidden_size, tokens=400)
+    assert forward.operators["attention"] == backward.operators["attention"] == 1
+    # Seven projections; of a frozen one the gradient of its inputs alone
+    assert forward.operators["mm"] == backward.operators["mm"] == 7

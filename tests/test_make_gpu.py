@@ -30,12 +30,19 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_make(clone: Path, needed: str, *variables: str) -> str:
-    """The last line that is printed. There is no index to install from."""
+def start_make(
+    clone: Path, needed: str, *variables: str, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """There is no index to install from."""
     (clone / "pyproject.toml").write_text(f'[project]\ndependencies = ["{needed}"]\n')
     environment = {**os.environ, "PIP_INDEX_URL": "http://127.0.0.1:9", "PIP_RETRIES": "0", "MAKEFLAGS": ""}
-    command = ["make", "gpu", f"PYTHON={sys.executable}", "GPU_OPTIONS=--parts right", *variables]
-    ended = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
+    command = ["make", "gpu", f"PYTHON={python}", "GPU_OPTIONS=--parts right", *variables]
+    return subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
+
+
+def run_make(clone: Path, needed: str, *variables: str) -> str:
+    """The last line that is printed."""
+    ended = start_make(clone, needed, *variables)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout.splitlines()[-1]
 
@@ -43,6 +50,16 @@ def run_make(clone: Path, needed: str, *variables: str) -> str:
 def test_a_python_that_has_what_it_takes_is_used_as_it_is(clone: Path) -> None:
     assert run_make(clone, "packaging>=20") == f"ran in {sys.prefix} --parts right"
     assert not (clone / ".venv").exists()
+
+
+def test_an_old_python_is_named(clone: Path) -> None:
+    old = clone / "python3"
+    set_version = "import sys; sys.version_info, sys.version = (3, 10, 12), '3.10.12 (main)'; exec(sys.argv[1])"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{set_version}" "$2"\n')
+    old.chmod(0o755)
+    ended = start_make(clone, "packaging>=20", python=str(old))
+    assert ended.returncode != 0 and not (clone / ".venv").exists()
+    assert ended.stderr.startswith(f"Python 3.11 or later is needed, and {old} is 3.10.12; make PYTHON=python3.12 ...")
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ from models.losses.cross_entropy import build_loss
 from models.losses.distill_loss import TeacherHead, TeacherLoss
 from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, RunConfig
-from training.distributed.p2p import MOST_CTAS
+from training.distributed.p2p import count_spared
 from training.distributed.process import current_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
@@ -61,8 +61,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         expert_parallel=join_expert_parallel(setup.layout.topology, ranks.rank),
     )
     if config.flash_kernels is FlashKernels.fa3:
-        # What stages and rings send is under way while layers run
-        spared = MOST_CTAS if setup.layout.num_stages > 1 or setup.parts.is_ring else 0
+        spared = count_spared(setup.layout, setup.parts.is_ring)
         use_flash_attention_3(spared)
         ranks.say(f"flash_kernels=fa3: FlashAttention-3; {spared} multiprocessors are left to transfers")
     parallel, sequence_part = ranks_of_stage.parallel, ranks_of_stage.sequence_part

@@ -18,6 +18,7 @@ from data.order import GlobalOrder
 from errors import UserError
 from models.adapters.options import AdapterName
 from models.layers.flash_kernels import find_obstacle
+from models.layers.fused_kernels import find_triton_obstacle
 from models.parallel.shard import find_length_multiple
 from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
@@ -49,7 +50,7 @@ from training.inputs.datasets import build_row_plan, complete_labels, count_adde
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
 from training.resolution.architecture import check_teacher_size
-from training.resolution.packages import check_packages, has_package
+from training.resolution.packages import check_packages
 from training.resolution.resolve import ResolvedRun, check_keys, resolve
 from training.resolution.target import Target
 
@@ -301,8 +302,8 @@ def check_flash_kernels(run: ResolvedRun) -> None:
 def check_compiler(has_accelerator: bool) -> None:
     """Raises UserError where `torch.compile` cannot make code."""
     compiler = os.environ.get("CXX", "g++")  # as torch._inductor looks for it
-    if has_accelerator and not has_package("triton"):
-        raise UserError("compile=true needs the package triton on a GPU; install it, or set compile=false")
+    if has_accelerator and (obstacle := find_triton_obstacle()) is not None:
+        raise UserError(f"compile=true cannot be used here: {obstacle}; install that, or set compile=false")
     if not has_accelerator and shutil.which(compiler) is None:
         raise UserError(
             f"compile=true needs a C++ compiler, and {compiler} is not there; install it, name another in CXX, or set "

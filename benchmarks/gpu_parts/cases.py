@@ -1,7 +1,7 @@
 """The table of *right*: every way to train, and what each run is compared with.
 
 What a GPU has never been seen to do comes first: a part that runs out of time has then run it. bf16 where fp32 takes
-other kernels. tests/test_gpu_report.py holds the table against the keys of a run, so that none is left without a row.
+other kernels. tests/test_gpu_rows.py holds the table against the keys of a run, so that none is left without a row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Case:
     """A run and what it is compared with.
 
     model: the name of one that `material.save_model` makes. task: whose data it takes. needs: "gpu", "hopper"
-    (compute capability 9.0), or a package without which it cannot run.
+    (compute capability 9.0), "compiler" (of what triton makes, on a GPU), or a package without which it cannot run.
     """
 
     name: str
@@ -88,7 +88,7 @@ CASES = (
     Case(
         "flash kernels, packed, bf16", (FA3,), precision="bf16", packed=True, needs=("hopper", "flash_attn_interface"),
     ),
-    Case("fused kernels, bf16", ("fused_kernels=auto",), precision="bf16", needs=("gpu", "triton", "liger_kernel")),
+    Case("fused kernels, bf16", ("fused_kernels=auto",), precision="bf16", needs=("gpu", "compiler", "liger_kernel")),
     Case("dp2 bf16 states, bf16", ("optimizer.state_dtype=bf16",), 2, "bf16", optimizer="adamw"),
     Case("dp2 8-bit states, bf16", (), 2, "bf16", optimizer="adamw_8bit", needs=("bitsandbytes",)),
     Case("pp2 dpo, bf16", PP2, 2, "bf16", task="dpo"),
@@ -111,13 +111,13 @@ CASES = (
     ),
     Case(
         "packed, flex_attention, bf16", ("attn_implementation=flex_attention",), precision="bf16", packed=True,
-        needs=("gpu",),
+        needs=("gpu", "compiler"),
     ),
     Case("LoRA, fp32", adapter=True),
     Case("LoRA on 4 bits, fp32", adapter=True, in_4bit=True, needs=("bitsandbytes",)),
     Case("recompute grouped, fp32", (RECOMPUTED,)),
     Case("recompute every, fp32", (RECOMPUTED, "activation_checkpoint_mode=every")),
     Case("recompute selective, fp32", ("activation_checkpoint_interval=1", "activation_checkpoint_mode=selective")),
-    Case("compile, fp32", ("compile=true",)),
+    Case("compile, fp32", ("compile=true",), needs=("compiler",)),
     Case("offload, fp32", ("offload_optimizer=cpu",)),
 )  # fmt: skip

@@ -20,6 +20,11 @@ if torch.cuda.is_available():
     found |= {"cuda": torch.version.cuda, "names": [gpu.name for gpu in gpus],
               "memory": gpus[0].total_memory, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
               "capability": f"{gpus[0].major}.{gpus[0].minor}"}
+else:
+    try:
+        torch.cuda.init()
+    except Exception as error:  # no driver, one that is too old, a torch for CPUs
+        found["obstacle"] = str(error)
 print("\\n" + json.dumps(found))
 """
 
@@ -81,7 +86,10 @@ def find_machine(device: str) -> Machine:
         sys.exit(f"the packages of requirements.txt cannot be imported here:\n{asked.stderr[-2000:]}")
     found = json.loads(asked.stdout.splitlines()[-1])
     if device == "cuda" and "names" not in found:
-        sys.exit("no GPU here; --device cpu --tiny shows that all of this runs")
+        sys.exit(
+            f"torch {found['torch']} finds no GPU here: {found.get('obstacle', 'unknown reason')}\n"
+            "--device cpu --tiny shows that all of this runs"
+        )
     return _build(device, found)
 
 

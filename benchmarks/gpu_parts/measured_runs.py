@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import statistics
@@ -59,10 +60,21 @@ class MeasuredRuns:
         wanted = self.folder / "models" / shape.replace(" ", "_")
         if not (wanted / "config.json").exists():
             shutil.rmtree(wanted.parent, ignore_errors=True)
+            self._check_room(shape)
             words = ["-m", "benchmarks.gpu_parts.material", str(wanted), self.machine.device, "bfloat16"]
             log = self.logs / f"{wanted.name}_weights.log"
             run_python(self.machine, [*words, json.dumps(self.find_fields(shape))], log, deadline)
         return wanted
+
+    def _check_room(self, shape: str) -> None:
+        """Raises NotRun where a shape's weights do not fit into the temporary folder."""
+        from benchmarks.workload import build_llama
+        from models.architecture.lookup import build_layers
+
+        layers = build_layers(build_llama(**self.find_fields(shape)))
+        size = 2 * sum(math.prod(dims) for layer in layers for dims in layer.shapes().values())  # bf16
+        if shutil.disk_usage(self.folder).free < size:
+            raise NotRun(f"{size / 1e9:.0f} GB of weights do not fit into {self.folder}; TMPDIR names another folder")
 
     def prepare_records(self, packed: bool) -> Path:
         """Samples of exactly a row, or of a quarter of one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu_parts.machine import ROOT, Machine
+from training.distributed.ranks import find_free_port
 
 TRAINER = ROOT / "trainer_base_ds_mp.py"
 _MARK = "GPU_REPORT_ROW"  # in the environment of each process of a row, and of theirs
@@ -62,10 +62,7 @@ class Command:
 
 def list_ranks(machine: Machine, world_size: int, words: Sequence[str]) -> list[Command]:
     """Returns one process per rank, with the variables that `torchrun` would set."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     return [
         Command(words, {**shared, **machine.rank_environment(rank, world_size), "RANK": str(rank)})
         for rank in range(world_size)
@@ -118,7 +115,9 @@ def _wait(
             _wait_for_others(processes)
             code = next(code for code in codes if code)
             tail = read_tail(log)
-            is_memory = code == -signal.SIGKILL or any(sign in log.read_text() for sign in _OUT_OF_MEMORY)
+            is_memory = code == -signal.SIGKILL or any(
+                sign in log.read_text(errors="replace") for sign in _OUT_OF_MEMORY
+            )
             raise RowFailed(f"ended with code {code}", tail, is_memory)
         if all(code == 0 for code in codes):
             return

@@ -27,6 +27,7 @@ from benchmarks.gpu_parts.oracle import Job
 from benchmarks.gpu_parts.processes import Command, Deadline, RowFailed, run, run_python
 from benchmarks.gpu_parts.rows import Cells, Row, Status, check_needs
 from benchmarks.gpu_parts.training_runs import read_metrics, train, write_name
+from training.distributed.ranks import find_free_port
 
 BOUNDS = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 1e-2}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -39,7 +40,8 @@ SMALL = {
     "vocab_size": 512,
 }
 TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4}
-_SECONDS = {"cuda": (20, 120), "cpu": (15, 240)}  # expected of a run, and at most
+# Expected of a run, and at most: the first ones import from a cold disk, and some compile
+_SECONDS = {"cuda": (20, 180), "cpu": (15, 240)}
 _STEPS_TO_RESUME = 20
 
 
@@ -213,7 +215,8 @@ class Right:
         spec = importlib.util.find_spec("deepspeed")
         scripts = Path(spec.origin or "").parents[1] / "bin" if spec is not None else Path()
         path = f"{scripts}:{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` is the one that runs this
-        environment = {**self.machine.environment(), "PATH": path}
+        # Another run on this machine may have the launcher's default port
+        environment = {**self.machine.environment(), "PATH": path, "MASTER_PORT": str(find_free_port())}
         return Command([*unset, *script], environment)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from benchmarks.gpu_parts.machine import Machine
 from benchmarks.gpu_parts.measured_runs import WARM_UP, MeasuredRuns
 from benchmarks.gpu_parts.processes import Deadline, RowFailed
-from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status
+from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status, check_needs
 from benchmarks.gpu_parts.training_runs import write_name
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Why:
     def _trace(self, case: Case, deadline: Deadline) -> tuple[Status, Cells]:
         if case.world_size > max(1, len(self.machine.gpus)) and not self.machine.is_cpu:
             raise NotRun(f"needs {case.world_size} GPUs")
+        if "compile=true" in case.overrides:
+            check_needs(("compiler",), self.machine)
         name = write_name(case.name)
         overrides = (*case.overrides, f"profile_trace={_STEP}")
         _, output = self.runs.run(name, case.shape, overrides, deadline, case.world_size)

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -29,8 +33,21 @@ def find_obstacle(device: torch.device) -> str | None:
     """Return why nothing can be fused on this device; None where it can."""
     if device.type != "cuda":
         return "liger-kernel's kernels need a GPU"
-    missing = [name for name in ("triton", "liger_kernel") if find_spec(name) is None]
-    return f"the package {missing[0].replace('_', '-')} is not installed" if missing else None
+    if find_spec("liger_kernel") is None:
+        return "the package liger-kernel is not installed"
+    return find_triton_obstacle()
+
+
+def find_triton_obstacle() -> str | None:
+    """Return why triton cannot make kernels for a GPU here; None where it can. It compiles modules of this Python as it
+    runs (3.7, triton/runtime/build.py)."""
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"triton needs a C compiler, and {' or '.join(compilers)} is not there"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return None if header.is_file() else f"triton needs {header}, which is in python3-dev or python3-devel"
 
 
 def describe_fused(fused: set[str], obstacle: str | None) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from training.distributed.ranks import find_free_port
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 # By the folder that pytest is started in: the forkserver of Python 3.11 does not take over sys.path.
@@ -106,9 +107,7 @@ def count_threads(pid: int | str) -> int:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return find_free_port()
 
 
 def redirect_output(log: Path) -> None:

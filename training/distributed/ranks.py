@@ -11,14 +11,17 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 
 import console
 from errors import UserError, explain_refusal
 
 SECONDS_FOR_ANOTHER_TO_REPORT = 10
+_TRIED_PORTS = 50
+_FIRST_HANDED_OUT = 32_768  # to connections, by Linux as it is
 # Messages of gloo and torch's store when the process at the other end is gone.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by peer|broken pipe|connection was (closed|reset)|failed to recv|recvvalue failed",
@@ -71,10 +74,25 @@ def read_ranks() -> Ranks:
 
 
 def find_free_port() -> int:
-    """Return a free port: another run on this machine may use the default one."""
+    """Return a free port: another run on this machine may use the default one.
+
+    A run listens on it only some seconds later. So it is one that the system gives to no connection meanwhile, where
+    there are such ports.
+    """
+    for port in SystemRandom().sample(_list_own_ports(), _TRIED_PORTS):  # a seed of the run chooses nothing here
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _list_own_ports() -> range:
+    """Return the ports below those that the system hands out, as many as a choice needs; those, where all are."""
+    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(file.read_text().split()[0]) if file.exists() else _FIRST_HANDED_OUT
+    return range(max(1024, first - 10_000), first) if first > 1024 + _TRIED_PORTS else range(first, 65_536)
 
 
 def _translate_slurm() -> None:

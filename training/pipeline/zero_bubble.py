@@ -227,7 +227,7 @@ class _Step:
         return (stage, self._stage_of(following)) if 0 <= following <= self._last else (stage,)
 
     def _choose(self, stage: int) -> _Choice | None:
-        """What the rank would run next; None while nothing has arrived or is deferred."""
+        """Return what the rank would run next; None while nothing has arrived or is deferred."""
         free = self._free[stage]
         ready = [*self._list_forward(stage, free), *self._list_backward(stage, free)]
         put_off = [

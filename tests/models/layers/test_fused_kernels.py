@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.generic.shrink import shrink
 from models.layers import fused_kernels
-from models.layers.fused_kernels import describe_fused, find_obstacle, fuse_kernels
+from models.layers.fused_kernels import describe_fused, find_obstacle, find_triton_obstacle, fuse_kernels
 from training.config.schema import CheckpointMode
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
 
@@ -91,6 +91,20 @@ def test_published_families_have_the_parts_that_they_share_with_llama(played: Co
     assert found == {"smollm3": {"RMSNorm", "SwiGLU", "rotary"}, "glm4": {"RMSNorm"}, "arcee": {"RMSNorm", "rotary"}}
 
 
+def test_triton_needs_a_compiler_and_the_headers_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert find_triton_obstacle() == "triton needs a C compiler, and no-such-compiler is not there"
+    monkeypatch.setenv("CC", sys.executable)
+    assert find_triton_obstacle() == (f"triton needs {tmp_path}/Python.h, which is in python3-dev or python3-devel")
+    (tmp_path / "Python.h").touch()
+    assert find_triton_obstacle() is None
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_triton_obstacle() == "triton needs a C compiler, and gcc or clang is not there"
+
+
 def test_it_is_said_why_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_obstacle(torch.device("cpu")) == "liger-kernel's kernels need a GPU"
     for missing, words in (("triton", "the package triton is"), ("liger_kernel", "the package liger-kernel is")):
@@ -98,6 +112,7 @@ def test_it_is_said_why_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> Non
         assert find_obstacle(torch.device("cuda", 0)) == f"{words} not installed"
         assert describe_fused(set(), f"{words} not installed") == f"nothing is fused: {words} not installed"
     monkeypatch.setattr(fused_kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(fused_kernels, "find_triton_obstacle", lambda: None)
     assert find_obstacle(torch.device("cuda", 0)) is None
     assert describe_fused({"rotary", "RMSNorm"}, None) == "RMSNorm, rotary by liger-kernel"
     assert describe_fused(set(), None) == "nothing is fused: no part of these layers is one that it has a kernel for"

@@ -132,9 +132,9 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch)
         UserError, match="compile=true needs a C.. compiler, and no-such-compiler is not there; .* or set compile=false"
     ):
         check_compiler(has_accelerator=False)
-    monkeypatch.setattr("training.setup.has_package", lambda name: False)
+    monkeypatch.setattr("training.setup.find_triton_obstacle", lambda: "triton needs a C compiler")
     with pytest.raises(
-        UserError, match="compile=true needs the package triton on a GPU; install it, or set compile=false"
+        UserError, match="compile=true cannot be used here: triton needs a C compiler; install that, or set compile"
     ):
         check_compiler(has_accelerator=True)
 

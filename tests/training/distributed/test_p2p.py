@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from training.distributed import p2p
-from training.distributed.p2p import MOST_CTAS, build_options
+from training.distributed.p2p import MOST_CTAS, build_options, count_spared
+from training.distributed.topology import CONTEXT, PIPE, TENSOR, Layout, Topology
 
 CHANNELS = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,6 +61,31 @@ def test_other_backends_and_builds_are_asked_for_nothing(
     assert build_options("nccl") is None
     monkeypatch.setattr(p2p.dist, "is_nccl_available", lambda: False)
     assert build_options("nccl") is None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "axes", "kinds"),
+    [
+        (1, {}, 0),
+        (2, {PIPE: 2}, 1),
+        (2, {TENSOR: 2}, 0),  # layers wait for it
+        (2, {}, 1),  # gradients of two replicas
+        (4, {PIPE: 2}, 2),
+        (2, {CONTEXT: 2}, 2),  # the ring, and the gradients of its ranks
+        (8, {PIPE: 2, CONTEXT: 2}, 3),
+        (8, {PIPE: 2, TENSOR: 4}, 1),
+    ],
+)
+def test_what_is_sent_while_layers_run_is_left_multiprocessors(
+    world_size: int, axes: dict[str, int], kinds: int
+) -> None:
+    layout = Layout(Topology.of(world_size, **axes), micro_batch_size=1, gradient_accumulation_steps=1)
+    assert count_spared(layout, is_ring=CONTEXT in axes) == kinds * MOST_CTAS
+
+
+def test_heads_that_are_exchanged_are_waited_for() -> None:
+    layout = Layout(Topology.of(2, **{CONTEXT: 2}), micro_batch_size=1, gradient_accumulation_steps=1)
+    assert count_spared(layout, is_ring=False) == MOST_CTAS  # for gradients alone
 
 
 # In a process of its own: nothing of the suite may start CUDA.

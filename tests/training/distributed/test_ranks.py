@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from errors import UserError
 from training.distributed import ranks as ranks_module
-from training.distributed.ranks import Ranks, exit_on_user_error, raise_together, read_ranks
+from training.distributed.ranks import Ranks, exit_on_user_error, find_free_port, raise_together, read_ranks
 
 MAIN, OTHER = Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2)
 
@@ -54,6 +55,22 @@ def test_ranks_come_from_the_launchers_variables(
     monkeypatch.setattr(os, "environ", dict(environ))
     assert read_ranks() == expected
     assert os.environ["WORLD_SIZE"] == str(expected.world_size)  # torch reads it there
+
+
+def test_a_free_port_is_not_one_that_connections_are_given() -> None:
+    """Or a connection of another run could take it before this one listens on it."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [find_free_port() for _ in range(20)]
+    assert max(ports) < first and len(set(ports)) > 1
+
+
+def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(ranks_module, "_list_own_ports", lambda: range(port, port + 1))
+        monkeypatch.setattr(ranks_module, "_TRIED_PORTS", 1)
+        assert find_free_port() != port
 
 
 def test_srun_on_several_hosts_needs_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:

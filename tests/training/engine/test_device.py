@@ -26,6 +26,14 @@ CASES = [
         ("precision=bf16", "adapter=lora", "adapter.r=4", "data.packing=true", "learning_rate=0.1"), id="lora-packed"
     ),
     pytest.param(
+        (
+            "num_stages=1", "context_parallel_size=2", "context_parallel_mode=ring", "data.packing=true",
+            "max_seq_length=256",
+        ),
+        id="packed-ring",
+        marks=pytest.mark.full,
+    ),
+    pytest.param(
         ("schedule=interleaved", "partition_method=uniform", "max_grad_norm=0.05"),
         id="fp32-interleaved",
         marks=pytest.mark.full,
