@@ -63,7 +63,7 @@ class PublishedRun:
     split: str
     attention: str
     kernels: str
-    qkv: str
+    keeps: str
     loss: str
     reduction: str
     assumed: str
