@@ -205,6 +205,10 @@ def test_a_loss_counts_as_far_as_it_exceeds_the_gradients_on_their_way(rows: lis
         return count_memory(run, plan, costs) * GIB - (8 + 4 // 2 + 16 + 10**6)
 
     assert count(first) == 0
+    run, memory = replace(run, precision="fp16"), replace(memory, optimizer=30)
+    stage = StagePlan(0, chunks[:1], 1, replace(memory, activations=0), 0.0, 0.0)
+    assert count([stage]) == 30 + 30 // 3 - 16  # at the step
+    run = replace(run, precision="bf16")
     assert count(last) == count_loss_bytes(run) - count_gradients_in_pass(run, costs[2:]) == 10**6 - 70_100
 
 
@@ -232,6 +236,7 @@ def test_what_a_system_has_room_for() -> None:
     assert alone == (80 - 0.5) / 1.08
     for declared, counted in (("", 60), ("allocated", 60), ("reserved", 60 * 1.08), ("process", 60 * 1.08 + 0.5 + 0.5)):
         assert count_measured(replace(run, tp=2, pp=1, cp=1, dp=1, memory_is=declared), 60) == pytest.approx(counted)
+    assert count_limit(replace(run, tp=1, pp=1, cp=1, dp=1, context=1.5), replace(GPU, memory=80)) == (80 - 1.5) / 1.08
     assert count_limit(replace(run, tp=2, pp=1, cp=1, dp=4), replace(GPU, memory=80)) == alone - 2 * 0.5 / 1.08
 
 
@@ -269,7 +274,7 @@ def test_without_zero_each_replica_has_the_whole_state(rows: list[PublishedRun])
     whole = plan_run(run)
     optimizer = sharded.plan.stages[0].memory.optimizer
     assert whole.plan.stages[0].memory.optimizer == 8 * optimizer
-    assert whole.memory_gib - sharded.memory_gib == pytest.approx(7 * optimizer / GIB)
+    assert whole.memory_gib - sharded.memory_gib >= 7 * optimizer / GIB  # and the step's gradients
     assert whole.plan.optimizer_seconds == 8 * sharded.plan.optimizer_seconds
     assert adjust_states(replace(run, zero=1), whole.plan) is whole.plan
     fewer = (

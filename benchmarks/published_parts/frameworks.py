@@ -64,9 +64,9 @@ EAGER_MOVED, FUSED_MOVED = (28, 28), (4, 6)
 SCORES_PASSING_HERE, FUSED_SCORES_PASSING = {"llama": 6, "gpt": 4}, 2
 # Bytes of a parameter that gradients take. fp32_and_16: those of a micro-batch stay next to their sums in fp32
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp32_and_16": 6}
-# What a GPU holds besides, GiB: the CUDA context, and the buffers of one NCCL communicator (0.25 to 1; an assumption).
-# And what PyTorch's allocator reserves of what is allocated, without expandable segments, which these systems did not
-# have: of the layouts of `vocabulary_parallel` that state both, 1.08 to 1.09, and once 1.39
+# What a GPU holds besides, GiB: the CUDA context, unless a row states it, and the buffers of one NCCL communicator
+# (0.25 to 1; an assumption). And what PyTorch's allocator reserves of what is allocated, without expandable segments,
+# which these systems did not have: of the layouts of `vocabulary_parallel` that state both, 1.08 to 1.09, and once 1.39
 CONTEXT, COMMUNICATOR, RESERVED = 0.5, 0.5, 1.08
 # Under FSDP, the layers whose weights are whole at a time: the one that is computed, and the next (2304.11277, 3.3.2)
 WHOLE_LAYERS = 2
@@ -205,12 +205,15 @@ def count_limit(run: PublishedRun, machine: Machine) -> float:
 
 def _count_outside(run: PublishedRun) -> float:
     """The GiB of a GPU that no allocator of tensors has."""
-    return CONTEXT + COMMUNICATOR * sum((size or 1) > 1 for size in (run.tp, run.pp, run.cp, run.dp))
+    context = CONTEXT if run.context is None else run.context
+    return context + COMMUNICATOR * sum((size or 1) > 1 for size in (run.tp, run.pp, run.cp, run.dp))
 
 
 def _adjust_memory(run: PublishedRun, stage: StagePlan, costs: Sequence[LayerCost]) -> Memory:
     memory = stage.memory
     memory = replace(memory, gradients=memory.gradients * GRADIENT_BYTES[run.gradients] // 4)
+    if run.precision == "fp16":  # the step's gradients in fp32, next to 12 bytes of state (DeepSpeed's, Megatron's)
+        memory = replace(memory, step=max(memory.step, memory.optimizer // 3))
     if not run.loss or stage.chunks[-1].last_layer + 1 < len(costs):
         return memory
     layers = [layer for chunk in stage.chunks for layer in costs[chunk.first_layer : chunk.last_layer + 1]]

@@ -64,6 +64,7 @@ class PublishedRun:
     attention: str
     kernels: str
     keeps: str
+    context: float | None
     loss: str
     reduction: str
     assumed: str
