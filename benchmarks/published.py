@@ -1,6 +1,7 @@
 """The plan against published GPU runs of others: throughput, memory, and layouts that ran out of memory.
 
-    python benchmarks/published.py [--source NAME] [--gpu NAME] [--every 1] [--worst 10] [--plot FILE]
+    python benchmarks/published.py [--source NAME] [--gpu NAME] [--every 1] [--worst 10] [--network SOURCE=GB/s]
+        [--plot FILE]
 
 Every row of `benchmarks/published_runs/` that this project can run is planned as `plan=true` plans it, in one process,
 on the file of `conf/hardware/` of its GPU. Measured over predicted tokens/s has a median, the constant; what is left is
@@ -20,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -46,13 +47,17 @@ def main() -> None:
     parser.add_argument("--gpu", default="", help="only rows on this GPU")
     parser.add_argument("--every", type=int, default=1, help="plan one row of so many, to see it sooner")
     parser.add_argument("--worst", type=int, default=10, help="rows to print")
+    parser.add_argument("--network", default="", help="SOURCE=GB/s: of a GPU between nodes, where that is left open")
     parser.add_argument("--plot", type=Path, default=None, help="draw predicted against measured tokens/s")
     arguments = parser.parse_args()
     start = time.perf_counter()
 
     def select(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
         chosen = [run for run in runs if arguments.source in run.source and arguments.gpu in (run.gpu, "")]
-        return chosen[:: arguments.every]
+        source, _, rate = arguments.network.partition("=")
+        return [
+            replace(run, network=float(rate)) if run.source == source else run for run in chosen[:: arguments.every]
+        ]
 
     runs, failures = select(read_runs(RUNS)), select(read_runs(OUT_OF_MEMORY))
     planned, refused = plan_all(runs)
