@@ -63,7 +63,7 @@ def rows() -> list[PublishedRun]:
 
 
 def test_what_rows_declare_is_known(rows: list[PublishedRun]) -> None:
-    assert {run.loss for run in rows} == {"", "gathered", "vocabulary_parallel"}
+    assert {run.loss for run in rows} == {"", *LOGIT_BYTES} and {run.states for run in rows} == {"", "16"}
     assert {run.loss for run in rows} - {""} <= set(LOGIT_BYTES) & set(LOGIT_MOVED)
     assert {run.reduction for run in rows} == {"", "all_reduce"}
     assert {word for run in rows for word in run.keeps.split()} == {"projection", "gathered", "positions"}
@@ -79,6 +79,7 @@ def test_logits_are_whole_on_each_rank_or_shared(rows: list[PublishedRun]) -> No
     assert count_loss_bytes(replace(run, loss="vocabulary_parallel")) == 10 * logits / 4
     assert count_loss_bytes(replace(run, loss="gathered")) == (14 + 2) * logits  # with those of the one before
     assert count_loss_bytes(replace(run, loss="gathered", global_batch=6)) == 14 * logits
+    assert count_loss_bytes(replace(run, loss="gathered_16")) == 8 * logits
 
 
 def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
@@ -208,7 +209,11 @@ def test_a_loss_counts_as_far_as_it_exceeds_the_gradients_on_their_way(rows: lis
     run, memory = replace(run, precision="fp16"), replace(memory, optimizer=30)
     stage = StagePlan(0, chunks[:1], 1, replace(memory, activations=0), 0.0, 0.0)
     assert count([stage]) == 30 + 30 // 3 - 16  # at the step
-    run = replace(run, precision="bf16")
+    run = replace(run, precision="bf16", states="16")
+    assert count([stage]) == 30 // 3 - 16
+    run = replace(run, states="", gradients="fp32_whole", dp=8)
+    assert count([stage]) == 30 + 8 * 4 - 2 - 16
+    run = replace(run, gradients="bf16")
     assert count(last) == count_loss_bytes(run) - count_gradients_in_pass(run, costs[2:]) == 10**6 - 70_100
 
 

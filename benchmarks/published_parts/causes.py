@@ -30,7 +30,5 @@ def find_memory_cause(source: str, memory_is: str) -> str:
 _MEMORY = {
     ("bigscience_176b", "process"): "38 and 44 GB on one layout",
     ("dlperf_oneflow", "process"): "with stages: its schedule is not stated",
-    ("kempner", "allocated"): "its code: weights and averages in bf16 alone, all logits at once; "
-    "its script and its report state other micro-batches",
     ("vocabulary_parallel", "reserved"): "one layout reserved 1.39 times what it allocated",
 }

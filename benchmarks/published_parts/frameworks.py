@@ -20,11 +20,13 @@ from training.distributed.topology import DATA
 from training.engine.deepspeed_config import MAX_LIVE
 from training.planner.plan import Plan, StagePlan
 
-# Bytes of a logit at the peak of the loss. plain, gathered: `torch.nn.functional.cross_entropy` of logits in fp32, at
-# the backward pass: the logits in 16 bits, their log-softmax, and the gradients of `nll_loss` and `log_softmax`.
+# Bytes of a logit at the peak of the loss. gathered: `torch.nn.functional.cross_entropy` of logits in fp32, at the
+# backward pass: the logits in 16 bits, their log-softmax, and the gradients of `nll_loss` and `log_softmax`.
+# gathered_16: the same in 16 bits (github.com/KempnerInstitute/KempnerForge, training/loss.py,
+# distributed/tensor_parallel.py).
 # vocabulary_parallel: Megatron's, which makes the gradient in the memory of the softmax: the logits in 16 bits and
 # fp32, and the softmax
-LOGIT_BYTES = {"plain": 14, "gathered": 14, "vocabulary_parallel": 10}
+LOGIT_BYTES = {"gathered_16": 8, "gathered": 14, "vocabulary_parallel": 10}
 # gathered: each rank has the logits of the whole vocabulary; with several micro-batches those of the one before, in
 # 16 bits, are in the other of two buffers of outputs, which the last stage does not clear (github.com/Aleph-Alpha/
 # scaling, nn/parallel_module/parallel_module.py and nn/pipeline_schedule/train.py). What it received is freed by then
@@ -34,10 +36,12 @@ RECEIVED = 2  # bytes of a logit that is sent to a rank
 # core/tensor_parallel/cross_entropy.py): cast to fp32, its maximum, less that, its exponential, the sum, divided by it;
 # scaled, and cast back. gathered: cast, log-softmax with three looks at it, the most probable token; the two gradients
 # that its loss makes, and cast back; with tensor parallelism what is received is copied and concatenated too, and the
-# gradient of this rank's part copied (github.com/Aleph-Alpha/scaling, losses/cross_entropy.py, nn/linear/utils.py)
+# gradient of this rank's part copied (github.com/Aleph-Alpha/scaling, losses/cross_entropy.py, nn/linear/utils.py).
+# gathered_16: log-softmax with three looks at the logits, and the two gradients
 LOGIT_MOVED = {
     "vocabulary_parallel": 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6,
     "gathered": 6 + 16 + 4 + (4 + 16) + 6,
+    "gathered_16": 8 + (2 + 8),
 }
 CONCATENATED, COPIED = 4 + 4, 4
 # Bytes of an element of hidden states that the two norms of a Llama layer keep: those of `transformers`, which are
@@ -62,8 +66,9 @@ EAGER_MOVED, FUSED_MOVED = (28, 28), (4, 6)
 # counts them: with softmax in fp32 its gradient and that of the scores, when its result in 16 bits is freed; in 16 bits
 # both. In one kernel: the gradient of the scores, which is written over that of its result
 SCORES_PASSING_HERE, FUSED_SCORES_PASSING = {"llama": 6, "gpt": 4}, 2
-# Bytes of a parameter that gradients take. fp32_and_16: those of a micro-batch stay next to their sums in fp32
-GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp32_and_16": 6}
+# Bytes of a parameter that gradients take. fp32_and_16: those of a micro-batch stay next to their sums in fp32.
+# fp32_whole: under FSDP, until the last micro-batch (KempnerForge, training/grad.py: `set_requires_gradient_sync`)
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp32_and_16": 6, "fp32_whole": 4}
 # What a GPU holds besides, GiB: the CUDA context, unless a row states it, and the buffers of one NCCL communicator
 # (0.25 to 1; an assumption). And what PyTorch's allocator reserves of what is allocated, without expandable segments,
 # which these systems did not have: of the layouts of `vocabulary_parallel` that state both, 1.08 to 1.09, and once 1.39
@@ -129,8 +134,9 @@ def _time_loss(run: PublishedRun, head: LayerCost, machine: Machine) -> LayerCos
         return head
     assert run.micro_batch is not None and run.vocab is not None and run.tp is not None
     share = 1 / run.tp
-    moved = LOGIT_MOVED[run.loss] * (1 if run.loss == "gathered" else share)
-    if run.loss == "gathered" and run.tp > 1:
+    is_gathered = run.loss.startswith("gathered")
+    moved = LOGIT_MOVED[run.loss] * (1 if is_gathered else share)
+    if is_gathered and run.tp > 1:
         as_memory = machine.memory_bandwidth * STREAM_RATE / machine.intra_node_bandwidth
         moved += CONCATENATED + COPIED * share + RECEIVED * (1 - share) * as_memory
     num_logits = run.micro_batch * run.seq // run.cp * run.vocab
@@ -211,7 +217,11 @@ def _count_outside(run: PublishedRun) -> float:
 
 def _adjust_memory(run: PublishedRun, stage: StagePlan, costs: Sequence[LayerCost]) -> Memory:
     memory = stage.memory
-    memory = replace(memory, gradients=memory.gradients * GRADIENT_BYTES[run.gradients] // 4)
+    whole = run.dp or 1 if run.gradients == "fp32_whole" else 1
+    memory = replace(memory, gradients=memory.gradients * GRADIENT_BYTES[run.gradients] * whole // 4)
+    if run.states:  # weights and two averages in 16 bits, without weights in fp32
+        part = memory.optimizer // 3
+        memory = replace(memory, optimizer=part + (part // 2 if run.sharding else 0))
     if run.precision == "fp16":  # the step's gradients in fp32, next to 12 bytes of state (DeepSpeed's, Megatron's)
         memory = replace(memory, step=max(memory.step, memory.optimizer // 3))
     if not run.loss or stage.chunks[-1].last_layer + 1 < len(costs):
@@ -233,8 +243,9 @@ def count_gradients_in_pass(run: PublishedRun, layers: Sequence[LayerCost]) -> i
 def shard_weights(run: PublishedRun, memory: Memory, costs: Sequence[LayerCost]) -> Memory:
     """Return the memory of a row under FSDP, from that under DeepSpeed's stage 3.
 
-    A rank has its part of the weights in fp32 alone, and whole, in 16 bits, what is not a decoder layer (the outermost
-    unit) and the layers at work, one of them with its gradients. Gradients are not copied for the step.
+    A rank has its part of the weights in fp32 alone, or as `states` says, and whole, in 16 bits, what is not a decoder
+    layer (the outermost unit) and the layers at work, one of them with its gradients. Gradients are not copied for the
+    step.
     """
     layers = {cost.tied_key or index: cost for index, cost in enumerate(costs)}.values()
     num_weights = sum(layer.num_parameters for layer in layers)
@@ -249,7 +260,7 @@ def count_loss_bytes(run: PublishedRun) -> int:
     """Return the bytes of a row's loss, which makes all logits at once."""
     assert run.micro_batch is not None and run.vocab is not None and run.tp is not None and run.dp is not None
     num_logits = run.micro_batch * run.seq // run.cp * run.vocab
-    if run.loss != "gathered":
+    if not run.loss.startswith("gathered"):
         return LOGIT_BYTES[run.loss] * num_logits // run.tp
-    has_more = run.global_batch > run.micro_batch * run.dp
-    return (LOGIT_BYTES[run.loss] + BUFFERED * has_more) * num_logits
+    has_buffers = run.loss == "gathered" and run.global_batch > run.micro_batch * run.dp
+    return (LOGIT_BYTES[run.loss] + BUFFERED * has_buffers) * num_logits

@@ -56,6 +56,7 @@ class PublishedRun:
     sequence_parallel: int
     zero: int
     sharding: str
+    states: str
     gradients: str
     recompute: str
     precision: str
