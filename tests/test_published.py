@@ -66,7 +66,8 @@ def test_what_rows_declare_is_known(rows: list[PublishedRun]) -> None:
     assert {run.loss for run in rows} == {"", *LOGIT_BYTES} and {run.states for run in rows} == {"", "16"}
     assert {run.loss for run in rows} - {""} <= set(LOGIT_BYTES) & set(LOGIT_MOVED)
     assert {run.reduction for run in rows} == {"", "all_reduce"}
-    assert {word for run in rows for word in run.keeps.split()} == {"projection", "gathered", "positions"}
+    kept = {"projection", "gathered", "positions", "embedding"}
+    assert {word for run in rows for word in run.keeps.split()} == kept
     assert {run.gradients for run in rows} == set(GRADIENT_BYTES)
     assert {run.sharding for run in rows} == {"", "fsdp"} and all(run.zero == 3 for run in rows if run.sharding)
     assert all(run.kernels in {*NORMS, "compiled"} for run in rows if run.family == "llama")
@@ -213,6 +214,10 @@ def test_a_loss_counts_as_far_as_it_exceeds_the_gradients_on_their_way(rows: lis
     assert count([stage]) == 30 // 3 - 16
     run = replace(run, states="", gradients="fp32_whole", dp=8)
     assert count([stage]) == 30 + 8 * 4 - 2 - 16
+    whole = replace(run, gradients="bf16", keeps="embedding", tp=4, hidden=4)
+    costs_of_embedding = (8 + 4 // 2 + 30) * 3000 / 6000  # 3 of 4 parts of 1000 x 4 more than 6000 parameters
+    (found,) = (count_memory(whole, SimpleNamespace(stages=[replace(stage, num_parameters=6000)]), costs),)  # type: ignore[arg-type]
+    assert found * GIB - (8 + 4 // 2 + 30 + 10**6) == pytest.approx(costs_of_embedding)
     run = replace(run, gradients="bf16")
     assert count(last) == count_loss_bytes(run) - count_gradients_in_pass(run, costs[2:]) == 10**6 - 70_100
 

@@ -30,5 +30,6 @@ def find_memory_cause(source: str, memory_is: str) -> str:
 _MEMORY = {
     ("bigscience_176b", "process"): "38 and 44 GB on one layout",
     ("dlperf_oneflow", "process"): "with stages: its schedule is not stated",
+    ("kempner", "allocated"): "two GPUs: the script that made its report has micro-batches of 2, the report of 4",
     ("vocabulary_parallel", "reserved"): "one layout reserved 1.39 times what it allocated",
 }

@@ -113,7 +113,7 @@ def _count_kept(run: PublishedRun) -> float:
         "gathered": GATHERED * (1 - 1 / run.tp) if run.sequence_parallel else 0.0,
         "positions": LOOKED_UP / run.heads,
     }
-    return run.hidden * sum(kept[word] for word in run.keeps.split())
+    return run.hidden * sum(kept.get(word, 0.0) for word in run.keeps.split())
 
 
 def _fuse_scores(run: PublishedRun, cost: LayerCost) -> LayerCost:
@@ -216,7 +216,7 @@ def _count_outside(run: PublishedRun) -> float:
 
 
 def _adjust_memory(run: PublishedRun, stage: StagePlan, costs: Sequence[LayerCost]) -> Memory:
-    memory = stage.memory
+    memory = _keep_embedding(run, stage)
     whole = run.dp or 1 if run.gradients == "fp32_whole" else 1
     memory = replace(memory, gradients=memory.gradients * GRADIENT_BYTES[run.gradients] * whole // 4)
     if run.states:  # weights and two averages in 16 bits, without weights in fp32
@@ -228,6 +228,21 @@ def _adjust_memory(run: PublishedRun, stage: StagePlan, costs: Sequence[LayerCos
         return memory
     layers = [layer for chunk in stage.chunks for layer in costs[chunk.first_layer : chunk.last_layer + 1]]
     return replace(memory, loss=max(0, count_loss_bytes(run) - count_gradients_in_pass(run, layers)))
+
+
+def _keep_embedding(run: PublishedRun, stage: StagePlan) -> Memory:
+    """The memory of a stage, with the whole embedding where each rank of a tensor parallel group keeps it."""
+    if "embedding" not in run.keeps.split() or stage.chunks[0].first_layer > 0:
+        return stage.memory
+    assert run.vocab is not None and run.hidden is not None and run.tp is not None
+    others = run.vocab * run.hidden * (run.tp - 1) // run.tp
+    return scale_states(stage.memory, 1 + others / stage.num_parameters)
+
+
+def scale_states(memory: Memory, factor: float) -> Memory:
+    """Return the memory with so many times the weights, gradients and state of the optimizer."""
+    scaled = {name: round(factor * getattr(memory, name)) for name in ("weights", "gradients", "optimizer")}
+    return replace(memory, **scaled)
 
 
 def count_gradients_in_pass(run: PublishedRun, layers: Sequence[LayerCost]) -> int:
