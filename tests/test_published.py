@@ -230,13 +230,14 @@ def test_a_loss_counts_as_far_as_it_exceeds_the_gradients_on_their_way(rows: lis
         ("filled", 9, [4, 3, 3, 2]),
         ("uniform", 9, [3, 3, 3, 3]),
         ("uniform", 10, [4, 3, 3, 3]),
+        ("by_cost", 9, [4, 2, 3, 3]),  # 9 layers of 40 and a head of 20: in shares of 95
         ("decoder", 9, "balanced"),
     ],
 )
 def test_layers_are_split_as_their_source_says(
     rows: list[PublishedRun], split: str, layers: int, sizes: list[int] | str
 ) -> None:
-    run = replace(rows[0], split=split, layers=layers, pp=4, vp=1, schedule="1f1b")
+    run = replace(rows[0], split=split, layers=layers, pp=4, vp=1, schedule="1f1b", hidden=2, ffn=4, vocab=10)
     assert _split(run, layers + 3) == sizes
 
 

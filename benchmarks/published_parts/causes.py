@@ -31,5 +31,6 @@ _MEMORY = {
     ("bigscience_176b", "process"): "38 and 44 GB on one layout",
     ("dlperf_oneflow", "process"): "with stages: its schedule is not stated",
     ("kempner", "allocated"): "two GPUs: the script that made its report has micro-batches of 2, the report of 4",
+    ("nanotron", "allocated"): "whether what tensor parallelism gathers is kept depends on its version, not stated",
     ("vocabulary_parallel", "reserved"): "one layout reserved 1.39 times what it allocated",
 }

@@ -199,12 +199,14 @@ def _resolve_model(fields: tuple[tuple[str, Any], ...], shape: tuple[tuple[str, 
 def _split(run: PublishedRun, num_layers: int) -> Any:
     """The layers of each chunk, in the order of the model: decoder layers as evenly as their source says, embedding
     with the first, norm and head with the last; filled: the last has what is left; uniform: layers of all kinds, the
-    first chunks with one more."""
+    first chunks with one more; by_cost: as `_split_by_cost`."""
     assert run.layers is not None and run.pp is not None
     chunks = run.pp * (run.vp or 1 if run.schedule == "interleaved" else 1)
     if run.split == "uniform":
         each, rest = divmod(num_layers, chunks)
         return [each + (number < rest) for number in range(chunks)]
+    if run.split == "by_cost":
+        return _split_by_cost(run, num_layers, chunks)
     lead = num_layers - run.layers - _TAIL
     extra = 2 if run.split == "embedding_counts" else 0  # embedding and head count as a layer each
     each, rest = divmod(run.layers + extra, chunks)
@@ -214,6 +216,21 @@ def _split(run: PublishedRun, num_layers: int) -> Any:
     sizes = [each] * (chunks - 1) + [run.layers + extra - each * (chunks - 1)]
     sizes[0] += lead - extra // 2
     sizes[-1] += _TAIL - extra // 2
+    return sizes
+
+
+def _split_by_cost(run: PublishedRun, num_layers: int, chunks: int) -> list[int]:
+    """As github.com/huggingface/nanotron (models/base.py, `build_model`): a chunk ends with the layer after which the
+    sum of costs, those of matrix products, exceeds its even share."""
+    assert run.layers is not None and run.hidden is not None and run.ffn is not None and run.vocab is not None
+    layer = 4 * run.hidden**2 + 3 * run.ffn * run.hidden
+    costs = [0] * (num_layers - run.layers - _TAIL) + [layer] * run.layers + [0, run.vocab * run.hidden]
+    sizes, total = [0] * chunks, 0
+    number = 0
+    for cost in costs:
+        sizes[number] += 1
+        total += cost
+        number += total > sum(costs) * (number + 1) / chunks
     return sizes
 
 
