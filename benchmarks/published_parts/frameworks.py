@@ -54,8 +54,8 @@ NORMS_HERE, NORMS = 16, {"eager": 16, "fused_norm": 8, "fused": 8}
 # next projection where a micro-batch has several rows, and both stay (github.com/Aleph-Alpha/scaling,
 # nn/attention/attention.py; github.com/huggingface/nanotron, models/llama.py). gathered: with sequence parallelism what
 # goes into both blocks, of the other ranks' parts; it is not gathered again in the backward pass (scaling,
-# nn/norm/rms_norm.py). positions: cosines and sines are looked up for queries and for keys (nn/rotary.py), of an element
-# of one head
+# nn/norm/rms_norm.py). positions: cosines and sines are looked up for queries and for keys (nn/rotary.py), of an
+# element of one head
 ONE_RESULT, REORDERED, GATHERED, LOOKED_UP = 4, 2, 2 + 2, 2 + 2
 # Bytes of an attention score: softmax in fp32 and its result in 16 bits, or that alone
 SCORES_HERE, FUSED_SCORES = {"llama": 6}, 2
