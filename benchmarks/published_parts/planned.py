@@ -9,7 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published_parts.frameworks import adjust_costs, adjust_reduction, count_limit, count_memory
+from benchmarks.published_parts.frameworks import (
+    adjust_costs,
+    adjust_reduction,
+    adjust_states,
+    count_limit,
+    count_measured,
+    count_memory,
+)
 from benchmarks.published_parts.rows import MODEL_TYPES, SCHEDULES, PublishedRun, find_obstacle
 from benchmarks.workload import compose_run
 from errors import UserError
@@ -56,9 +63,9 @@ class Planned:
 
     @property
     def memory_ratio(self) -> float:
-        """Predicted over measured memory."""
+        """Predicted over measured memory, both of what was measured."""
         assert self.run.memory_gib is not None
-        return self.memory_gib / self.run.memory_gib
+        return count_measured(self.run, self.memory_gib) / self.run.memory_gib
 
 
 def plan_run(run: PublishedRun) -> Planned:
@@ -67,13 +74,14 @@ def plan_run(run: PublishedRun) -> Planned:
     machine = _describe_machine(run)
     keys = _describe_keys(run)
     model = _resolve_model(_describe_model(run), tuple(sorted(_shape_keys(run).items())))
-    if run.split in ("decoder", "embedding_counts") and keys.schedule != "zero_bubble":  # here it folds the pipeline
+    if run.split not in ("", "balanced") and keys.schedule != "zero_bubble":  # here it folds the pipeline
         keys = replace(keys, partition_method=_split(run, len(model.layers)))
     check_together(Run(keys))
     resolved = resolve_layout(model, keys, Target(run.gpus, True, is_planned=True))
-    plan = plan_resolved(resolved, machine, adjust_costs(run, resolved.costs, machine))
+    costs = adjust_costs(run, resolved.costs, machine)
+    plan = adjust_states(run, plan_resolved(resolved, machine, costs))
     plan = adjust_reduction(run, plan, machine)
-    return Planned(run, plan, count_memory(run, plan, resolved.costs), count_limit(run, machine))
+    return Planned(run, plan, count_memory(run, plan, costs), count_limit(run, machine))
 
 
 def _describe_machine(run: PublishedRun) -> Machine:
@@ -130,7 +138,7 @@ def _describe_keys(run: PublishedRun) -> RunConfig:
     return replace(
         _base(),
         **keys,
-        zero_stage=run.zero,
+        zero_stage=max(run.zero, 1),  # without it: `adjust_states`
         adapter=adapter,
         world_size=run.gpus,
         num_stages=pp,
@@ -190,17 +198,39 @@ def _resolve_model(fields: tuple[tuple[str, Any], ...], shape: tuple[tuple[str, 
 
 def _split(run: PublishedRun, num_layers: int) -> Any:
     """The layers of each chunk, in the order of the model: decoder layers as evenly as their source says, embedding
-    with the first, norm and head with the last."""
+    with the first, norm and head with the last; filled: the last has what is left; uniform: layers of all kinds, the
+    first chunks with one more; by_cost: as `_split_by_cost`."""
     assert run.layers is not None and run.pp is not None
     chunks = run.pp * (run.vp or 1 if run.schedule == "interleaved" else 1)
+    if run.split == "uniform":
+        each, rest = divmod(num_layers, chunks)
+        return [each + (number < rest) for number in range(chunks)]
+    if run.split == "by_cost":
+        return _split_by_cost(run, num_layers, chunks)
     lead = num_layers - run.layers - _TAIL
     extra = 2 if run.split == "embedding_counts" else 0  # embedding and head count as a layer each
     each, rest = divmod(run.layers + extra, chunks)
-    if rest:
+    if rest and run.split != "filled":
         return "balanced"
-    sizes = [each] * chunks
+    each += rest > 0
+    sizes = [each] * (chunks - 1) + [run.layers + extra - each * (chunks - 1)]
     sizes[0] += lead - extra // 2
     sizes[-1] += _TAIL - extra // 2
+    return sizes
+
+
+def _split_by_cost(run: PublishedRun, num_layers: int, chunks: int) -> list[int]:
+    """As github.com/huggingface/nanotron (models/base.py, `build_model`): a chunk ends with the layer after which the
+    sum of costs, those of matrix products, exceeds its even share."""
+    assert run.layers is not None and run.hidden is not None and run.ffn is not None and run.vocab is not None
+    layer = 4 * run.hidden**2 + 3 * run.ffn * run.hidden
+    costs = [0] * (num_layers - run.layers - _TAIL) + [layer] * run.layers + [0, run.vocab * run.hidden]
+    sizes, total = [0] * chunks, 0
+    number = 0
+    for cost in costs:
+        sizes[number] += 1
+        total += cost
+        number += total > sum(costs) * (number + 1) / chunks
     return sizes
 
 

@@ -56,6 +56,7 @@ class PublishedRun:
     sequence_parallel: int
     zero: int
     sharding: str
+    states: str
     gradients: str
     recompute: str
     precision: str
@@ -63,7 +64,8 @@ class PublishedRun:
     split: str
     attention: str
     kernels: str
-    qkv: str
+    keeps: str
+    context: float | None
     loss: str
     reduction: str
     assumed: str

@@ -89,11 +89,12 @@ def _search(config: RunConfig, model: ResolvedModel, machine: Machine, width: in
     if not nearest.plan.fits:
         again = partial(build_plan, model=models.get(nearest.sharing), machine=machine)
         remedies = find_remedies(nearest.plan, replace(nearest.keys, plan=True), again)
-        yield render_search(found, machine, width, remedies)  # an error
-    yield render_search(found, machine, width)
+        yield render_search(found, machine, width, remedies=remedies)  # an error
+    steps = count_steps(config, nearest.plan.layout.global_batch_size)
+    yield render_search(found, machine, width, total_steps=steps)
     others = _try_other_updates(config, models, machine, found)
     if others:
-        yield render_other_updates(others, machine, width)
+        yield render_other_updates(others, nearest, machine, width, total_steps=steps)
 
 
 def _try_other_updates(
@@ -129,7 +130,7 @@ def _search_sizes(config: RunConfig, width: int | None) -> Iterator[str]:
     found = {
         each.world_size: search_plans(each, shared, machine) for each, machine in zip(sizes, machines, strict=True)
     }
-    yield render_sizes(found, machines[0], width)
+    yield render_sizes(found, machines[0], width, total_steps=count_steps(config, config.global_batch_size))
 
 
 def resolve_planned(config: RunConfig) -> ResolvedModel:

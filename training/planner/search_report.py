@@ -16,11 +16,16 @@ MARGIN = 0.1  # of tokens/s: of published runs, two layouts so near are often in
 
 
 def render_search(
-    candidates: Sequence[Candidate], hardware: Machine, width: int | None = None, remedies: Sequence[Remedy] = ()
+    candidates: Sequence[Candidate],
+    hardware: Machine,
+    width: int | None = None,
+    *,
+    remedies: Sequence[Remedy] = (),
+    total_steps: int | None = None,
 ) -> str:
-    """Return the table of the best layouts, with the price of a billion tokens where that of a GPU is known, how many
-    the plan cannot distinguish from the first, and the overrides of the first. width: as in `render_rows`. remedies: of
-    the first where none fits.
+    """Return the table of the best layouts, where the price of a GPU is known with that of the run, or of a billion
+    tokens; how many the plan cannot distinguish from the first; and the overrides of the first. width: as in
+    `render_rows`. remedies: of the first where none fits. total_steps: of the run; None where not known.
 
     Raises UserError when none fits, with what the nearest one lacks.
     """
@@ -31,17 +36,24 @@ def render_search(
         [
             f"the fastest layouts that fit {fitting[0].plan.layout.world_size} x {hardware.name}, as predicted:",
             "",
-            *render_rows(*_tabulate(fitting, hardware), width),
+            *render_rows(*_tabulate(fitting, hardware, total_steps), width),
             "",
-            *_render_margin(fitting),
+            _render_margin(f"the first: {_count_near(fitting) or 'none'} of these"),
             f"use: {' '.join(fitting[0].overrides)}",
         ]
     )
 
 
-def render_sizes(found: Mapping[int, Sequence[Candidate]], hardware: Machine, width: int | None = None) -> str:
-    """Return the table of the best layout of each number of GPUs, and which of them is fastest, which cheapest, and
-    which needs the fewest GPUs, each with its overrides. found: the layouts of each, as `search_plans` returns them.
+def render_sizes(
+    found: Mapping[int, Sequence[Candidate]],
+    hardware: Machine,
+    width: int | None = None,
+    *,
+    total_steps: int | None = None,
+) -> str:
+    """Return the table of the best layout of each number of GPUs; which of them is fastest, which cheapest, and which
+    needs the fewest GPUs, each with its overrides; and which the plan cannot distinguish from those. found: the layouts
+    of each, as `search_plans` returns them. total_steps: as in `render_search`.
 
     Raises UserError when none fits any.
     """
@@ -53,70 +65,98 @@ def render_sizes(found: Mapping[int, Sequence[Candidate]], hardware: Machine, wi
         [
             f"the fastest layout of each number of {hardware.name}, as predicted:",
             "",
-            *render_rows(*_tabulate(list(best.values()), hardware, shows_gpus=True), width),
+            *render_rows(*_tabulate(list(best.values()), hardware, total_steps, shows_gpus=True), width),
             "",
             *(f"nothing fits {line}" for line in too_few),
-            *_render_choices(best, hardware),
+            *_render_choices(best, hardware, total_steps),
         ]
     )
 
 
-def render_other_updates(best: Mapping[str, Candidate], hardware: Machine, width: int | None = None) -> str:
-    """Return the table of the fastest layout with each change of the update. best: by overrides."""
-    header, rows = _tabulate(list(best.values()), hardware)
+def render_other_updates(
+    best: Mapping[str, Candidate],
+    fastest: Candidate,
+    hardware: Machine,
+    width: int | None = None,
+    *,
+    total_steps: int | None = None,
+) -> str:
+    """Return the table of the fastest layout with each change of the update, and which of these the plan cannot
+    distinguish from the run's own. best: by overrides. fastest: of the run. total_steps: as in `render_search`."""
+    header, rows = _tabulate(list(best.values()), hardware, total_steps)
+    least = (1 - MARGIN) * fastest.plan.tokens_per_second
+    near = [name for name, each in best.items() if least < each.plan.tokens_per_second < least / (1 - MARGIN) ** 2]
     return "\n".join(
         [
             "",
             "other updates, whose numbers are not those of this run; the fastest layout with each, as predicted:",
             "",
             *render_rows(("", *header), [(name, *row) for name, row in zip(best, rows, strict=True)], width),
+            "",
+            _render_margin(f"the run's own fastest: {', '.join(near) or 'none of these'}"),
         ]
     )
 
 
-def _render_choices(best: Mapping[int, Candidate], hardware: Machine) -> list[str]:
-    """A line for each number of GPUs that is the best in some way. Whatever a GPU costs, the cheapest trains the most
-    tokens a second on each."""
+def _render_choices(best: Mapping[int, Candidate], hardware: Machine, total_steps: int | None) -> list[str]:
+    """A line for each number of GPUs that is the best in some way, and one of those that are as good within the margin.
+    Whatever a GPU costs, the cheapest trains the most tokens a second on each."""
 
     def speed(size: int) -> float:
         return best[size].plan.tokens_per_second
 
+    def list_near(chosen: int, value: Callable[[int], float]) -> str:
+        near = [str(size) for size in best if size != chosen and value(size) > (1 - MARGIN) * value(chosen)]
+        return f"{' and '.join(near)} GPUs" if near else "none of these"
+
+    fastest, cheapest = max(best, key=speed), max(best, key=lambda size: speed(size) / size)
     chosen: dict[int, list[str]] = {}
-    chosen.setdefault(max(best, key=speed), []).append("fastest")
-    chosen.setdefault(max(best, key=lambda size: speed(size) / size), []).append("cheapest")
+    chosen.setdefault(fastest, []).append("fastest")
+    chosen.setdefault(cheapest, []).append("cheapest")
     chosen.setdefault(min(best), []).append("fewest GPUs")
-    return [
+    lines = [
         f"{', '.join(names)}: {size} GPU{'s' * (size > 1)}, {speed(size):,.0f} tokens/s, "
         f"{speed(size) / size:,.0f} per GPU"
-        + "".join(f", 1B tokens cost {cost}" for cost in _price(best[size], hardware.price_per_hour))
+        + "".join(f", {name} {cost}" for name, cost in _price(best[size], hardware, total_steps).items())
         + f"; use: world_size={size} {' '.join(best[size].overrides)}"
         for size, names in chosen.items()
     ]
+    near = (
+        f"the fastest: {list_near(fastest, speed)}; to the cheapest: "
+        f"{list_near(cheapest, lambda size: speed(size) / size)}"
+    )
+    return [*lines, _render_margin(near)]
 
 
-def _price(candidate: Candidate, price_per_hour: float | None) -> tuple[str, ...]:
-    return () if price_per_hour is None else (render_cost(candidate.plan.compute_cost(1e9, price_per_hour)),)
+def _price(candidate: Candidate, hardware: Machine, total_steps: int | None) -> dict[str, str]:
+    """What the run costs, or a billion tokens where its steps are not known, by name; empty without a price."""
+    if hardware.price_per_hour is None:
+        return {}
+    plan = candidate.plan
+    name, tokens = ("1B tokens cost", 1e9) if total_steps is None else ("run costs", total_steps * plan.tokens_per_step)
+    return {name: render_cost(plan.compute_cost(tokens, hardware.price_per_hour))}
 
 
-def _render_margin(fitting: Sequence[Candidate]) -> list[str]:
-    slowest = (1 - MARGIN) * fitting[0].plan.tokens_per_second
-    near = sum(candidate.plan.tokens_per_second > slowest for candidate in fitting[1:])
-    if not near:
-        return []
-    return [f"within {MARGIN:.0%} of the first: {near} of these, which a plan cannot tell apart from it"]
+def _render_margin(near: str) -> str:
+    return f"a plan cannot tell apart what differs by less than {MARGIN:.0%}; so near to {near}"
+
+
+def _count_near(fitting: Sequence[Candidate]) -> int:
+    least = (1 - MARGIN) * fitting[0].plan.tokens_per_second
+    return sum(candidate.plan.tokens_per_second > least for candidate in fitting[1:])
 
 
 def _tabulate(
-    candidates: Sequence[Candidate], hardware: Machine, shows_gpus: bool = False
+    candidates: Sequence[Candidate], hardware: Machine, total_steps: int | None, shows_gpus: bool = False
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The header and a row for each candidate; a column in which all are 1 is omitted."""
     columns = {name: [read(candidate) for candidate in candidates] for name, read in _COLUMNS.items()}
     shown = [name for name, cells in columns.items() if name not in _OMITTED or {*cells} != {_OMITTED[name]}]
     if not shows_gpus:
         shown.remove("GPUs")
-    if hardware.price_per_hour is not None:
-        columns["1B tokens cost"] = [_price(candidate, hardware.price_per_hour)[0] for candidate in candidates]
-        shown.append("1B tokens cost")
+    for name in _price(candidates[0], hardware, total_steps):
+        columns[name] = [_price(candidate, hardware, total_steps)[name] for candidate in candidates]
+        shown.append(name)
     return tuple(shown), list(zip(*(columns[name] for name in shown), strict=True))
 
 

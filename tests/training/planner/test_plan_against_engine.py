@@ -41,6 +41,7 @@ RECOMPUTED = ("activation_checkpoint_interval=1",)
 IN_RING = ("context_parallel_size=2", "context_parallel_mode=ring")
 HOST_ACTIVATIONS = "activation_offload=true"
 EAGER = ("attn_implementation=eager", "max_seq_length=512")  # a row's scores are most of what its layers make
+PACKED = ("data.packing=true", "max_seq_length=512", "activation_checkpoint_interval=0")
 LORA = "adapter=lora"
 PISSA = (LORA, "adapter.r=32", "adapter.init_lora_weights=pissa")
 SHARDED_OTHERS = [  # (num_stages, overrides): what is trained otherwise than by AdamW and whole, at ZeRO's stages
@@ -241,6 +242,8 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
             )
         ),
         pytest.param(1, ("precision=fp32", *RECOMPUTED, LORA), marks=pytest.mark.full),
+        pytest.param(2, ("precision=bf16", *PACKED, LORA, "schedule=zero_bubble"), marks=pytest.mark.full),
+        pytest.param(2, ("precision=bf16", *PACKED, "schedule=zero_bubble"), marks=pytest.mark.full),
         (2, ("precision=bf16", *RECOMPUTED, *EAGER)),
         pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=0", *EAGER), marks=pytest.mark.full),
         pytest.param(1, ("precision=fp32", *RECOMPUTED, *EAGER), marks=pytest.mark.full),

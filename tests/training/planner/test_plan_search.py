@@ -21,7 +21,7 @@ from training.planner import search
 from training.planner.remedies import list_other_updates
 from training.planner.run import SHARED_AS, build_plan, plan_run
 from training.planner.search import MOST_ORDERS, PLAIN, SHOWN, search_plans
-from training.planner.search_report import MARGIN, render_search
+from training.planner.search_report import MARGIN, render_other_updates, render_search, render_sizes
 from training.planner.search_space import (
     CHECKPOINTING,
     SAVING,
@@ -153,11 +153,19 @@ def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
     assert speeds == sorted(speeds, reverse=True)
     near = sum(speed > (1 - MARGIN) * speeds[0] for speed in speeds[1:])
     text = render_search(found, config.hardware)
-    assert near > 0 and f"within 10% of the first: {near} of these, which" in text and "cost" not in text
+    margin = "a plan cannot tell apart what differs by less than 10%; so near to the first: "
+    assert near > 0 and f"{margin}{near} of these" in text and "cost" not in text
+    assert f"{margin}none of these" in render_search(found[:1], config.hardware)
     priced = render_search(found, replace(config.hardware, price_per_hour=2.0))
     first = priced.splitlines()[3]
     assert "1B tokens cost" in priced and float(first.split()[-1].replace(",", "")) == pytest.approx(
         2 * 8 * 1e9 / speeds[0] / 3600, rel=0.01
+    )
+    plan = found[0].plan
+    run = render_search(found, replace(config.hardware, price_per_hour=2.0), total_steps=1000)
+    assert "run costs" in run and "1B tokens" not in run
+    assert float(run.splitlines()[3].split()[-1].replace(",", "")) == pytest.approx(
+        plan.compute_cost(1000 * plan.tokens_per_step, 2.0), rel=0.01
     )
 
 
@@ -270,7 +278,7 @@ def test_what_changes_the_update_is_a_table_of_its_own() -> None:
     config = build(*small)
     table, others = plan_run(config)
     assert "lora" not in table and "state_dtype" not in table
-    rows = [line.split() for line in others.splitlines()[4:]]
+    rows = [line.split() for line in others.splitlines()[4:-2]]
     named = {row[0]: row for row in reversed(rows)}  # of two with adapters the first, without 4 bits
     assert {"optimizer.state_dtype=bf16", "adapter=lora"} <= {*named}
     lora, among = build(*small, "adapter=lora"), [candidate.sharing for candidate in search_config(config)[:SHARED_AS]]
@@ -278,6 +286,19 @@ def test_what_changes_the_update_is_a_table_of_its_own() -> None:
     assert f"{best.plan.tokens_per_second:,.0f}" in named["adapter=lora"]
     already = build(*small, "adapter=lora", "optimizer.state_dtype=bf16")
     assert [overrides for overrides, _ in list_other_updates(already)] == ["optimizer=adamw_8bit"]
+
+
+def test_what_a_plan_cannot_tell_apart_is_named_with_the_margin() -> None:
+    config = build("world_size=2", "model=llama_tiny", "hardware=a100_40g")
+    found = [candidate for candidate in search_config(config) if candidate.plan.fits]
+    fast, slow = found[0], found[-1]
+    assert slow.plan.tokens_per_second < (1 - MARGIN) * fast.plan.tokens_per_second
+    others = render_other_updates({"one": fast, "two": slow}, fast, config.hardware)
+    assert others.endswith("differs by less than 10%; so near to the run's own fastest: one")
+    others = render_other_updates({"two": fast}, slow, config.hardware)
+    assert others.endswith("so near to the run's own fastest: none of these")  # faster by more
+    sizes = render_sizes({2: [fast], 4: [fast]}, config.hardware)
+    assert sizes.endswith("differs by less than 10%; so near to the fastest: 4 GPUs; to the cheapest: none of these")
 
 
 def test_several_numbers_of_gpus_that_cannot_be_compared() -> None:
