@@ -4,6 +4,7 @@ run it is executed.
 The lines of a ```bash block are commands; blocks of other languages are not. An HTML comment above a block marks it:
 
     <!-- needs: GPUs -->                         its commands are parsed here, and not run
+    <!-- needs: the hub -->                      they run, with a stand-in of the hub on this machine
     <!-- changes the machine: why -->            the same
     <!-- writes: NAME -->                        no command: this block, of another language, is the content of a file
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 import pytest
 from hydra._internal.utils import get_args_parser
 from support.configs import CONF
+from support.hub_server import TOKEN, serve_hub
 from support.launching import BIN
 from support.workers import free_port
 
@@ -41,14 +43,18 @@ from training.planner.run import check_world_size
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NEEDS = {"GPUs", "two hosts", "slurm", "the hub", "docker", "kubernetes", "skypilot"}
+HUB = "the hub"
+NEEDS = {"GPUs", "two hosts", "slurm", HUB, "docker", "kubernetes", "skypilot"}
 NO_COMMANDS = {"", "text", "python", "yaml", "json"}
 BLOCK = re.compile(
     r"(?P<front>(?:<!--[^\n]*-->\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )
 TRAINER, DEFAULT_CONFIG = "trainer_base_ds_mp.py", "base"
 OF_THE_SHELL = {
+    "autoload",
+    "bashcompinit",
     "cat",
+    "compinit",
     "do",
     "done",
     "until",
@@ -107,7 +113,7 @@ class Block:
 
     @property
     def runs_here(self) -> bool:
-        return not {"needs", "changes the machine"} & self.words.keys()
+        return "changes the machine" not in self.words and self.words.get("needs", HUB) == HUB
 
     def commands(self) -> list[list[str]]:
         """Returns the words of each command; `a | b`, `a && b` and `a &` are separate commands."""
@@ -332,8 +338,9 @@ def copy_project(folder: Path) -> Path:
     return folder
 
 
-def run_commands(body: str, folder: Path) -> None:
-    """Runs commands as typed, except for the port, since several launches may run on this machine."""
+def run_commands(body: str, folder: Path, **variables: str) -> None:
+    """Runs commands as typed, except for the port, since several launches may run on this machine. variables: of the
+    environment."""
     body = re.sub(r"\bdeepspeed (?=-|trainer)", lambda _: f"deepspeed --master_port {free_port()} ", body)
     launched = {
         name: value
@@ -341,7 +348,7 @@ def run_commands(body: str, folder: Path) -> None:
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
     environment = {**launched, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["MASTER_PORT"] = str(free_port())  # of `make demo`
+    environment |= {"MASTER_PORT": str(free_port()), **variables}  # the port is that of `make demo`
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", body],
         cwd=folder,
@@ -369,11 +376,26 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "page", [page for page in PAGES if any(b.language == "bash" and b.runs_here for b in BLOCKS[page])], ids=name_page
 )
 def test_commands_run(page: Path, demo: Path, tmp_path: Path) -> None:
-    """Runs the commands of a page that need nothing special, in order, in a copy of the project."""
+    """Runs the commands of a page that need nothing special, in order, in a copy of the project; uploads go to a
+    stand-in."""
     folder = shutil.copytree(demo, tmp_path / "project", symlinks=True)
     for block in BLOCKS[page]:
         if "writes" in block.words:
             (folder / block.words["writes"]).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.words["writes"]).write_text(block.body)
+        elif block.words.get("needs") == HUB:
+            upload(block, folder)
         elif block.language == "bash" and block.runs_here:
             run_commands(block.body, folder)
+
+
+def upload(block: Block, folder: Path) -> None:
+    """Runs the block of an upload, with the stand-in's token for the page's dots. What arrives is the whole export."""
+    ((output_dir, repo_id),) = re.findall(r"scripts/upload.py (\S+) --repo_id (\S+)", block.body)
+    assert block.body.count("hf_...") == 1, block.place
+    with serve_hub() as hub:
+        body = block.body.replace("hf_...", TOKEN)
+        run_commands(body, folder, HF_ENDPOINT=hub.url, HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0")
+    export = {file.name: file.read_bytes() for file in (folder / output_dir / "hf").iterdir()}
+    assert hub.repos == {repo_id: export} and "README.md" in export and len(hub.commits) == 1, block.place
+    assert hub.created[0]["visibility"] == "private"

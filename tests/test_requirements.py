@@ -46,6 +46,7 @@ def find_imported(files: list[Path]) -> set[str]:
 
 BASE = read_requirements(ROOT / "requirements.txt")
 DEV = read_requirements(ROOT / "requirements-dev.txt")
+TRACKERS = read_requirements(ROOT / "requirements-trackers.txt")
 
 
 def test_what_the_sources_import_is_what_users_install() -> None:
@@ -66,7 +67,9 @@ def test_the_ranges_name_the_packages_that_are_pinned() -> None:
     ranges = [Requirement(line) for line in project["dependencies"]]
     loggers = [*extras.pop("wandb"), *extras.pop("tensorboard")]
     assert {canonicalize_name(each.name) for each in [*ranges, *loggers]} == set(BASE)
-    pins = BASE | DEV
+    joined = extras.pop("trackers")
+    assert {canonicalize_name(each.name) for extra in joined[0].extras for each in extras[extra]} == TRACKERS.keys()
+    pins = BASE | DEV | TRACKERS
     for requirement in [*ranges, *loggers, *(each for lines in extras.values() for each in lines)]:
         if (pin := pins.get(canonicalize_name(requirement.name))) is not None:
             assert requirement.specifier.contains(str(pin.specifier).removeprefix("==")), requirement

@@ -24,7 +24,7 @@ from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
 from training.export import export, export_step, prepare_folder
-from training.hub.upload import Uploader, open_uploader
+from training.hub.upload import Uploader, check_upload, open_uploader
 from training.inputs.datasets import check_same_tokens, complete_labels, list_trained_stops, load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.loaders import RankData
@@ -62,11 +62,13 @@ def run(composed: Any) -> None:
         if config.inspect_data:
             inspect_data(config, ranks)
             return
+        uploads = ranks.is_main and not config.evaluate_only
+        if uploads and config.hub.repo_id is not None:
+            check_upload(config.hub.repo_id)
         with ranks.phase("checking the run and reading the model's config"):
             setup = check_run(config, ranks)
         config = setup.config
         folder = RunFolder(config.output_dir)
-        uploads = ranks.is_main and not config.evaluate_only
         with ranks.phase("creating the repository of hub.repo_id"):
             uploader = open_uploader(config.hub, folder) if uploads else None
     log = folder.path / "logs" / f"rank_{ranks.rank}.log"

@@ -255,16 +255,16 @@ def show_end(
     if (checkpoint := folder.find_checkpoint(step)).is_dir():  # not with save_final=false
         facts["checkpoint"] = str(checkpoint)
     if signum:
-        show_panel(f"stopped by {signal.Signals(signum).name} at step {step}; continue with resume=latest", facts)
-        return
-    if not checkpoint.is_dir() and best is None:
-        show_panel(f"done: {step} steps, not saved (save_final=false)", facts)
-        return
-    facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
-    if find_head(setup.architecture) is None:
-        facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
-    resume = "latest" if best is None or best.step == step else folder.checkpoints / f"global_step{best.step}"
-    facts["evaluate it"] = f"the same command with evaluate_only=true resume={resume} eval_file=FILE"
-    show_panel(f"done: {step} steps", facts)
+        title = f"stopped by {signal.Signals(signum).name} at step {step}; continue with resume=latest"
+    elif not checkpoint.is_dir() and best is None:
+        title = f"done: {step} steps, not saved (save_final=false)"
+    else:
+        title = f"done: {step} steps"
+        facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
+        if find_head(setup.architecture) is None:
+            facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
+        resume = "latest" if best is None or best.step == step else folder.checkpoints / f"global_step{best.step}"
+        facts["evaluate it"] = f"the same command with evaluate_only=true resume={resume} eval_file=FILE"
+    show_panel(title, facts)
     for line in totals.summarize(setup.architecture.model_type, setup.layout.describe_ranks(), last_eval):
         say(line)

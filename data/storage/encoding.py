@@ -1,11 +1,12 @@
 """From a batch of records to the columns of a tokenized folder, and counts of what became of the records."""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -56,16 +57,28 @@ class Encoding:
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
 
 
+class LabelKind(NamedTuple):
+    """The form of the label of a sample. column: its file, empty without a label. size: numbers of it."""
+
+    column: str
+    size: int
+
+    def __str__(self) -> str:
+        names = {"": "none", "label": f"{self.size} int", "value": f"{self.size} float"}
+        return names[self.column]
+
+
 @dataclass(frozen=True)
 class EncodedBatch:
     """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length and
     num_targets of each; int32. Where the kind of data has labels of samples, those of each, end to end: `label`,
     int32, or `value`, float64. files: counts of each file by its number. hashes: of the records that became samples,
-    or were dropped as too long, uint64."""
+    or were dropped as too long, uint64. label_kinds: of its samples, at most one."""
 
     columns: dict[str, np.ndarray]
     files: dict[int, BatchCounts]
     hashes: np.ndarray
+    label_kinds: frozenset[LabelKind] = frozenset()
 
     @property
     def counts(self) -> BatchCounts:
@@ -91,6 +104,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     input_ids, labels, lengths, num_targets = (array("i") for _ in range(4))
     hashes: list[int] = []
     sample_labels: list[int | float] = []
+    kinds: set[LabelKind] = set()
     for record, encoded in _encode_records(records, states, encoding):
         try:
             fitted = _fit(encoded, record, encoding)
@@ -106,14 +120,35 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             num_targets.append(count_targets(piece))
             record.counts.num_tokens += lengths[-1]
             record.counts.num_targets += num_targets[-1]
-            sample_labels += _list_labels(encoded)
+            found = _list_labels(encoded)
+            sample_labels += found
+            kinds.add(_find_label_kind(found))
         hashes.append(record.hash)
     columns = {"input_ids": input_ids, "labels": labels, "length": lengths, "num_targets": num_targets}
     arrays = {name: np.array(values, np.int32) for name, values in columns.items()}
+    check_label_kinds(kinds, encoding.encoder)
     if sample_labels:
-        name = "value" if any(isinstance(each, float) for each in sample_labels) else "label"
+        ((name, _),) = kinds
         arrays[name] = np.array(sample_labels, LABEL_DTYPES[name])
-    return EncodedBatch(arrays, per_file, np.array(hashes, np.uint64))
+    return EncodedBatch(arrays, per_file, np.array(hashes, np.uint64), frozenset(kinds))
+
+
+def check_label_kinds(kinds: Collection[LabelKind], encoder: Encoder) -> None:
+    """Raise UserError where the labels of samples are of several kinds, which have no column in common."""
+    if len(kinds) > 1:
+        one, other, *_ = sorted(kinds)
+        name = f"{type(encoder).__module__}.{type(encoder).__qualname__}"
+        raise UserError(
+            f"data.encoder={name} gives some samples {one} as `label` and others {other}; give each as many, of one "
+            "type"
+        )
+
+
+def _find_label_kind(labels: Sequence[int | float]) -> LabelKind:
+    if not labels:
+        return LabelKind("", 0)
+    are_whole = all(isinstance(each, Integral | np.bool_) for each in labels)
+    return LabelKind("label" if are_whole else "value", len(labels))
 
 
 def _list_labels(encoded: Encoded) -> Sequence[int | float]:

@@ -22,7 +22,7 @@ from data.sources.formats import RawRecord
 from data.sources.records import read_records, resolve_sources
 from data.storage.cache import lock_folder
 from data.storage.disk import check_room, describe_bytes, estimate_size
-from data.storage.encoding import EncodedBatch, Encoding, encode_batch
+from data.storage.encoding import EncodedBatch, Encoding, LabelKind, check_label_kinds, encode_batch
 from data.storage.held_out import list_smallest_hashes
 from data.storage.indexed import holds_indexed, write_indexed
 from data.storage.summary import BatchCounts, FileCounts, check_any_left, check_any_taken, sum_files
@@ -154,7 +154,10 @@ def _tokenize_sources(
         TokenizedWriter(folder, len(sources)) as writer,
         progress(f"tokenizing {key}", num_records, "records", shown) as bar,
     ):
+        kinds: set[LabelKind] = set()
         for number, batch in _encode_sources(sources, encoding, num_proc):
+            kinds |= batch.label_kinds
+            check_label_kinds(kinds, encoding.encoder)
             writer.append(batch.columns, number)
             writer.append_hashes(batch.hashes)
             for file, found in batch.files.items():

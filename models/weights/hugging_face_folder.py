@@ -209,7 +209,8 @@ class HuggingFaceFolder:
 
 def _find_tensors(path: Path) -> dict[str, Path]:
     """Return tensor name -> file, from the index where there is one."""
-    for index_name in INDEX_FILES:
+    whole = path / "model.safetensors"  # other files are adapters or a second copy in another format
+    for index_name in INDEX_FILES[:1] if whole.is_file() else INDEX_FILES:
         if (path / index_name).is_file():
             weight_map = load_json(path / index_name).get("weight_map")
             if not isinstance(weight_map, dict):
@@ -219,7 +220,6 @@ def _find_tensors(path: Path) -> dict[str, Path]:
                     f"{path}/{index_name} names {missing[0]}, which is not there ({len(missing)} shards missing)"
                 )
             return {name: path / file for name, file in weight_map.items()}
-    whole = path / "model.safetensors"  # other files are adapters or a second copy in another format
     files = (
         [whole] if whole.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
     )

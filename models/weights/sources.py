@@ -30,6 +30,15 @@ from models.weights.source import StoredWeights
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
+HUB_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+# Many repositories have weights in several formats, of which one is downloaded: patterns of its files, and of what is
+# left out then. `consolidated*` are the files of the model's authors, next to those for transformers.
+HUB_FORMATS = (
+    (("*.safetensors",), ("consolidated*", "*.bin.index.json")),
+    (("*.bin",), ("consolidated*",)),
+    (("*.safetensors",), ()),
+)
+
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> StoredWeights:
     """Open a Hugging Face folder, a hub id, a pipeline checkpoint (of several steps the one that `latest` names), or
@@ -125,22 +134,41 @@ def _name_base(lora: LoraConfig) -> str:
 def _download(hub_id: str) -> Path:
     """Return the hub's snapshot of `hub_id` (ID or ID@REVISION) in the local cache: weights and tokenizer, without
     subfolders, where gpt-oss, for example, has its weights again in other formats."""
-    from huggingface_hub import snapshot_download
-
     name, revision = split_revision(hub_id)
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise UserError(f"model_name_or_path '{hub_id}' is not a folder here, nor could it be a hub id; check the path")
     try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"],
-                ignore_patterns=["*/*"],
-            )
-        )
+        return _download_weights(name, revision)
     except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
         raise UserError(
             f"model_name_or_path '{hub_id}' is not a folder here, and could not be downloaded from the hub "
             f"({type(error).__name__}); check the path or hub id"
         ) from None
+
+
+def _download_weights(name: str, revision: str | None) -> Path:
+    """Return the snapshot with the first of `HUB_FORMATS` that it has, or that the cache holds where the hub does not
+    answer. Raises the exceptions of `huggingface_hub`."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import filter_repo_objects
+
+    incomplete: LocalEntryNotFoundError | None = None
+    for files, others in HUB_FORMATS:
+        try:
+            folder = Path(
+                snapshot_download(
+                    name, revision=revision, allow_patterns=[*HUB_FILES, *files], ignore_patterns=["*/*", *others]
+                )
+            )
+        except LocalEntryNotFoundError as error:
+            if getattr(error, "snapshot_path", None) is None:
+                raise
+            incomplete = incomplete or error  # the cache may hold another format
+            continue
+        names = [file.name for file in folder.iterdir()]
+        if any(True for _ in filter_repo_objects(names, allow_patterns=list(files), ignore_patterns=list(others))):
+            return folder
+    if incomplete is not None:
+        raise incomplete
+    return folder  # without weights, which its reader reports

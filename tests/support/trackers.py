@@ -1,5 +1,5 @@
 """A run in a tracker, offline, and what the tracker's own package reads back. A program: NAME FOLDER; it writes
-JSON into the folder.
+JSON into the folder. With a third word, `read`, it only reads what a run has left there.
 
 A process of its own, since some of these packages keep threads and settings for as long as a process lives.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 import time
 import zipfile
@@ -198,6 +199,11 @@ def main(name: str, out: Path) -> None:
     (out / HELD).write_text(json.dumps(_arrange(snapshots)))  # these packages print when a process ends, too
 
 
+def read(name: str, out: Path) -> None:
+    os.environ |= {"TRACKIO_DIR": str(out / "trackio"), "MLFLOW_ALLOW_FILE_STORE": "true"}  # as the trackers set them
+    (out / HELD).write_text(json.dumps(READERS[name](out)))
+
+
 def _arrange(snapshots: Sequence[Sequence[Held]]) -> list[Held]:
     """Return what each of the three runs left. Where a tracker keeps runs apart, a snapshot has one more of them than
     the one before, or the resumed run is in the same one; TensorBoard has one folder for all."""
@@ -220,4 +226,4 @@ def _flatten(params: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    (read if sys.argv[3:] == ["read"] else main)(sys.argv[1], Path(sys.argv[2]))

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from transformers import LlamaConfig
+
+from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
-from training.summary import RunTotals
+from training.summary import RunTotals, show_end
 
 START = TrainerState(
     step=2,
@@ -33,3 +41,29 @@ def test_totals_count_from_the_start_of_the_run_and_only_steps() -> None:
     assert re.fullmatch(r"llama: 3 steps, 300 tokens, 100 tokens/s on 2 ranks in \S+ m?s", first)
     assert second.startswith("loss 3.000 -> 2.500, eval_loss 2.0000")
     assert RunTotals(START).summarize("llama", "2 ranks", None) == []
+
+
+@pytest.mark.parametrize(
+    ("signum", "is_saved", "title"),
+    [
+        (0, True, "done: 5 steps"), (0, False, "done: 5 steps, not saved (save_final=false)"),
+        (signal.SIGTERM, True, "stopped by SIGTERM at step 5; continue with resume=latest"),
+    ],
+)  # fmt: skip
+def test_the_two_lines_come_however_a_run_ends(
+    signum: int, is_saved: bool, title: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    if is_saved:
+        folder.find_checkpoint(5).mkdir(parents=True)
+    config = LlamaConfig(architectures=["LlamaForCausalLM"])
+    layout = SimpleNamespace(describe_ranks=lambda: "2 ranks")
+    setup: Any = SimpleNamespace(adapter=None, architecture=config, layout=layout)
+    totals = RunTotals(START)
+    totals.report({"step": 5, "loss": 2.5, "step_time": 2.0, "num_tokens": 400})
+    show_end(totals, setup, folder, records="", step=5, last_eval=None, best=None, signum=signum)
+    shown = capfd.readouterr()
+    lines = (shown.out + shown.err).splitlines()
+    assert any(title in line for line in lines)
+    assert lines[-2].startswith("llama: 3 steps, 300 tokens") and lines[-1] == "loss 2.500 -> 2.500"
+    assert any("exported" in line for line in lines) is (is_saved and not signum)

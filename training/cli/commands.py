@@ -65,7 +65,9 @@ def describe() -> str:
     return "\n".join(
         [
             "llm-pipeline COMMAND ...; COMMAND --help says more", *lines,
-            f"completion: eval \"$(llm-pipeline {COMPLETION} install=bash)\", or zsh; the sources are in {ROOT}",
+            f"completion: eval \"$(llm-pipeline {COMPLETION} install=bash)\", in zsh after",
+            "autoload -Uz compinit bashcompinit && compinit && bashcompinit",
+            f"the sources are in {ROOT}",
         ]
     )  # fmt: skip
 

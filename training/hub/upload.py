@@ -19,8 +19,25 @@ from training.checkpoint.run_folder import RunFolder
 from training.config.schema import HubConfig
 from training.hub.model_card import find_base, find_license, write_card
 
-REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SECONDS_BETWEEN_SIGNS = 5.0  # of an upload that lasts
+
+
+def check_upload(repo_id: str) -> str:
+    """Return the token for uploads to `repo_id`, without asking the hub: a run checks this first of all, before a base
+    model is downloaded. Raises UserError for a wrong name, or without a token."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+        is_name = "/" in repo_id
+    except HFValidationError:
+        is_name = False
+    if not is_name:
+        raise UserError(f"hub.repo_id={repo_id}: give org/name, or your own name and that of the model")
+    token = os.environ.get("HF_TOKEN")
+    if not token:
+        raise UserError(f"hub.repo_id={repo_id}: set HF_TOKEN in the environment to a token that may write there")
+    return token
 
 
 class Repository:
@@ -29,16 +46,11 @@ class Repository:
     def __init__(self, repo_id: str, private: bool) -> None:
         """Create the repository if it does not exist yet. private: of a new one.
 
-        Raises UserError for a wrong name, without a token, and where the hub refuses it or does not answer.
+        Raises UserError as `check_upload` does, and where the hub refuses it or does not answer.
         """
         from huggingface_hub import HfApi  # here: most runs upload nothing
 
-        if REPO_ID.fullmatch(repo_id) is None:
-            raise UserError(f"hub.repo_id={repo_id}: give org/name, or your own name and that of the model")
-        token = os.environ.get("HF_TOKEN")
-        if not token:
-            raise UserError(f"hub.repo_id={repo_id}: set HF_TOKEN in the environment to a token that may write there")
-        self.repo_id, self._api = repo_id, HfApi(token=token)
+        self.repo_id, self._api = repo_id, HfApi(token=check_upload(repo_id))
         try:
             self._api.create_repo(repo_id, private=private, exist_ok=True)
         except Exception as error:  # of its HTTP library, of the network

@@ -25,7 +25,8 @@ from training.pipeline.weight_sharding import whole_shape
 
 # Key of a group: its learning rate divided by the run's, whose schedule scales all groups.
 LR_RATIO = "lr_ratio"
-LORA_B = r"\blora_(embedding_)?B\b"
+# The matrices B, and the vectors of DoRA
+LORA_PLUS = r"\blora_(B|magnitude_vector)\b"
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -42,9 +43,9 @@ class GroupKeys(Protocol):
 
 def list_entries(config: GroupKeys) -> list[ParameterGroup]:
     """Return the entries of `parameter_groups` and, after them, that of `adapter.loraplus_lr_ratio` (LoRA+,
-    2402.12354): the matrices B, as in `peft.optimizers.create_loraplus_optimizer`."""
+    2402.12354), the groups of `peft.optimizers.create_loraplus_optimizer`."""
     ratio = config.adapter.loraplus_lr_ratio
-    plus = [] if ratio is None else [ParameterGroup(LORA_B, ratio * config.learning_rate)]
+    plus = [] if ratio is None else [ParameterGroup(LORA_PLUS, ratio * config.learning_rate)]
     return [*config.parameter_groups, *plus]
 
 

@@ -23,6 +23,7 @@ from support.tiny import save_tokenizer
 
 from data.encoders.sft import SFTEncoder
 from data.options import LengthPolicy, OnBadRecord
+from data.storage import tokenizing
 from data.storage.disk import estimate_size
 from data.storage.encoding import Encoding
 from data.storage.tokenized import TokenizedDataset, load_summary
@@ -61,6 +62,19 @@ class DyingEncoder(SFTEncoder):
         if os.getpid() != self.parent:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().split(record, location, tokenizer, counts)
+
+
+@dataclass(frozen=True)
+class LabelEncoder:
+    """Gives the labels `first`, and `later` from the record `place` on."""
+
+    first: tuple[float, ...]
+    later: tuple[float, ...]
+    place: int
+
+    def encode(self, record, location, tokenizer):
+        number = int(re.findall(r"\d+", record["completion"])[0])
+        return {"input_ids": [1, 2], "labels": [1, 2], "label": list(self.first if number < self.place else self.later)}
 
 
 @pytest.fixture
@@ -316,6 +330,30 @@ def test_a_source_of_the_same_size_and_time_but_other_bytes_is_tokenized_again(
     assert train_file.stat().st_mtime_ns == status.st_mtime_ns and train_file.stat().st_size == status.st_size
     again, lines = prepare()
     assert again != path and "tokenized into" in lines[-1]
+
+
+@pytest.mark.parametrize("place", [4, 6], ids=["within a batch", "between batches"])
+@pytest.mark.parametrize(
+    ("first", "later", "kinds"),
+    [
+        ((1, 0), (0.5, 2.0), ("2 int", "2 float")),
+        ((1,), (1, 0, 1), ("1 int", "3 int")),
+        ((1, 0), (), ("none", "2 int")),
+        ((1,), (np.float32(0.5),), ("1 int", "1 float")),
+    ],
+)
+def test_labels_of_two_kinds_are_refused(prepare, first, later, kinds, place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many numbers in all as a multiple of the samples, which could be cut into rows of wrong labels."""
+    monkeypatch.setattr(tokenizing, "MAX_BATCH_RECORDS", 3)
+    with pytest.raises(UserError) as refused:
+        prepare(encoder=LabelEncoder(first, later, place))
+    name = f"{LabelEncoder.__module__}.LabelEncoder"
+    assert f"data.encoder={name} gives some samples {kinds[0]} as `label` and others {kinds[1]};" in str(refused.value)
+
+
+def test_labels_of_one_kind_are_kept(prepare) -> None:
+    labels = TokenizedDataset(prepare(encoder=LabelEncoder((1.0, 0.5), (2.0, 0.0), 4))[0], False, False).sample_labels
+    assert labels.tolist() == [[1.0, 0.5]] * 4 + [[2.0, 0.0]] * 8
 
 
 def test_a_bug_keeps_its_own_type_and_leaves_nothing(prepare, train_file: Path) -> None:

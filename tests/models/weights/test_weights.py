@@ -12,6 +12,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub._tree_cache import TREE_CACHE_FORMAT_VERSION
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from support.families import save_family
@@ -21,6 +22,7 @@ from errors import UserError
 from models.architecture.lookup import build_layers
 from models.conversion.convert import convert_to_pipeline, export_hugging_face
 from models.storage.hub import describe_place
+from models.weights import sources
 from models.weights.hugging_face_folder import HuggingFaceFolder
 from models.weights.sources import open_weights
 
@@ -268,6 +270,67 @@ def test_folders_of_a_hub_model_are_not_downloaded(originals: dict[str, Path], m
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     read_everything(Path("openai/gpt-oss-20b"))
     assert downloaded == files[:2]
+
+
+SHARDED_BIN = ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "wanted"),
+    [
+        (["model.safetensors", "pytorch_model.bin", "training_args.bin"], ["model.safetensors"]),
+        (["model.safetensors", *SHARDED_BIN], ["model.safetensors"]),
+        (["model.safetensors", "consolidated.safetensors"], ["model.safetensors"]),
+        (SHARDED_BIN, SHARDED_BIN),
+        (["consolidated.safetensors"], ["consolidated.safetensors"]),
+        ([], []),
+    ],
+    ids=["both", "one sharded", "authors'", "bin", "authors' alone", "none"],
+)
+def test_one_format_of_a_hub_model_is_downloaded(
+    listed: list[str], wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot_download(hub_id: str, revision: None, **patterns: list[str]) -> str:
+        for name in filter_repo_objects(["config.json", *listed], **patterns):
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    sources._download("org/name")
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(["config.json", *wanted])
+
+
+@pytest.mark.parametrize("held", ["model.safetensors", "pytorch_model.bin", None])
+def test_offline_the_format_that_the_cache_holds_is_taken(
+    held: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By huggingface_hub itself, which knows from its listing that the repository has both."""
+    commit = "0123456789" * 4
+    folder = tmp_path / "models--org--name"
+    snapshot = folder / "snapshots" / commit
+    for file in (snapshot / "config.json", folder / "refs" / "main", folder / "trees" / f"{commit}.json"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(commit)
+    if held is not None:
+        (snapshot / held).touch()
+    files = ("config.json", "model.safetensors", "pytorch_model.bin")
+    entries = {name: {"size": 0, "blob_id": "0" * 40} for name in files}
+    edited = {"format_version": TREE_CACHE_FORMAT_VERSION, "files": entries}
+    (folder / "trees" / f"{commit}.json").write_text(json.dumps(edited))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    if held is None:
+        with pytest.raises(UserError, match=r"could not be downloaded from the hub \(IncompleteSnapshotError\)"):
+            sources._download("org/name")
+    else:
+        assert sources._download("org/name") == snapshot
+
+
+def test_the_index_of_files_that_were_not_copied_is_not_read(originals: dict[str, Path], tmp_path: Path) -> None:
+    """As of a download of *.json and *.safetensors."""
+    folder = Path(shutil.copytree(originals["hf"], tmp_path / "folder"))
+    (folder / SHARDED_BIN[0]).write_text(json.dumps({"weight_map": {"lm_head.weight": SHARDED_BIN[1]}}))
+    read_everything(folder)
 
 
 def test_a_revision_of_a_hub_model_is_asked_for(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

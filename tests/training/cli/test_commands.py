@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pty
+import re
+import select
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import free_port
 
 from training.cli import commands
 from training.cli.commands import COMMANDS, ROOT, TRAINER, add_config_dir, split_launcher
 from training.cli.help import FIRST, render_help
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+PLANNED = ("model=llama_7b", "world_size=8", "micro_batch_size=1", "global_batch_size=8")
 
 
 def test_each_command_is_a_script_that_is_there() -> None:
@@ -101,46 +112,106 @@ def test_hydra_completes_keys_and_configs() -> None:
 
 
 @pytest.mark.full
-def test_the_wheel_nests_the_project_and_its_command_runs_outside_the_clone(tmp_path: Path) -> None:
-    """Nothing but `llm_pipeline` lands in site-packages; a plan needs its configs, and `import` a page of docs/."""
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_a_key_after_the_lines_on_the_page(shell: str, tmp_path: Path) -> None:
+    """On a terminal, with a tab; the page's lines for the clone."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    page = (ROOT / "docs" / "configure.md").read_text()
+    (install,) = re.findall(r'`(eval "\$\(python .*?)`', page)
+    first = re.findall(r"^autoload .*$", page, re.MULTILINE) if shell == "zsh" else []
+    bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": bin_first, "HOME": str(tmp_path), "TERM": "dumb"}
+    start = [shell, *(["-f", "-i"] if shell == "zsh" else ["--norc", "-i"])]
+    terminal, its_end = pty.openpty()
+    with subprocess.Popen(
+        start, cwd=ROOT, env=environment, stdin=its_end, stdout=its_end, stderr=its_end, start_new_session=True
+    ) as process:
+        os.close(its_end)
+        try:
+            os.write(terminal, ("; ".join([*first, install, "echo re''ady"]) + "\n").encode())
+            assert read_until(terminal, "ready\r")
+            os.write(terminal, f"python {TRAINER} learning_r\t".encode())
+            assert read_until(terminal, "learning_rate=")
+        finally:
+            process.kill()
+            os.close(terminal)
+
+
+def read_until(terminal: int, wanted: str, seconds: float = 120.0) -> bool:
+    """Returns whether a terminal shows a text before `seconds` are over."""
+    shown, end = "", time.monotonic() + seconds
+    while wanted not in shown and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.2)[0]:
+            shown += os.read(terminal, 4096).decode(errors="replace")
+    return wanted in shown
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("setuptools")
-    source, site = tmp_path / "source", tmp_path / "site"
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     for name in ("models", "data", "training", "scripts", "conf", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (*ROOT.glob("*.py"), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))):
         shutil.copyfile(file, source / file.name)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
-    (wheel,) = tmp_path.glob("*.whl")
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.full
+def test_the_wheel_nests_the_project_and_its_command_runs_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
+    """Nothing but `llm_pipeline` lands in site-packages; a plan needs its configs, and `import` a page of docs/."""
+    site, work = tmp_path / "site", tmp_path / "work"
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"llm_pipeline"}
     assert not [name for name in names if name.startswith("llm_pipeline/tests/")]
-    run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel)
-    work = tmp_path / "work"
+    run(*PIP, "install", "--no-deps", "--no-index", "--target", site, wheel)
     work.mkdir()
     (work / "theirs.yaml").write_text("stage: sft\nfinetuning_type: lora\nmodel_name_or_path: a/b\nuse_galore: true\n")
-    written = run_command(site, work, "import", "theirs.yaml", "-o", "mine.yaml")
+    command = [sys.executable, site / "bin" / "llm-pipeline"]
+    path = {"PYTHONPATH": str(site)}
+    written = run(*command, "import", "theirs.yaml", "-o", "mine.yaml", cwd=work, **path)
     assert "not carried over: use_galore" in written
     (work / "conf").mkdir()
     (work / "conf" / "mine.yaml").write_text("defaults: [base, _self_]\nnum_stages: 2\nmodel_name_or_path: a/b\n")
-    plan = run_command(
-        site, work, "plan", "-cn", "mine", "model=llama_7b", "world_size=8", "micro_batch_size=1", "global_batch_size=8"
+    assert "FIT" in run(*command, "plan", "-cn", "mine", *PLANNED, cwd=work, **path)
+
+
+@pytest.mark.full
+def test_the_wheel_brings_its_dependencies_and_trains(wheel: Path, tmp_path: Path) -> None:
+    """In a new environment, into which pip installs what pyproject.toml asks for, and a folder of its own. torch is of
+    this environment's build: pip would download gigabytes for GPUs."""
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    bin_folder = tmp_path / "venv" / "bin"
+    pip = [bin_folder / "python", *PIP[1:], "install", "--quiet"]
+    try:
+        run(*pip, f"torch=={torch.__version__}", PYTHONPATH="")
+    except AssertionError as error:
+        pytest.skip(f"pip cannot install torch {torch.__version__} here: {str(error).strip().splitlines()[-1]}")
+    run(*pip, wheel, PYTHONPATH="")
+    work = tmp_path / "work"
+    work.mkdir()
+    save_llama(work / "model", num_hidden_layers=2)
+    save_tokenizer(work / "model")
+    save_records(work / "train.jsonl", 10)
+    isolated = {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": "", "VIRTUAL_ENV": ""}
+    command = bin_folder / "llm-pipeline"
+    keys = ("model_name_or_path=model", "train_file=train.jsonl", "output_dir=out", "num_stages=2", "max_steps=2")
+    keys += ("micro_batch_size=2", "global_batch_size=4", "max_seq_length=128", "precision=fp32")
+    assert "FIT" in run(
+        command, "plan", "-cn", "llama_65b_pp8", "world_size=8", "hardware=a100_80g", cwd=work, **isolated
     )
-    assert "FITS" in plan or "DOES NOT FIT" in plan
+    port = ("--master_port", str(free_port()))
+    run(command, "train", "--num_gpus", "2", *port, *keys, cwd=work, **isolated)
+    assert json.loads((work / "out" / "completed.json").read_text())["step"] == 2
+    assert (work / "out" / "hf" / "model.safetensors").is_file()
 
 
-def run(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def run_command(site: Path, folder: Path, *words: str) -> str:
-    """Runs the installed command in `folder`; returns what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [sys.executable, site / "bin" / "llm-pipeline", *words], cwd=folder, env=environment, capture_output=True,
-        text=True, timeout=900,
-    )  # fmt: skip
+def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> str:
+    """Returns what a command prints. environment: in addition to that of this process."""
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

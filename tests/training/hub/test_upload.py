@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import constants
+from support.configs import compose_config
 from support.hub_server import TOKEN, Hub, serve_hub
 
 from console import listen_to_progress
 from errors import UserError
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import HubConfig
+from training.distributed.ranks import SINGLE_PROCESS
 from training.hub import upload
 from training.hub.model_card import render_card
 from training.hub.upload import Repository, Uploader, open_uploader
@@ -158,6 +160,29 @@ def test_what_would_refuse_the_upload_ends_the_run_before_it_trains(
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UserError, match="set HF_TOKEN in the environment"):
         Repository("me/mine", private=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("me/mine", "set HF_TOKEN in the environment"), ("me/mine--2", "give org/name, or your own name")],
+)
+def test_a_name_or_token_that_is_missing_is_found_before_the_model_is_looked_for(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the start of a run itself: neither its model nor its data exists."""
+    from training import run as training_run
+
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(training_run, "read_ranks", lambda: SINGLE_PROCESS)
+    monkeypatch.setattr(training_run.process, "buffer_library_logs", lambda: None)
+    config = compose_config(
+        "base", f"model_name_or_path={tmp_path}/hf", f"train_file={tmp_path}/x.jsonl",
+        f"output_dir={tmp_path}/out", f"hub.repo_id={name}",
+    )  # fmt: skip
+    with pytest.raises(SystemExit):
+        training_run.run(config)
+    error = capfd.readouterr().err
+    assert f"error: hub.repo_id={name}: {said}" in error and not (tmp_path / "out").exists()
 
 
 def test_a_failed_upload_is_printed_with_the_way_out_and_the_next_one_is_tried(

@@ -12,9 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.configs import build_config, compose_config
+from support.launching import run_deepspeed
+from support.tiny import save_llama, save_records, save_tokenizer
 from support.trackers import FACTS, HELD, RECORDS
 
 from errors import UserError
@@ -56,10 +59,12 @@ def test_nothing_is_logged_elsewhere_unless_asked_for(tmp_path: Path) -> None:
     assert build(folder=tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
-def run_tracker(name: str, folder: Path) -> list[dict[str, Any]]:
-    """In a process of its own: a run, its continuation and an evaluation. Returns what each left there."""
+def run_tracker(name: str, folder: Path, *words: str) -> list[dict[str, Any]]:
+    """In a process of its own: a run, its continuation and an evaluation. Returns what each left there; with `read`
+    what runs have left there before."""
     done = subprocess.run(
-        [sys.executable, "-m", "support.trackers", name, folder], cwd=ROOT / "tests", capture_output=True, text=True,
+        [sys.executable, "-m", "support.trackers", name, folder, *words], cwd=ROOT / "tests", capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,9 +76,8 @@ def run_tracker(name: str, folder: Path) -> list[dict[str, Any]]:
 )
 def test_what_a_tracker_holds_offline_is_what_metrics_jsonl_holds(name: str, tmp_path: Path) -> None:
     """Read back by the package itself. The run is resumed from step 2 under the same id; the evaluation has its own."""
-    package = OPTIONAL.get(name, name)
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    if not is_installed(name):
+        pytest.skip(f"{OPTIONAL[name]} is not installed")
     first, second, evaluation = run_tracker(name, tmp_path)
     assert first["points"] == {
         "loss": [[1, 2.5], [2, 2.25]], "eval_loss": [[2, 2.0]], "stage0/wait_time": [[1, 0.5]],
@@ -86,6 +90,53 @@ def test_what_a_tracker_holds_offline_is_what_metrics_jsonl_holds(name: str, tmp
     assert set(first["files"]) >= (
         {"step_2.png"} if name == "tensorboard" else {"run.json", "step_2.png", "report.html"}
     )
+
+
+def is_installed(name: str) -> bool:
+    return find_spec(OPTIONAL.get(name, name)) is not None
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output_dir of a run on two stages that was stopped and resumed, in all trackers that are installed."""
+    root = tmp_path_factory.mktemp("tracked")
+    save_llama(root / "model", num_hidden_layers=2)
+    save_tokenizer(root / "model")
+    save_records(root / "train.jsonl", 20)
+    save_records(root / "eval.jsonl", 5, seed=1)
+    names = [name for name in ("wandb", "tensorboard", *OPTIONAL) if is_installed(name)]
+    keys = (
+        f"model_name_or_path={root}/model", f"train_file={root}/train.jsonl", f"eval_file={root}/eval.jsonl",
+        f"output_dir={root}/out", f"data.cache_dir={root}/cache", "num_stages=2", "micro_batch_size=2",
+        "global_batch_size=4", "max_seq_length=128", "precision=fp32", "learning_rate=1e-2", "max_steps=5",
+        "eval_steps=2", "save_steps=2", "logging_steps=1", f"logger=[{','.join(names)}]", "logger.mode=offline",
+    )  # fmt: skip
+    for last in ("stop_after_steps=3", "resume=latest"):
+        ended = run_deepspeed([*keys, last], root)
+        assert ended.code == 0 and "nothing more is logged there" not in ended.output, ended.output
+    return root / "out"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", *OPTIONAL])
+def test_a_run_is_in_a_tracker_line_by_line_as_in_its_metrics_jsonl(name: str, tracked: Path) -> None:
+    if not is_installed(name):
+        pytest.skip(f"{OPTIONAL[name]} is not installed")
+    written: dict[str, list[list[float]]] = {}
+    for line in map(json.loads, (tracked / "metrics.jsonl").read_text().splitlines()):
+        for key, value in line.items():
+            stages = {f"stage{number}/{key}": each for number, each in enumerate(value)} if type(value) is list else {}
+            for figure, number in (stages or {key: value}).items():
+                if figure != "step" and number is not None:
+                    as_kept = float(np.float32(number)) if name == "tensorboard" else number
+                    written.setdefault(figure, []).append([line["step"], as_kept])
+    held: dict[str, list[list[float]]] = {}
+    for part in run_tracker(name, tracked, "read"):
+        for figure, points in part["points"].items():
+            held.setdefault(figure, []).extend(points)
+    assert [step for step, _ in written["loss"]] == [1, 2, 3, 4, 5] and len(written["eval_loss"]) >= 2
+    assert {"stage0/wait_time", "stage1/wait_time", "tokens_per_second"} <= written.keys()
+    assert held == written
 
 
 def test_several_trackers_are_a_list_and_one_of_a_user_is_among_them(

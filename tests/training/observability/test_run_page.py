@@ -149,3 +149,35 @@ def test_a_browser_draws_a_hundred_thousand_steps_without_an_error(tmp_path: Pat
     title, console = open_in_browser(folder / "report.html", tmp_path / "profile", width, drawn)
     # Loss, gradient norm, memory of two stages; nothing is too wide, and step, kind and time of an event are in a line
     assert title == f"4 {width} true true" and console == []
+
+
+CONTRAST = """
+const luminance = color => color.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255).map(
+  v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4).reduce(
+  (sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+const paper = cell => { const color = getComputedStyle(cell).backgroundColor;
+  return color.endsWith(', 0)') ? paper(cell.parentElement) : color; };
+const texts = [...document.querySelectorAll('td, th, h1, h2, p, label, figcaption, summary, pre, .names span')].filter(
+  cell => cell.innerText && cell.clientHeight);
+const ratios = texts.map(cell => [getComputedStyle(cell).color, paper(cell)].map(luminance)).map(
+  pair => (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05));
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_a_browser_draws_a_comparison_that_can_be_read(tmp_path: Path, width: int, is_dark: bool) -> None:
+    """Both runs in each chart, their different keys in the table, and a contrast of 4.5 as WCAG asks of texts."""
+    folders = [write_run(tmp_path / name, 30, config={"seed": seed}) for name, seed in (("a", 1), ("b", 2))]
+    assert compare(*folders, "--output", tmp_path / "compared.html").returncode == 0
+    figures = "[...document.querySelectorAll('figure:not([hidden])')]"
+    checks = (
+        "document.documentElement.classList.contains('dark')", "texts.length > 20", "Math.min(...ratios) >= 4.5",
+        f"{figures}.every(each => each.querySelectorAll('polyline').length > 1)",
+        "document.body.innerText.includes('seed')", "document.documentElement.scrollWidth <= innerWidth",
+    )  # fmt: skip
+    turn = "find('theme').click();" if is_dark else ""
+    script = f"{turn} {CONTRAST} document.title = [{', '.join(checks)}].join(' ')"
+    title, console = open_in_browser(tmp_path / "compared.html", tmp_path / "profile", width, script)
+    assert title == f"{str(is_dark).lower()} true true true true true" and console == []

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from support.configs import build_config
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from errors import UserError
+from models.adapters.targets import build_lora_config
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from training.config.schema import ParameterGroup, RunConfig
 from training.optim.optimizer import describe_updates
 from training.optim.parameter_groups import (
-    LORA_B,
+    LORA_PLUS,
     LR_RATIO,
     check_group_keys,
     check_parameter_groups,
@@ -62,7 +65,7 @@ def test_the_first_pattern_counts_and_every_rank_has_every_group(config: RunConf
 
 
 def test_lora_plus_trains_the_matrices_b_faster(composed: RunConfig) -> None:
-    """Those that peft's own LoRA+ takes, after the entries that a user gives."""
+    """After the entries that a user gives."""
     config = deepcopy(composed)
     config.adapter.loraplus_lr_ratio = 16.0
     matrix = torch.zeros(2, 2)
@@ -70,10 +73,30 @@ def test_lora_plus_trains_the_matrices_b_faster(composed: RunConfig) -> None:
     groups = group_parameters([(name, matrix) for name in names], config)
     assert [len(group["params"]) for group in groups] == [2, 0, 1, 0]
     assert groups[2]["lr"] == pytest.approx(16e-3) and groups[2][LR_RATIO] == pytest.approx(16)
-    assert describe_updates(config) == {"parameter_groups": json.dumps([[LORA_B, 0.016, None]])}
+    assert describe_updates(config) == {"parameter_groups": json.dumps([[LORA_PLUS, 0.016, None]])}
     config.parameter_groups = [ParameterGroup("q_proj", 1e-4)]
     check_group_keys(config)
     assert [len(group["params"]) for group in group_parameters([(names[1], matrix)], config)] == [0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_lora_plus_has_the_groups_and_rates_of_peft(composed: RunConfig, layers: list[Layer], use_dora: bool) -> None:
+    """By the weight. Vectors do not decay here, while peft decays those of DoRA, by 0 unless told otherwise."""
+    config = deepcopy(composed)
+    config.adapter.loraplus_lr_ratio = 16.0
+    llama = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
+    lora = build_lora_config(layers, "all-linear", r=2, modules_to_save=["embed_tokens"], use_dora=use_dora)
+    model = get_peft_model(AutoModelForCausalLM.from_config(llama), lora)
+    trained = {id(each): name for name, each in model.named_parameters() if each.requires_grad}
+    assert any("magnitude" in name for name in trained.values()) is use_dora
+    assert any("embed_tokens" in name for name in trained.values())
+
+    def list_rates(groups: list[dict[str, Any]]) -> dict[str, float]:
+        return {trained[id(each)]: group["lr"] for group in groups for each in group["params"]}
+
+    expected = create_loraplus_optimizer(model, torch.optim.SGD, lr=config.learning_rate, loraplus_lr_ratio=16.0)
+    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    assert list_rates(group_parameters(named, config)) == list_rates(expected.param_groups)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file, save_file
 from support.adapters import make_adapter, to_peft_weights
 from support.cases import (
@@ -85,6 +86,26 @@ def test_five_sgd_steps_equal_peft(
     assert worst < BOUND, name
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.full
+def test_lora_plus_on_stages_equals_peft(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    """SGD by the groups that peft makes; with DoRA, whose vectors have the higher rate too."""
+    model_folder = save_family(tmp_path / "model", "llama")
+    save_tokenizer(tmp_path / "model")
+    model = make_adapter(tmp_path / "adapter", model_folder, use_dora=True)
+    given = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", "adapter.loraplus_lr_ratio=4", CLIPPED)
+    records = save_records(tmp_path / "train.jsonl", 40)
+    case = Case(model_folder, records, tmp_path, 2, 2, overrides=(*given, "learning_rate=0.1"))
+    result = merge(workers(2).run(train_case, case))
+
+    def build_optimizer(adapted: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return create_loraplus_optimizer(adapted, torch.optim.SGD, lr=0.1, loraplus_lr_ratio=4.0), None
+
+    oracle = train_oracle(case, model, build_optimizer)
+    worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
 
 
 @pytest.mark.parametrize(
