@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 
@@ -14,23 +15,27 @@ from training.pipeline.partition import Fits
 def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
     """Return the function that says whether a stage fits a GPU. costs: of all layers, for one micro-batch.
 
-    Layers of one kind share one cost (`count_layers`), so a stage of so many of them is counted once, wherever it
-    starts; and a stage that begins with layers which exceed the memory already is not counted.
+    A range of layers that fits does so without its last ones, so a stage's longest range is found by halving. Layers of
+    one kind share one cost (`count_layers`), so a stage of so many of them is counted once, wherever it starts.
     """
     kinds = [id(cost) for cost in costs]
+    last_stage = run.layout.num_stages - 1
     known: dict[tuple[int, ...], bool] = {}
-    too_many: dict[tuple[int, int], int] = {}  # (stage_id, start) -> the least stop that does not fit
 
-    @cache
-    def fits(stage_id: int, start: int, stop: int) -> bool:
-        if stop >= too_many.get((stage_id, start), stop + 1):
-            return False
+    def holds(stage_id: int, start: int, stop: int) -> bool:
         held = (stage_id, *kinds[start:stop])
         if held not in known:
             memory = table.sum_memory(Stage(run, stage_id, costs, [range(start, stop)]))
             known[held] = memory.peak <= run.hardware.usable_bytes
-        if not known[held]:
-            too_many[stage_id, start] = stop
         return known[held]
+
+    @cache
+    def find_stop(stage_id: int, start: int) -> int:
+        """The end of the longest range that fits; `start` where none does."""
+        stops = range(start + 1, len(costs) - (last_stage - stage_id) + 1)  # a layer or more for each later stage
+        return start + bisect_left(stops, True, key=lambda stop: not holds(stage_id, start, stop))
+
+    def fits(stage_id: int, start: int, stop: int) -> bool:
+        return stop <= find_stop(stage_id, start)
 
     return fits
