@@ -24,6 +24,7 @@ from training.pipeline.weight_gradients import DeferredGradients
 
 PASSES = "passes"  # the stream of a rank's own kernels
 REPLICAS, EXPERTS, SAME_EXPERTS = "replicas", "experts", "same experts"  # communicators
+LAYERS = 2  # of a chunk: gradients of the second are reduced before the first one's pass
 
 
 @dataclass(eq=False)
@@ -150,7 +151,7 @@ class _Rank:
 
 
 class _Module(torch.nn.Module):
-    """A stage whose passes record themselves, with a weight in each chunk."""
+    """A stage whose passes record themselves, with a weight in each layer."""
 
     parallel = SimpleNamespace(rank=0)
 
@@ -158,10 +159,12 @@ class _Module(torch.nn.Module):
         super().__init__()
         self.stage_id, self.chunk_numbers, self._run_pass = stage_id, chunks, run_pass
         self.deferred, self._active = DeferredGradients(), 0
-        self.layers = torch.nn.ModuleList(_Layer(run_pass, has_expert) for _ in chunks)
+        self.chunks = torch.nn.ModuleList(
+            torch.nn.Sequential(*(_Layer(run_pass, has_expert) for _ in range(LAYERS))) for _ in chunks
+        )
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layers[self._active](inputs[0]), torch.zeros(1, dtype=torch.int32)
+        return self.chunks[self._active](inputs[0]), torch.zeros(1, dtype=torch.int32)
 
     def loss_fn(self, outputs: tuple[torch.Tensor, ...], labels: Any) -> torch.Tensor:
         return outputs[0].sum()
@@ -170,7 +173,7 @@ class _Module(torch.nn.Module):
         self._active = chunk
 
     def list_modules(self, chunk: int) -> list[torch.nn.Module]:
-        return [self.layers[self.chunk_numbers.index(chunk)]]
+        return list(self.chunks[self.chunk_numbers.index(chunk)])  # type: ignore[arg-type]  # it is a Sequential
 
     def get_tied_weights_and_groups(self) -> list[Any]:
         return []

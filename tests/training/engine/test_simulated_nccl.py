@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.nccl_player import play
-from support.rank_programs import EXPERTS, PASSES, REPLICAS, SAME_EXPERTS, Kernel, Wait, record
+from support.rank_programs import EXPERTS, LAYERS, PASSES, REPLICAS, SAME_EXPERTS, Kernel, Program, Wait, record
 
 from training.pipeline.exchanges import find_sender, plan_exchanges
 from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule
@@ -55,7 +55,7 @@ def test_replicas_end(way: str, zero_stage: int, meets_in_passes: bool) -> None:
         programs = record(schedule, num_replicas=2, zero_stage=zero_stage, meets_in_passes=meets_in_passes)
         reduced = sum(isinstance(call, Kernel) and call.stream == "replicas" for call in programs[0])
         passes = schedule.num_micro_batches if zero_stage == 2 else 1
-        assert reduced == len(schedule.list_chunks(0)) * passes
+        assert reduced == LAYERS * len(schedule.list_chunks(0)) * passes
         assert not any(play(programs, **WAYS[way], seed=seed)), schedule
 
 
@@ -68,7 +68,29 @@ def test_replicas_that_divide_experts_end(way: str, zero_stage: int) -> None:
         programs = record(schedule, num_replicas=4, zero_stage=zero_stage, expert_parallel_size=2)
         streams = [call.stream for call in programs[0] if isinstance(call, Kernel)]
         assert streams.count(SAME_EXPERTS) == streams.count(REPLICAS) > 0 < streams.count(EXPERTS)
+        assert find_reductions_between_exchanges(programs[0])
         assert not any(play(programs, **WAYS[way], seed=seed)), schedule
+
+
+def find_reductions_between_exchanges(program: Program) -> list[int]:
+    """The places of the reductions that are launched before the last exchange of a step's last backward pass."""
+    streams = [call.stream if isinstance(call, Kernel) else None for call in program]
+    last = max(place for place, stream in enumerate(streams) if stream == EXPERTS)
+    return [place for place in range(last) if streams[place] in (REPLICAS, SAME_EXPERTS)]
+
+
+def test_a_bucket_that_is_late_on_one_rank_locks() -> None:
+    """All ranks launch reductions and exchanges in one order: here one launches a reduction after the next exchange."""
+    programs = record(OneForwardOneBackward(2, 2), num_replicas=4, expert_parallel_size=2)
+    assert not any(play(programs, blocking=True))
+    late = programs[0]
+    place = find_reductions_between_exchanges(late)[-1]
+    reduction = late.pop(place)
+    after = next(
+        place for place in range(place, len(late)) if isinstance(late[place], Kernel) and late[place].stream == EXPERTS
+    )
+    late.insert(after + 1, reduction)
+    assert all(play(programs, blocking=True)[rank] for rank in (0, 2))  # it, and the rank that it divides experts with
 
 
 @pytest.mark.parametrize("way", WAYS)
