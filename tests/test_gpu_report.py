@@ -313,7 +313,7 @@ SHARING = (
 
 @pytest.mark.full
 def test_rows_that_no_gpu_has_run_are_right_on_a_cpu(tmp_path: Path) -> None:
-    """TIME_NOTE"""
+    """Six runs of two ranks, and their oracles: two minutes of CPU time."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--parts", "right"]
     options = ["--minutes", "60", "--row-seconds", "900", "--output", str(tmp_path), "--rows", *SHARING]
     ended = subprocess.run([*command, *options], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)

@@ -38,17 +38,23 @@ class NotRun(Exception):
 
 def check_needs(needs: Sequence[str], machine: Machine) -> None:
     """Raises NotRun with the reason."""
-    from models.layers import fused_kernels
-
     for need in needs:
         if need == "gpu" and machine.is_cpu:
             raise NotRun("needs a GPU")
         if need == "hopper" and machine.capability != "9.0":
             raise NotRun("needs a GPU of compute capability 9.0")
-        if need == "compiler" and not machine.is_cpu and (obstacle := fused_kernels.find_triton_obstacle()) is not None:
-            raise NotRun(obstacle)
+        if need == "compiler" and not machine.is_cpu:
+            _check_compiler()
         if need not in ("gpu", "hopper", "compiler") and not is_installed(need):
             raise NotRun(f"the package {need} is not installed")
+
+
+def _check_compiler() -> None:
+    from models.layers.fused_kernels import find_triton_obstacle
+
+    obstacle = find_triton_obstacle()
+    if obstacle is not None:
+        raise NotRun(obstacle)
 
 
 @dataclass(frozen=True)
