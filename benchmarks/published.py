@@ -299,7 +299,7 @@ def draw(planned: Sequence[Planned], file: Path) -> None:
             [each.tokens_per_s_per_gpu for each in rows],
             s=14, alpha=0.7, linewidths=0, color=f"C{number % 10}", marker="o" if number < 10 else "^", label=source,
         )  # fmt: skip
-    ends = [20.0, 1e5]
+    ends = [20.0, 2e5]
     axes.plot(ends, ends, color="black", linewidth=0.8)
     for factor in (0.8, 1.25):
         axes.plot(ends, [factor * end for end in ends], color="gray", linewidth=0.5, linestyle="--")

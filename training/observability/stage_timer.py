@@ -223,13 +223,14 @@ def _is_done(event: Any) -> bool:
 
 class MemoryPeak:
     """The peak memory of training: of the device's allocator, or on a CPU the resident memory of this process above its
-    value when this object was built."""
+    value when this object was built, without files mapped since then, as that of the weights is: they are as large as
+    the weights read from them, and the system takes their pages back when it needs them."""
 
     _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = self._resident("VmRSS")
+        self._before, self._mapped = self._resident("VmRSS"), self._count_mapped()
 
     def start(self) -> None:
         """Reset the peak, which excludes the start of the run: reading weights, building stages."""
@@ -238,6 +239,8 @@ class MemoryPeak:
         else:
             with suppress(OSError):  # a container may forbid it; then the start counts too
                 self._CLEAR.write_text("5")  # proc(5): the peak becomes what is resident now
+            mapped = self._count_mapped()
+            self._before, self._mapped = self._before + mapped - self._mapped, mapped
 
     def read(self) -> int:
         """Return the peak in bytes; 0 when the system does not report it."""
@@ -245,8 +248,11 @@ class MemoryPeak:
             return torch.get_device_module(self._device).max_memory_allocated(self._device)
         return max(0, self._resident("VmHWM") - self._before)
 
+    def _count_mapped(self) -> int:
+        return self._resident("RssFile") + self._resident("RssShmem")  # the latter: files in memory
+
     def _resident(self, key: str) -> int:
         if self._device.type != "cpu" or not self._STATUS.exists():
             return 0
-        line = next(line for line in self._STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
-        return int(line.split()[1]) * 1024
+        lines = self._STATUS.read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)

@@ -129,7 +129,7 @@ def _render_choices(best: Mapping[int, Candidate], hardware: Machine, total_step
 
 
 def _price(candidate: Candidate, hardware: Machine, total_steps: int | None) -> dict[str, str]:
-    """What the run costs, or a billion tokens where its steps are not known, by name; empty without a price."""
+    """Return the price of the run, or of a billion tokens where its steps are not known, by name; empty without one."""
     if hardware.price_per_hour is None:
         return {}
     plan = candidate.plan
