@@ -63,18 +63,21 @@ def record(
     meets_in_passes: bool = False,
     zero_stage: int = 1,
     expert_parallel_size: int = 1,
+    late: int | None = None,
 ) -> list[Program]:
     """Return the programs of all ranks, replica by replica: one step; with `num_evaluated`, an evaluation of so many
     micro-batches instead. Replicas reduce gradients as at `zero_stage` 1 or 2. meets_in_passes: and meet in each pass,
     as ranks do that share weights (stage 3), sequences (ring, all-to-all) or layers. expert_parallel_size: replicas
-    that divide experts, meet in each pass, and reduce their gradients with those that have the same ones."""
+    that divide experts, meet in both of a chunk's layers, and reduce their gradients with those that have the same
+    ones. late: a rank that has no gradient of one weight, so that its buckets leave after the pass."""
     programs = []
     for replica in range(num_replicas):
         for stage in range(schedule.num_stages):
             replicas = [schedule.num_stages * each + stage for each in range(num_replicas)]
             base = schedule.num_stages * replica
             ring = [base + each for each in range(schedule.num_stages)]
-            rank = _Rank(stage, ring, replicas, meets_in_passes, zero_stage, expert_parallel_size)
+            is_late = ring[stage] == late
+            rank = _Rank(stage, ring, replicas, meets_in_passes, zero_stage, expert_parallel_size, is_late)
             programs.append(rank.record(schedule, num_evaluated))
     return programs
 
@@ -90,6 +93,7 @@ class _Rank:
     meets_in_passes: bool
     zero_stage: int
     num_shares: int
+    is_late: bool
     program: Program = field(default_factory=list)
 
     @property
@@ -103,7 +107,8 @@ class _Rank:
         }
 
     def record(self, schedule: Schedule, num_evaluated: int) -> Program:
-        module: Any = _Module(self.stage, schedule.list_chunks(self.stage), self.run_pass, self.num_shares > 1)
+        chunks = schedule.list_chunks(self.stage)
+        module: Any = _Module(self.stage, chunks, self.run_pass, self.num_shares > 1, self.is_late)
         with pytest.MonkeyPatch.context() as patch:
             distributed = _Distributed(self.program, self.groups, self.ring[self.stage])
             patch.setattr(transfers, "dist", distributed)
@@ -150,15 +155,20 @@ class _Rank:
 
 
 class _Module(torch.nn.Module):
-    """A stage whose passes record themselves, with a weight in each chunk."""
+    """A stage whose passes record themselves, with a weight in each chunk; with experts in two layers, between which
+    gradients can leave."""
 
     parallel = SimpleNamespace(rank=0)
 
-    def __init__(self, stage_id: int, chunks: Sequence[int], run_pass: Callable[[], None], has_expert: bool) -> None:
+    def __init__(
+        self, stage_id: int, chunks: Sequence[int], run_pass: Callable[[], None], has_experts: bool, is_late: bool
+    ) -> None:
         super().__init__()
         self.stage_id, self.chunk_numbers, self._run_pass = stage_id, chunks, run_pass
         self.deferred, self._active = DeferredGradients(), 0
-        self.layers = torch.nn.ModuleList(_Layer(run_pass, has_expert) for _ in chunks)
+        late = [False, is_late] if has_experts else [False]
+        layers = ([_Layer(run_pass, has_experts, each) for each in late] for _ in chunks)
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(*each) for each in layers)
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layers[self._active](inputs[0]), torch.zeros(1, dtype=torch.int32)
@@ -170,23 +180,25 @@ class _Module(torch.nn.Module):
         self._active = chunk
 
     def list_modules(self, chunk: int) -> list[torch.nn.Module]:
-        return [self.layers[self.chunk_numbers.index(chunk)]]
+        return list(self.layers[self.chunk_numbers.index(chunk)])
 
     def get_tied_weights_and_groups(self) -> list[Any]:
         return []
 
 
 class _Layer(torch.nn.Module):
-    """y = x + w, and an expert's w; both passes record themselves."""
+    """y = x + w, and an expert's w; both passes record themselves. is_late: w is there, but not in y."""
 
-    def __init__(self, run_pass: Callable[[], None], has_expert: bool) -> None:
+    def __init__(self, run_pass: Callable[[], None], has_expert: bool, is_late: bool) -> None:
         super().__init__()
+        self.is_late = is_late
         self.weight, self._run_pass = torch.nn.Parameter(torch.zeros(1)), run_pass
         self.expert = torch.nn.Parameter(torch.zeros(1)) if has_expert else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._run_pass()
-        y = x + self.weight if self.expert is None else x + self.weight + self.expert
+        weights = [self.weight][self.is_late :] + ([] if self.expert is None else [self.expert])
+        y = x + sum(weights)
         if y.requires_grad:
             y.register_hook(lambda _: self._run_pass())
         return y

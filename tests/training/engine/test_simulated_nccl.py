@@ -62,13 +62,25 @@ def test_replicas_end(way: str, zero_stage: int, meets_in_passes: bool) -> None:
 @pytest.mark.parametrize("zero_stage", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_that_divide_experts_end(way: str, zero_stage: int) -> None:
-    """Each pass meets the ranks of its expert group; gradients are reduced over two kinds of groups. That the host also
-    waits for its passes there, for the numbers of rows, changes nothing: what it launches later comes after them."""
+    """Each pass meets the ranks of its expert group twice, and gradients leave in between, over two kinds of groups.
+    That the host also waits for its passes there, for the numbers of rows, changes nothing: what it launches later
+    comes after them."""
     for seed, schedule in enumerate(list_schedules(2)):
         programs = record(schedule, num_replicas=4, zero_stage=zero_stage, expert_parallel_size=2)
         streams = [call.stream for call in programs[0] if isinstance(call, Kernel)]
         assert streams.count(SAME_EXPERTS) == streams.count(REPLICAS) > 0 < streams.count(EXPERTS)
+        passes = [stream for stream in streams if stream != "pipeline"]
+        assert (SAME_EXPERTS, REPLICAS, PASSES, EXPERTS) in zip(*(passes[each:] for each in range(4)))
         assert not any(play(programs, **WAYS[way], seed=seed)), schedule
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_a_rank_whose_buckets_leave_later_locks(zero_stage: int) -> None:
+    """It waits for an exchange, and another rank of its group for the bucket: so all have to leave in the same order,
+    which is why only experts are divided that always have a gradient. `late` is on the rank in the middle of a ring."""
+    for schedule in list_schedules(2):
+        given = {"num_replicas": 4, "zero_stage": zero_stage, "expert_parallel_size": 2}
+        assert any(play(record(schedule, late=3, **given), blocking=True)), schedule
 
 
 @pytest.mark.parametrize("way", WAYS)
