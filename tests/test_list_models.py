@@ -25,7 +25,9 @@ def test_the_table_names_each_family_once() -> None:
     assert list(TABLE) == list_models.list_families()
     assert sum(how in ("file", "generic") for how, *_ in TABLE.values()) >= 60
     assert all(reason for how, reason, _ in TABLE.values() if how == "refused")
-    assert sum(divides for *_, divides in TABLE.values()) >= 30
+    assert sum(divided == "figure" for *_, divided in TABLE.values()) >= 30
+    kept_whole = [name for name, (*_, divided) in TABLE.items() if divided == list_models.NOT_STACKED]
+    assert kept_whole == ["dbrx", "jetmoe", "longcat_flash"]
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
@@ -59,14 +61,16 @@ def test_a_family_that_hangs_or_crashes_is_a_row() -> None:
 
 def test_a_row_that_has_changed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     page = f"before\n{list_models.START}\n{list_models.END}\nbehind\n"
-    trials = {"a": Trial("generic", 1e-9, 2e-7), "b": Trial("refused", reason="says x | y")}
+    whole = Trial("generic", 1e-9, 2e-7, is_stacked=False)
+    trials = {"a": Trial("generic", 1e-9, 2e-7), "b": Trial("refused", reason="says x | y"), "c": whole}
     page = list_models.replace_table(page, trials)
     assert page.startswith("before\n") and page.endswith("\nbehind\n")
     table = list_models.read_table(page)
     assert list_models.check(trials, table) == 0
     assert list_models.check({**trials, "a": Trial("refused", reason="broken")}, table) == 1
-    assert capsys.readouterr().out == ("a: found ('refused', 'broken', False), the table says ('generic', '', False)\n")
+    assert capsys.readouterr().out == ("a: found ('refused', 'broken', ''), the table says ('generic', '', '')\n")
     assert list_models.check({**trials, "a": Trial("generic", 1e-9, 2e-7, 3e-7)}, table) == 1  # was not divided
+    assert list_models.check({**trials, "c": Trial("generic", 1e-9, 2e-7)}, table) == 1  # was dense
     capsys.readouterr()
 
 

@@ -30,12 +30,12 @@ def check_expert_parallel(config: PretrainedConfig, layers: Sequence[Layer], siz
     if size == 1:
         return
     numbers = find_stack_sizes(layers)
-    if not numbers and count_experts(config) == (1, 1):
+    if not numbers and not has_experts(config, layers):
         raise UserError(f"expert_parallel_size={size}: this '{config.model_type}' model has no experts; leave it at 1")
     if not numbers:
         raise UserError(
-            f"expert_parallel_size={size}: the experts of a '{config.model_type}' are modules of their own, which are "
-            "not divided; leave it at 1, and give more num_stages"
+            f"expert_parallel_size={size}: the experts of a '{config.model_type}' are not in the stacked form that "
+            "most families of transformers share, and only that is divided; leave it at 1, and give more num_stages"
         )
     common = math.gcd(*numbers)
     if common % size:
@@ -44,6 +44,12 @@ def check_expert_parallel(config: PretrainedConfig, layers: Sequence[Layer], siz
         raise UserError(
             f"expert_parallel_size={size} does not divide the model's {found} experts; sizes that do: {fitting}"
         )
+
+
+def has_experts(config: PretrainedConfig, layers: Sequence[Layer]) -> bool:
+    """Return whether a model has experts: by its config, or by its parameters, as DBRX has a config inside its config
+    for them."""
+    return count_experts(config) != (1, 1) or any("experts." in name for layer in layers for name in layer.shapes())
 
 
 def find_stack_sizes(layers: Sequence[Layer]) -> set[int]:

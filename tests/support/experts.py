@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,16 +39,28 @@ def build_experts(model_type: str, dtype: torch.dtype = torch.float32, intermedi
 Compute = Callable[..., torch.Tensor]
 
 
-def compute(experts: nn.Module, implementation: str, index: torch.Tensor, run: Compute | None = None) -> list[Any]:
-    """Returns the outputs, and the gradients of hidden states, router weights and parameters."""
+def compute(
+    experts: nn.Module,
+    implementation: str,
+    index: torch.Tensor,
+    run: Compute | None = None,
+    weights_dtype: torch.dtype | None = None,
+) -> list[Any]:
+    """Returns the outputs, and the gradients of hidden states, router weights and parameters. weights_dtype: of the
+    router weights; without it, that of the experts."""
     experts.config._experts_implementation = implementation  # type: ignore[union-attr]
     dtype = next(experts.parameters()).dtype
     torch.manual_seed(2)
-    hidden_states = torch.randn(len(index), D, dtype=dtype, requires_grad=True)
-    weights = torch.rand(index.shape, dtype=dtype, requires_grad=True)
+    hidden_states = _draw(torch.randn, (len(index), D), dtype).requires_grad_()
+    weights = _draw(torch.rand, index.shape, weights_dtype or dtype).requires_grad_()
     outputs = (experts if run is None else run)(hidden_states, index, weights)
-    gradient = torch.randn(len(index), D, dtype=dtype)
+    gradient = _draw(torch.randn, (len(index), D), dtype)
     return [outputs, *torch.autograd.grad(outputs, (hidden_states, weights, *experts.parameters()), gradient)]
+
+
+def _draw(draw: Callable[..., torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return the same numbers in every dtype: torch draws others in each."""
+    return draw(shape, dtype=torch.bfloat16).to(dtype)
 
 
 def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:

@@ -41,13 +41,14 @@ _CONTEXT = multiprocessing.get_context("spawn")
 class Trial:
     """The result of a trial. how: "file", "generic" or "refused". gradients: the largest relative difference of the
     loss and of all gradients, in fp64. steps: of losses, norms and weights of five SGD steps on two stages, in fp32.
-    divided: the same on two ranks that divide the experts. Both are None where they were not run. reason: why it is
-    refused."""
+    divided: the same on two ranks that divide the experts. Both are None where they were not run. is_stacked: False for
+    experts that cannot be divided. reason: why it is refused."""
 
     how: str
     gradients: float | None = None
     steps: float | None = None
     divided: float | None = None
+    is_stacked: bool = True
     reason: str = ""
 
 
@@ -132,6 +133,15 @@ def try_training(
         oracle = oracle or train_oracle(case)  # once the ranks have tokenized
         found.append(_compare(result, oracle))
     return found
+
+
+def _is_mixture(model_type: str) -> bool:
+    from models.architecture.lookup import build_layers
+    from models.generic.shrink import shrink
+    from models.sharding.expert_parallel import has_experts
+
+    config = shrink(build_published_config(model_type))
+    return has_experts(config, build_layers(config))
 
 
 def _compare(result: dict[str, Any], oracle: dict[str, Any]) -> float:
@@ -266,7 +276,7 @@ def _try_all(model_type: str, train: bool) -> Trial:
             steps, divided = try_training(model_type, _ranks[0], Path(folder))
         except BaseException as error:
             return replace(found, how="refused", reason=f"five steps: {_word(error)}")
-    found = replace(found, steps=steps, divided=divided)
+    found = replace(found, steps=steps, divided=divided, is_stacked=divided is not None or not _is_mixture(model_type))
     worst = max(figure for figure in (steps, divided) if figure is not None)
     return found if worst < BOUND else replace(found, how="refused", reason=f"five SGD steps differ by {worst:.0e}")
 

@@ -53,13 +53,12 @@ def test_bf16_is_as_exact_as_in_transformers(model_type: str) -> None:
 def test_a_router_in_fp32_with_experts_in_bf16(model_type: str) -> None:
     """As in DeepSeek-V3: router weights and their gradients stay fp32, the rest is bf16."""
     experts, index = build_experts(model_type, torch.bfloat16), route("all experts")
-
-    def run(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = experts(hidden_states, index, weights.float())
-        return outputs
-
-    ours, theirs = (compute(experts, name, index, run) for name in (GROUPED, "eager"))
+    ours, theirs = (compute(experts, name, index, weights_dtype=torch.float32) for name in (GROUPED, "eager"))
     assert ours[0].dtype is torch.bfloat16 and difference(ours, theirs) <= 0.02
+    exact = compute(experts.double(), "eager", index)
+    found, expected = ours[2], exact[2]
+    assert found.dtype is torch.float32 and not torch.equal(found, found.bfloat16().float())
+    assert difference([found.double()], [expected]) <= 1.5 * difference([theirs[2].double()], [expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -6,12 +6,15 @@ import re
 
 import pytest
 from support.families import build_family_config
+from support.published import build_published_config
 
 from errors import UserError
 from models.architecture.lookup import build_layers
+from models.generic.shrink import shrink
 from models.sharding.expert_parallel import check_expert_parallel, find_stack_sizes
 
 MIXTURE, DENSE = (build_family_config(name) for name in ("deepseek_v3", "llama"))
+DBRX, JETMOE = (shrink(build_published_config(name)) for name in ("dbrx", "jetmoe"))
 LAYERS = build_layers(MIXTURE)
 
 
@@ -30,9 +33,10 @@ def test_every_layer_counts() -> None:
     [
         (MIXTURE, LAYERS, "=3 does not divide the model's 8 experts; sizes that do: 1, 2, 4, 8"),
         (DENSE, build_layers(DENSE), "=3: this 'llama' model has no experts; leave it at 1"),
-        (MIXTURE, build_layers(DENSE), "=3: the experts of a 'deepseek_v3' are modules of their own, which are not"),
+        (DBRX, build_layers(DBRX), "=3: the experts of a 'dbrx' are not in the stacked form"),
+        (JETMOE, build_layers(JETMOE), "=3: the experts of a 'jetmoe' are not in the stacked form"),
     ],
-    ids=["indivisible", "dense", "not stacked"],
+    ids=["indivisible", "dense", "dbrx", "jetmoe"],
 )
 def test_what_cannot_be_divided_is_refused(config, layers, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):

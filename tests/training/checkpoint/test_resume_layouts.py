@@ -26,8 +26,9 @@ STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
 IN_RING = {f"{layout} in a ring": sizes for layout, sizes in CONTEXT_PARALLEL.items()}  # context_parallel_mode=ring
 IN_PARTS = {"tp2 in parts": (1, 2), "tp2xpp2 in parts": (2, 4)}  # sequence_parallel=true
-# with expert_parallel_size=2, and where the name says so other keys
+# with expert_parallel_size=2 or 4, and where the name says so other keys; in "ep2xdp2" experts have two replicas
 EXPERT_PARALLEL = {"ep2": (1, 2), "ep2xpp2": (2, 4), "ep2xcp2": (1, 2), "ep2xtp2": (1, 4), "stage2xep2": (1, 2)}
+EXPERT_PARALLEL |= {"ep4": (1, 4), "ep2xdp2": (1, 4), "stage2xep2xdp2": (1, 4)}
 ALL_LAYOUTS = LAYOUTS | TENSOR_PARALLEL | IN_PARTS | CONTEXT_PARALLEL | IN_RING | SHARDED | EXPERT_PARALLEL
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
 ACROSS = (*TENSOR_PARALLEL, "pp2", "pp1xdp2")
@@ -95,7 +96,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
             num_stages, world_size = ALL_LAYOUTS[layout]
             defaults = (
                 f"tensor_parallel_size={2 if 'tp2' in layout else 1}",
-                f"expert_parallel_size={2 if layout in EXPERT_PARALLEL else 1}",
+                f"expert_parallel_size={divide_experts(layout)}",
                 f"sequence_parallel={str(layout in IN_PARTS).lower()}",
                 f"context_parallel_size={2 if 'cp2' in layout else 1}",
                 f"context_parallel_mode={'ring' if layout in IN_RING else 'auto'}",
@@ -119,6 +120,11 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
         return done[name]
 
     return start
+
+
+def divide_experts(layout: str) -> int:
+    """The expert_parallel_size of a layout."""
+    return (4 if "ep4" in layout else 2) if layout in EXPERT_PARALLEL else 1
 
 
 def read_steps(output_dir: Path, first: int) -> list[tuple[float, float]]:
@@ -225,6 +231,8 @@ def test_mixtures_and_their_adapters_continue_at_another_layout(run, saved: str,
 EXPERT_SIDES = [
     ("ep2", "pp2"), ("pp2", "ep2"), ("ep2", "ep2xpp2"), ("ep2xpp2", "pp1"), ("tp2", "ep2"), ("ep2xcp2", "tp2"),
     ("ep2xtp2", "ep2"), ("pp1xdp2", "ep2xtp2"), ("stage2xep2", "pp2xdp2"), ("ep2xpp2", "stage2xep2"),
+    ("ep2xdp2", "pp2"), ("pp1xdp2", "ep2xdp2"),
+    ("ep4", "ep2xpp2"), ("ep2", "ep4"), ("tp2", "ep2xcp2"),
 ]  # fmt: skip
 
 
@@ -236,7 +244,11 @@ def test_divided_experts_continue_at_every_other_layout(run, saved: str, resumed
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("saved, resumed", [("ep2", "pp2"), ("pp1xdp2", "ep2xpp2"), ("ep2xpp2", "stage2xep2")], ids=str)
+@pytest.mark.parametrize(
+    "saved, resumed",
+    [("ep2", "pp2"), ("pp1xdp2", "ep2xpp2"), ("ep2xpp2", "stage2xep2"), ("stage2xep2xdp2", "pp2"), ("pp2", "ep2xdp2")],
+    ids=str,
+)
 def test_rounded_averages_of_divided_experts_continue(run, saved: str, resumed: str) -> None:
     check(run, saved, resumed, ROUNDED)
 
@@ -311,6 +323,8 @@ EIGHT_BITS = ("precision=bf16", "optimizer=adamw_8bit")
         *(("pp2xdp2", resumed, "tiedTrue") for resumed in ("pp2xdp2", "pp1xdp2", "pp1", "pp4", "tp2")),
         *(("ep2xpp2", resumed, "deepseek_v3") for resumed in ("ep2xpp2", "pp1xdp2")),
         ("pp1xdp2", "ep2", "deepseek_v3"),
+        ("ep2xdp2", "ep2xdp2", "deepseek_v3"),
+        ("ep2xdp2", "pp1xdp2", "deepseek_v3"),
     ],
 )
 def test_state_in_8_bits_is_there_within_a_step_at_another_layout(
@@ -324,7 +338,7 @@ def test_state_in_8_bits_is_there_within_a_step_at_another_layout(
     num_stages, world_size = ALL_LAYOUTS[resumed]
     parallel = (
         f"tensor_parallel_size={2 if resumed in TENSOR_PARALLEL else 1}",
-        f"expert_parallel_size={2 if resumed in EXPERT_PARALLEL else 1}",
+        f"expert_parallel_size={divide_experts(resumed)}",
     )
     reread = (*EIGHT_BITS, *parallel, f"model_name_or_path={step_dir}")
     case = Case(step_dir, root / "train.jsonl", root, num_stages, world_size, overrides=reread)

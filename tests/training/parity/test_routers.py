@@ -136,6 +136,14 @@ def test_gradients_are_those_of_each_document_alone(
     compare(workers(case.world_size).run(train_case, case), case)
 
 
+@full
+@pytest.mark.parametrize("layout", EXPERT_PARALLEL)
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "gpt_oss"])
+def test_five_steps_of_packed_rows_with_divided_experts(workers, material, family: str, layout: str) -> None:
+    case = material(family, layout, *LOSSES, *PACKED, steps=5)
+    compare(workers(case.world_size).run(train_case, case), case)
+
+
 @pytest.mark.parametrize(
     ("family", "layout", "overrides"),
     [

@@ -36,6 +36,7 @@ from training.resolution.target import Target
 
 PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
 PLANNED = re.compile(r"# python trainer_base_ds_mp\.py -cn (\S+) (plan=true .*)")
+EXPERTS_PAGE = CONF.parent / "docs" / "experts.md"
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
 PICTURED = ("llama_7b_pp4", "llama_65b_pp8")  # half a second each; test_timeline_plot.py draws all kinds
 
@@ -74,6 +75,27 @@ def test_every_shipped_config_fits_the_gpus_that_it_names(
     assert "\nFITS: " in report and "whole run: " in report
     assert len(re.findall(r"^ +\d+ +\d+-\d+ ", report, re.MULTILINE)) == config.num_stages
     assert report.isascii() and (tmp_path / "schedule.png").is_file() == (name in PICTURED)
+
+
+def read_page() -> dict[str, str]:
+    """The configs in the tables of docs/experts.md -> GiB of the fullest GPU."""
+    found, column = {}, 0
+    for line in EXPERTS_PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if "GiB of the fullest GPU" in cells:
+            column = cells.index("GiB of the fullest GPU")
+        elif named := re.search(r"^\|.*?(?:-cn |\| `)(\w+)`", line):
+            found[named[1]] = cells[column]
+    return {name: nbytes for name, nbytes in found.items() if name in PRIMARY}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", read_page())
+def test_memory_on_the_page_of_experts_and_in_headers_is_that_of_the_plan(name: str) -> None:
+    plan = plan_config(build(name, *planned_arguments(name)))
+    planned = str(round(plan.fullest.memory.peak / 2**30))
+    comment = " ".join(re.findall(r"^# (.*)$", (CONF / f"{name}.yaml").read_text(), re.MULTILINE))
+    assert re.findall(r"\((\d+) GiB used\)", comment) == [planned] and read_page()[name] == planned
 
 
 def test_a_table_wider_than_the_terminal_is_turned() -> None:
