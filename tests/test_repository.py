@@ -21,7 +21,8 @@ def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation.keys() >= {"cff-version", "message", "title", "authors"}  # those that the format needs
     assert citation["version"] == read_version() and citation["license"] == "MIT"
-    assert re.search(rf"^## {re.escape(read_version())}$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    heading = rf"^## {re.escape(read_version())} \({citation['date-released']}\)$"
+    assert re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("file", FORMS, ids=lambda file: file.stem)
