@@ -23,7 +23,7 @@ from training.pipeline.exchanges import Exchange, find_input, find_output, is_lo
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import Schedule, Unit, UnitKind
 from training.pipeline.transfers import Tensors, Transfers
-from training.pipeline.weight_gradients import Product, compute_gradients
+from training.pipeline.weight_gradients import Deferred, compute_gradients
 
 RECEIVE_ACTIVATION, SEND_GRADIENT, SEND_ACTIVATION, RECEIVE_GRADIENT = TRANSFERS
 SHARE_TIED, REDUCE = REDUCTIONS
@@ -111,7 +111,7 @@ class Runner:
         # Each micro-batch is loaded once: before the first chunk, on a rank that has it, else before the last.
         self._loads_at = next((chunk for chunk in (0, schedule.last_chunk) if chunk in self._chunks), None)
         self._kept: dict[tuple[int, int], Kept] = {}  # by chunk and micro-batch, as those below
-        self._products: dict[tuple[int, int], list[Product]] = {}
+        self._products: dict[tuple[int, int], list[Deferred]] = {}
         self._labels: dict[int, Any] = {}  # by micro-batch
         self._losses: list[Any] = []
         self._passes: dict[UnitKind, Callable[[Unit, Tensors], Tensors]] = {
