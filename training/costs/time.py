@@ -89,11 +89,17 @@ def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) 
 
     A collective over ranks of which g are on each node crosses between nodes on the links of all g at once: NCCL lays a
     ring through each of them, with a g-th of the data. Around a ring of context parallelism one rank sends to the next.
+    In an exchange of experts each rank sends the others its own rows, those for the E - g on other nodes over its own
+    link, while the rest go inside the node.
     """
     num_links = _count_links(axis, layout, stage_id, hardware.cards_per_node)
     if num_links is None:
         return hardware.intra_node_bandwidth
-    return min(hardware.intra_node_bandwidth, num_links * hardware.inter_node_bandwidth)
+    ways: float = num_links
+    if axis == EXPERTS:
+        size = layout.topology.num_expert_shares
+        ways = (size - 1) / (size - num_links)
+    return min(hardware.intra_node_bandwidth, ways * hardware.inter_node_bandwidth)
 
 
 @lru_cache(maxsize=2**12)  # each chunk asks, and so does each candidate of a search

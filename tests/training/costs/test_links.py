@@ -25,7 +25,7 @@ GPUS = Machine(
 
 
 @pytest.mark.parametrize(
-    ("topology", "num_links"),
+    ("topology", "together"),  # ranks of a group on a node, the fewest
     [
         (Topology.of(16, experts=8), None),  # each group is a node
         (Topology.of(16, pipe=2, experts=4), None),
@@ -37,13 +37,17 @@ GPUS = Machine(
     ],
     ids=["8 of 16", "4 of two stages", "16", "6 of 12", "tp4", "tp8", "cp8"],
 )
-def test_experts_are_sent_over_the_links_between_the_nodes_of_their_group(
-    topology: Topology, num_links: int | None
+def test_rows_for_experts_on_other_nodes_go_over_the_own_link_of_a_rank(
+    topology: Topology, together: int | None
 ) -> None:
     layout = Layout(topology, 1, 1)
-    bandwidth = INSIDE if num_links is None else min(INSIDE, num_links * BETWEEN)
-    latency = NODE_LATENCY if num_links is None else NODE_LATENCY + (NETWORK_LATENCY - NODE_LATENCY) / num_links
-    assert find_bandwidth(EXPERTS, layout, 0, GPUS) == bandwidth
+    bandwidth, latency = INSIDE, NODE_LATENCY
+    if together is not None:
+        leaving = (topology.num_expert_shares - together) / (
+            topology.num_expert_shares - 1
+        )  # of what a rank sends to the others
+        bandwidth, latency = BETWEEN / leaving, latency + (NETWORK_LATENCY - NODE_LATENCY) / together
+    assert find_bandwidth(EXPERTS, layout, 0, GPUS) == pytest.approx(bandwidth)
     assert find_latency(EXPERTS, layout, 0, GPUS) == pytest.approx(latency)
     sent = Sent({EXPERTS: 3 * GB}, {EXPERTS: 5})
     assert compute_sending_seconds(sent, layout, 0, GPUS) == pytest.approx(3 / bandwidth + 5 * latency)
