@@ -32,8 +32,10 @@ def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
     @cache
     def find_stop(stage_id: int, start: int) -> int:
         """The end of the longest range that fits; `start` where none does."""
-        stops = range(start + 1, len(costs) - (last_stage - stage_id) + 1)  # a layer or more for each later stage
-        return start + bisect_left(stops, True, key=lambda stop: not holds(stage_id, start, stop))
+        # Under 1F1B a later stage has fewer micro-batches in flight; the first and the last have layers of their own
+        fewest = find_stop(stage_id - 1, start) if 1 < stage_id < last_stage else start
+        stops = range(fewest + 1, len(costs) - (last_stage - stage_id) + 1)  # a layer or more for each later stage
+        return fewest + bisect_left(stops, True, key=lambda stop: not holds(stage_id, start, stop))
 
     def fits(stage_id: int, start: int, stop: int) -> bool:
         return stop <= find_stop(stage_id, start)

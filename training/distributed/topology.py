@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -113,11 +114,13 @@ class Topology:
                 index, inner = index + coordinate * inner, inner * size
         return index
 
+    @cache  # a search of layouts asks for the same ones again and again
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the groups of ranks that differ in these axes alone; groups and ranks are in the order of ranks."""
         found: dict[int, list[int]] = {}
+        others = self.others(*axes)
         for rank in range(self.world_size):
-            found.setdefault(self.index(rank, *self.others(*axes)), []).append(rank)
+            found.setdefault(self.index(rank, *others), []).append(rank)
         return list(found.values())
 
     def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
