@@ -10,7 +10,7 @@ from support.configs import build_config
 
 from training.config.schema import Device
 from training.cost_terms import table
-from training.cost_terms.cost_term import CostTerm, PlannedRun
+from training.cost_terms.cost_term import CostTerm, PlannedRun, Stage
 from training.cost_terms.fits import build_fits
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
@@ -119,3 +119,26 @@ def test_a_cpu_copies_a_gradient_to_fp32_to_add_it(keys: tuple[str, ...], copied
         for device in (Device.cuda, Device.cpu)
     )
     assert on_cpu.stages[0].memory.buffers - on_gpu.stages[0].memory.buffers == copied * layer.largest_trainable
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3])
+def test_the_fit_check_finds_what_each_range_of_layers_takes(interval: int) -> None:
+    """Its search by halves against the memory of every range, with layers of two sizes and a limit amid them."""
+    large = replace(LAYER, num_parameters=3 * 10**6, num_trainable=3 * 10**6, saved_bytes=4 * 10**6)
+    costs = [large if number in (0, 5, 11) else replace(LAYER) for number in range(12)]
+    config = replace(describe_run().config, num_stages=4, activation_checkpoint_interval=interval)
+    run = PlannedRun(config, Layout(Topology.of(8, pipe=4), 1, M), 50, GPU)
+
+    def measure(stage: int, start: int, stop: int) -> int:
+        return table.sum_memory(Stage(run, stage, costs, [range(start, stop)])).peak
+
+    run = replace(run, hardware=replace(GPU, memory=measure(1, 4, 7) / GIB))
+    fits = build_fits(costs, run)
+    ranges = [(0, 0, stop) for stop in range(1, 10)]
+    ranges += [
+        (stage, start, stop) for stage in (1, 2) for start in range(1, 9) for stop in range(start + 1, 9 + stage)
+    ]
+    ranges += [(3, start, 12) for start in range(3, 12)]
+    found = [fits(*each) for each in ranges]
+    assert found == [measure(*each) <= run.hardware.usable_bytes for each in ranges]
+    assert True in found and False in found

@@ -81,7 +81,7 @@ def test_lora_plus_trains_the_matrices_b_faster(composed: RunConfig) -> None:
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_lora_plus_has_the_groups_and_rates_of_peft(composed: RunConfig, layers: list[Layer], use_dora: bool) -> None:
-    """By the weight. Vectors do not decay here, while peft decays those of DoRA, by 0 unless told otherwise."""
+    """By the weight. Vectors do not decay here, while peft decays those of DoRA, by 0 unless another decay is given."""
     config = deepcopy(composed)
     config.adapter.loraplus_lr_ratio = 16.0
     llama = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
