@@ -66,7 +66,7 @@ def test_what_rows_declare_is_known(rows: list[PublishedRun]) -> None:
     assert {run.loss for run in rows} == {"", *LOGIT_BYTES} and {run.states for run in rows} == {"", "16"}
     assert {run.loss for run in rows} - {""} <= set(LOGIT_BYTES) & set(LOGIT_MOVED)
     assert {run.reduction for run in rows} == {"", "all_reduce"}
-    kept = {"projection", "gathered", "positions", "embedding"}
+    kept = {"projection", "gathered", "positions", "embedding", "copied"}
     assert {word for run in rows for word in run.keeps.split()} == kept
     assert {run.gradients for run in rows} == set(GRADIENT_BYTES)
     assert {run.sharding for run in rows} == {"", "fsdp"} and all(run.zero == 3 for run in rows if run.sharding)
@@ -104,6 +104,7 @@ def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
     assert saved(replace(one, attention="fused_softmax")) == saved(replace(run, attention="fused_softmax"))
     assert -saved(replace(one, attention="eager", micro_batch=1)) == 4 / 2 * 64 * 100
     assert -saved(replace(run, keeps="positions")) == 4 * 8 * 200
+    assert -saved(replace(run, keeps="copied")) == 6 * 64 * 200 and saved(replace(run, keeps="copied", tp=1)) == 0
     gathered = replace(run, keeps="gathered")
     assert saved(gathered) == 0 and -saved(replace(gathered, sequence_parallel=1)) == 4 * 64 / 2 * 200
     assert -saved(replace(one, keeps="projection positions gathered")) == -saved(one) + 4 * 8 * 200

@@ -55,8 +55,10 @@ NORMS_HERE, NORMS = 16, {"eager": 16, "fused_norm": 8, "fused": 8}
 # nn/attention/attention.py; github.com/huggingface/nanotron, models/llama.py). gathered: with sequence parallelism what
 # goes into both blocks, of the other ranks' parts; it is not gathered again in the backward pass (scaling,
 # nn/norm/rms_norm.py). positions: cosines and sines are looked up for queries and for keys (nn/rotary.py), of an
-# element of one head
-ONE_RESULT, REORDERED, GATHERED, LOOKED_UP = 4, 2, 2 + 2, 2 + 2
+# element of one head. copied: with tensor parallelism each of the five projections that is split by columns copies what
+# goes into it, which three and two of them share here (github.com/PaddlePaddle/Paddle,
+# python/paddle/distributed/fleet/layers/mpu/mp_ops.py and paddle/phi/kernels/impl/c_identity_kernel_impl.h)
+ONE_RESULT, REORDERED, GATHERED, LOOKED_UP, COPIED_INPUTS = 4, 2, 2 + 2, 2 + 2, 2 * (5 - 2)
 # Bytes of an attention score: softmax in fp32 and its result in 16 bits, or that alone
 SCORES_HERE, FUSED_SCORES = {"llama": 6}, 2
 # Bytes of an attention score that passes move besides products. Eager, in single kernels: scaled, masked, cast, softmax
@@ -113,6 +115,7 @@ def _count_kept(run: PublishedRun) -> float:
         "projection": (ONE_RESULT * (is_fused or not has_rows) + REORDERED * (is_fused and has_rows)) / run.tp,
         "gathered": GATHERED * (1 - 1 / run.tp) if run.sequence_parallel else 0.0,
         "positions": LOOKED_UP / run.heads,
+        "copied": COPIED_INPUTS if run.tp > 1 else 0.0,
     }
     return run.hidden * sum(kept.get(word, 0.0) for word in run.keeps.split())
 
@@ -138,7 +141,7 @@ def _time_loss(run: PublishedRun, head: LayerCost, machine: Machine) -> LayerCos
     is_gathered = run.loss.startswith("gathered")
     moved = LOGIT_MOVED[run.loss] * (1 if is_gathered else share)
     if is_gathered and run.tp > 1:
-        as_memory = machine.memory_bandwidth * STREAM_RATE / machine.intra_node_bandwidth
+        as_memory = machine.memory_bandwidth * STREAM_RATE / machine.rate_to(run.tp - 1)
         moved += CONCATENATED + COPIED * share + RECEIVED * (1 - share) * as_memory
     num_logits = run.micro_batch * run.seq // run.cp * run.vocab
     more = round((moved - loss_here.LOGIT_BYTES * share) * num_logits)

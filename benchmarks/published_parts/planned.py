@@ -38,6 +38,10 @@ from training.planner.run import ModelFolder
 from training.resolution.resolve import ResolvedModel, resolve_layout, resolve_model
 from training.resolution.target import Target
 
+# GPUs of a board without a switch: NVIDIA's boards of four have a third of a GPU's links between each two (HGX H100
+# 4-GPU, developer.nvidia.com/blog/introducing-nvidia-hgx-h100-an-accelerated-server-platform-for-ai-and-high-
+# performance-computing)
+DIRECT = 4
 _LEAD, _TAIL = {"gpt2": 2}, 2  # layers before the decoder's, 1 elsewhere (embedding), and after it: norm and head
 
 
@@ -89,7 +93,13 @@ def _describe_machine(run: PublishedRun) -> Machine:
     network = hardware.inter_node_bandwidth if run.network is None else run.network
     assert hardware.peak_flops is not None
     peaks = {**hardware.peak_flops, "bf16": hardware.peak_flops[run.precision]}
-    stated = replace(hardware, cards_per_node=run.gpus_per_node, inter_node_bandwidth=network, peak_flops=peaks)
+    stated = replace(
+        hardware,
+        cards_per_node=run.gpus_per_node,
+        switched=run.gpus_per_node > DIRECT,
+        inter_node_bandwidth=network,
+        peak_flops=peaks,
+    )
     return complete_hardware(stated, _choose_precision(run), run.gpus)
 
 

@@ -13,7 +13,7 @@ from training.costs.hardware import GB
 from training.costs.memory import Kept, Summed
 from training.costs.shared_attention import SharedAttention
 from training.costs.time import PassCost, Sent, find_bandwidth
-from training.distributed.topology import CONTEXT
+from training.distributed.topology import CONTEXT, RING
 
 # Reads and writes of one score by the operations of `models/parallel/blocks.py`, forward and backward: fp32, and a copy
 # in bf16
@@ -47,14 +47,14 @@ def compute_exchanges(chunk: Chunk) -> PassCost:
     overlaps."""
     if not (shared := _list_shared(chunk.layers)):
         return PassCost()
-    run = chunk.run
-    bandwidth = find_bandwidth(CONTEXT, run.layout, chunk.stage_id, run.hardware) * GB
+    run, axis = chunk.run, RING if shared[0].is_ring else CONTEXT
+    bandwidth = find_bandwidth(axis, run.layout, chunk.stage_id, run.hardware) * GB
     forward, backward = _sum_passes(chunk, shared[0].is_ring, bandwidth)
     return PassCost(
         forward_seconds=forward.work,
         backward_seconds=backward.work,
-        forward_sent=Sent({CONTEXT: forward.waiting * bandwidth}),
-        backward_sent=Sent({CONTEXT: backward.waiting * bandwidth}),
+        forward_sent=Sent({axis: forward.waiting * bandwidth}),
+        backward_sent=Sent({axis: backward.waiting * bandwidth}),
     )
 
 
@@ -76,7 +76,8 @@ def compare_modes(stage: Stage) -> list[ModeCost]:
 
 def _compare(stage: Stage, mode: str, runs_ring: bool) -> ModeCost:
     hardware, is_ring = stage.run.hardware, mode == "ring"
-    links = (hardware.intra_node_bandwidth * GB, hardware.inter_node_bandwidth * GB)
+    inside = hardware.rate_to(1 if is_ring else stage.run.layout.context_parallel_size - 1)
+    links = (inside * GB, hardware.inter_node_bandwidth * GB)
     within, between = (
         sum((sum(_sum_passes(chunk, is_ring, link), start=_Pass()) for chunk in stage.chunks), start=_Pass())
         for link in links

@@ -38,6 +38,7 @@ class Machine:
     host_memory_bandwidth: float
     host_link_bandwidth: float
     device_name: str
+    switched: bool = True
     price_per_hour: float | None = None
     multiprocessors: int | None = None
 
@@ -45,6 +46,13 @@ class Machine:
     def usable_bytes(self) -> float:
         """The usable bytes of one GPU's memory."""
         return self.memory * self.usable_memory * GIB
+
+    def rate_to(self, peers: int | None) -> float:
+        """Return the GB/s that a GPU sends to so many others of its node at once, in all; None: what it could send to
+        any. Without a switch it has a link to each, and so many of them are used."""
+        if self.switched or peers is None:
+            return self.intra_node_bandwidth
+        return self.intra_node_bandwidth * min(1.0, peers / max(1, self.cards_per_node - 1))
 
 
 def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size: int) -> Machine:

@@ -12,7 +12,7 @@ from training.config.schema import Device
 from training.costs.hardware import GB, Machine
 from training.costs.memory import Summed
 from training.distributed.sharding import list_shard_groups
-from training.distributed.topology import CONTEXT, EXPERTS, PIPE, TENSOR, Layout
+from training.distributed.topology import CONTEXT, EXPERTS, PIPE, RING, TENSOR, Layout
 
 # Where ZeRO shards over groups of replicas: the axis of a group, and that of the ranks with the same shard
 SHARDS, SAME_SHARD = "shards", "same shard"
@@ -22,9 +22,9 @@ NODE_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
 
 
 class Sent(dict[str, float]):
-    """Bytes that a rank sends over each axis of the topology, by the axis's name; and over `SHARDS`, `SAME_SHARD` and
-    `EXPERTS`. steps: by axis, those around a ring, of which a collective over n ranks takes n - 1, an all-reduce twice
-    as many."""
+    """Bytes that a rank sends over each axis of the topology, by the axis's name; and over `SHARDS`, `SAME_SHARD`,
+    `EXPERTS` and `RING`. steps: by axis, those around a ring, of which a collective over n ranks takes n - 1, an
+    all-reduce twice as many."""
 
     def __init__(self, nbytes: Mapping[str, float] | None = None, steps: Mapping[str, float] | None = None) -> None:
         super().__init__(nbytes or {})
@@ -79,7 +79,7 @@ def find_latency(axis: str, layout: Layout, stage_id: int, hardware: Machine) ->
     are on each node, one step of g is between nodes."""
     if hardware.device is not Device.cuda:
         return 0.0
-    num_links = _count_links(axis, layout, stage_id, hardware.cards_per_node)
+    num_links, _ = _count_links(axis, layout, stage_id, hardware.cards_per_node)
     return NODE_LATENCY + ((NETWORK_LATENCY - NODE_LATENCY) / num_links if num_links else 0.0)
 
 
@@ -88,28 +88,32 @@ def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) 
     the first.
 
     A collective over ranks of which g are on each node crosses between nodes on the links of all g at once: NCCL lays a
-    ring through each of them, with a g-th of the data. Around a ring of context parallelism one rank sends to the next.
-    In an exchange of experts each rank sends the others its own rows, those for the E - g on other nodes over its own
-    link, while the rest go inside the node.
+    ring through each of them, with a g-th of the data. Stages, and `RING`, send to one rank. Where each rank of E sends
+    all others data of its own, that for the E - g on other nodes goes over its own link, the rest inside the node.
     """
-    num_links = _count_links(axis, layout, stage_id, hardware.cards_per_node)
+    num_links, num_peers = _count_links(axis, layout, stage_id, hardware.cards_per_node)
+    inside = hardware.rate_to(num_peers)
     if num_links is None:
-        return hardware.intra_node_bandwidth
+        return inside
     ways: float = num_links
-    if axis == EXPERTS:
-        size = layout.topology.num_expert_shares
+    if axis in (EXPERTS, CONTEXT):
+        topology = layout.topology
+        size = topology.num_expert_shares if axis == EXPERTS else topology.size(CONTEXT)
         ways = (size - 1) / (size - num_links)
-    return min(hardware.intra_node_bandwidth, ways * hardware.inter_node_bandwidth)
+    return min(inside, ways * hardware.inter_node_bandwidth)
 
 
 @lru_cache(maxsize=2**12)  # each chunk asks, and so does each candidate of a search
-def _count_links(axis: str, layout: Layout, stage_id: int, cards_per_node: int) -> int | None:
-    """Links that a group uses between its nodes, the fewest of any group; None where each is on one node."""
+def _count_links(axis: str, layout: Layout, stage_id: int, cards_per_node: int) -> tuple[int | None, int | None]:
+    """Links that a group uses between its nodes, None where each is on one node; and ranks of its node that a rank
+    sends to, None for none: the fewest of any group."""
     nodes = [Counter(rank // cards_per_node for rank in ranks) for ranks in _list_groups(axis, layout, stage_id)]
     crossing = [min(counts.values()) for counts in nodes if len(counts) > 1]
-    if not crossing:
-        return None
-    return 1 if axis in (PIPE, CONTEXT) else min(crossing)
+    together = [count - 1 for counts in nodes for count in counts.values() if count > 1]
+    links, peers = min(crossing, default=None), min(together, default=None)
+    if axis in (PIPE, RING):  # a rank sends to the next
+        return None if links is None else 1, None if peers is None else 1
+    return links, peers
 
 
 def _list_groups(axis: str, layout: Layout, stage_id: int) -> list[Sequence[int]]:
@@ -122,10 +126,10 @@ def _list_groups(axis: str, layout: Layout, stage_id: int) -> list[Sequence[int]
     elif axis == EXPERTS:
         groups = topology.split_replicas(topology.num_expert_shares)[0]
     else:
-        groups = topology.groups(axis)
+        groups = topology.groups(CONTEXT if axis == RING else axis)
     # A stage waits for its own replicas; of the shards of a layer, the slowest group sets the pace of all stages.
     return (
         [*groups]
-        if axis in (CONTEXT, TENSOR, EXPERTS)
+        if axis in (CONTEXT, RING, TENSOR, EXPERTS)
         else [ranks for ranks in groups if layout.stage_id(ranks[0]) == stage_id]
     )

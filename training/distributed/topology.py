@@ -22,7 +22,8 @@ import torch.distributed as dist
 from errors import UserError
 
 PIPE, DATA, CONTEXT, TENSOR = "pipe", "data", "context", "tensor"
-EXPERTS = "experts"  # the ranks of an expert group, where bytes are counted by axis
+# Where bytes are counted by axis: the ranks of an expert group; context ranks of which each sends to the next
+EXPERTS, RING = "experts", "ring"
 
 
 @dataclass(frozen=True)
@@ -264,10 +265,10 @@ class Layout:
             f"; {crossing} of {len(pairs)} stage boundaries and the replicas of {apart} of {self.num_stages} stages "
             "cross hosts"
         )
-        crossings = (
-            self._warn_of_crossing(axis, what, hosts, (sent or {}).get(axis, 0)) for axis, what in _WITHIN_HOSTS.items()
-        )
-        return text + "".join(crossings) + self._warn_of_experts(hosts, (sent or {}).get(EXPERTS, 0))
+        counted = sent or {}
+        by_axis = {TENSOR: counted.get(TENSOR, 0), CONTEXT: counted.get(CONTEXT, 0) + counted.get(RING, 0)}
+        crossings = (self._warn_of_crossing(axis, what, hosts, by_axis[axis]) for axis, what in _WITHIN_HOSTS.items())
+        return text + "".join(crossings) + self._warn_of_experts(hosts, counted.get(EXPERTS, 0))
 
     def _warn_of_experts(self, hosts: list[str], sent: float) -> str:
         """A warning where expert groups span hosts, else empty."""

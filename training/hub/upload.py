@@ -22,9 +22,22 @@ from training.hub.model_card import find_base, find_license, write_card
 _SECONDS_BETWEEN_SIGNS = 5.0  # of an upload that lasts
 
 
-def check_upload(repo_id: str) -> str:
-    """Return the token for uploads to `repo_id`, without asking the hub: a run checks this first of all, before a base
-    model is downloaded. Raises UserError for a wrong name, or without a token."""
+def check_upload(repo_id: str) -> None:
+    """Check the name and the token of uploads: a run does so first of all, before a base model is downloaded. Raises
+    UserError for a wrong name, without a token, and for one that the hub does not know or that may not write."""
+    from huggingface_hub import HfApi  # here: most runs upload nothing
+
+    try:
+        told = HfApi(token=_find_token(repo_id)).whoami().get("auth", {}).get("accessToken", {})
+    except UserError:
+        raise
+    except Exception as error:  # of its HTTP library, of the network
+        raise _refuse(repo_id, error) from None
+    if told.get("role") == "read":
+        raise _miss_token(repo_id)
+
+
+def _find_token(repo_id: str) -> str:
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -36,8 +49,19 @@ def check_upload(repo_id: str) -> str:
         raise UserError(f"hub.repo_id={repo_id}: give org/name, or your own name and that of the model")
     token = os.environ.get("HF_TOKEN")
     if not token:
-        raise UserError(f"hub.repo_id={repo_id}: set HF_TOKEN in the environment to a token that may write there")
+        raise _miss_token(repo_id)
     return token
+
+
+def _miss_token(repo_id: str) -> UserError:
+    return UserError(f"hub.repo_id={repo_id}: set HF_TOKEN in the environment to a token that may write there")
+
+
+def _refuse(repo_id: str, error: Exception) -> UserError:
+    return UserError(
+        f"hub.repo_id={repo_id}: no upload would be possible ({describe_error(error)}); check HF_TOKEN, the name and "
+        "the network, or give hub.repo_id=null and upload later with scripts/upload.py"
+    )
 
 
 class Repository:
@@ -46,18 +70,15 @@ class Repository:
     def __init__(self, repo_id: str, private: bool) -> None:
         """Create the repository if it does not exist yet. private: of a new one.
 
-        Raises UserError as `check_upload` does, and where the hub refuses it or does not answer.
+        Raises UserError for a wrong name, without a token, and where the hub refuses it or does not answer.
         """
-        from huggingface_hub import HfApi  # here: most runs upload nothing
+        from huggingface_hub import HfApi
 
-        self.repo_id, self._api = repo_id, HfApi(token=check_upload(repo_id))
+        self.repo_id, self._api = repo_id, HfApi(token=_find_token(repo_id))
         try:
             self._api.create_repo(repo_id, private=private, exist_ok=True)
-        except Exception as error:  # of its HTTP library, of the network
-            raise UserError(
-                f"hub.repo_id={repo_id} could not be created ({describe_error(error)}); check HF_TOKEN, the name and "
-                "the network, or give hub.repo_id=null and upload later with scripts/upload.py"
-            ) from None
+        except Exception as error:
+            raise _refuse(repo_id, error) from None
 
     def upload(self, run: RunFolder, folder: Path, message: str) -> str:
         """Write the model card of a run into `folder`, one of its exports, and upload all files of it. Returns where

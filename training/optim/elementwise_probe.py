@@ -2,7 +2,7 @@
 
 What it keeps has to be in its state for each parameter. A number in a parameter group, such as a count of steps, is in
 no checkpoint, and under ZeRO-3, where DeepSpeed calls the optimizer once for each part of the weights, it would count
-those calls.
+those calls. Of a number in the state of parameters, such as a count of steps, a checkpoint keeps one for all of them.
 
 Under ZeRO an optimizer never sees a parameter. It gets one flat tensor for each group: this rank's part of the group's
 concatenated weights. An optimizer that treats each element by itself makes the same updates on that as on the weights;
@@ -50,6 +50,12 @@ def probe_optimizer(build: Build, name: str) -> dict[str, StateTensor]:
             "of a parameter; give an optimizer that keeps all of it there, such as optimizer=adamw, lion or "
             "torch.optim.RAdam"
         )
+    if uneven := _list_uneven(build):
+        raise UserError(
+            f"optimizer.custom: {name} keeps {', '.join(uneven)}, a number that is another one in parameter groups of "
+            "another learning rate, and a checkpoint keeps one for all; give an optimizer that keeps no such number, "
+            "such as optimizer=adamw, lion or torch.optim.RAdam"
+        )
     for one, other in zip(whole, flat, strict=True):
         if (one - other).abs().max() > BOUND * one.abs().max():
             raise _refuse(name, "on such a part it makes other steps than on whole weights")
@@ -94,7 +100,10 @@ def _draw_gradients() -> list[list[list[torch.Tensor]]]:
 
 
 def _build_on(build: Build, weights: list[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    optimizer = build([{"params": each, "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY} for each in weights])
+    rates = [LEARNING_RATE * number for number in range(1, len(weights) + 1)]
+    optimizer = build(
+        [{"params": w, "lr": rate, "weight_decay": WEIGHT_DECAY} for w, rate in zip(weights, rates, strict=True)]
+    )
     assert len(optimizer.param_groups) == len(weights)
     return optimizer
 
@@ -139,13 +148,28 @@ def _step_flat(
 
 
 def _read_state(build: Build) -> dict[str, StateTensor | str]:
+    kept: dict[str, StateTensor | str] = {}
+    for flat, state in _list_states(build):
+        kept |= {name: describe_kept(v, flat) for name, v in state.items() if v is not None}
+    return kept
+
+
+def _list_states(build: Build) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """The flat tensor of each parameter group, and what the optimizer keeps for it."""
     gradients = [[_flatten(group) for group in step] for step in _draw_gradients()]
     _, optimizer = _step_flat(build, [_flatten(group) for group in _draw()], gradients, 0)
-    kept: dict[str, StateTensor | str] = {}
-    for group in optimizer.param_groups:
-        (flat,) = group["params"]
-        kept |= {name: describe_kept(v, flat) for name, v in optimizer.state.get(flat, {}).items() if v is not None}
-    return kept
+    flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+    return [(flat, optimizer.state.get(flat, {})) for flat in flats]
+
+
+def _list_uneven(build: Build) -> list[str]:
+    """The names of the numbers in the state of parameters that are not the same in all groups."""
+    numbers: dict[str, set[float]] = {}
+    for _, state in _list_states(build):
+        for name, value in state.items():
+            if isinstance(value, int | float) or (torch.is_tensor(value) and value.ndim == 0):
+                numbers.setdefault(name, set()).add(float(value))
+    return sorted(name for name, values in numbers.items() if len(values) > 1)
 
 
 def _list_changed(build: Build) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from training.config.schema import Device
@@ -14,7 +16,7 @@ from training.costs.time import (
     find_bandwidth,
     find_latency,
 )
-from training.distributed.topology import EXPERTS, Layout, Topology
+from training.distributed.topology import CONTEXT, DATA, EXPERTS, PIPE, RING, TENSOR, Layout, Topology
 
 INSIDE, BETWEEN = 400, 50  # GB/s; a node has 8 GPUs
 GPUS = Machine(
@@ -51,3 +53,30 @@ def test_rows_for_experts_on_other_nodes_go_over_the_own_link_of_a_rank(
     assert find_latency(EXPERTS, layout, 0, GPUS) == pytest.approx(latency)
     sent = Sent({EXPERTS: 3 * GB}, {EXPERTS: 5})
     assert compute_sending_seconds(sent, layout, 0, GPUS) == pytest.approx(3 / bandwidth + 5 * latency)
+
+
+@pytest.mark.parametrize(
+    ("axis", "topology", "inside", "between"),  # shares of the rate within a node, and links of a rank between nodes
+    [
+        (TENSOR, Topology.of(8, tensor=8), 7 / 7, None),
+        (TENSOR, Topology.of(8, tensor=2), 1 / 7, None),
+        (DATA, Topology.of(8, pipe=2), 3 / 7, None),
+        (DATA, Topology.of(16, tensor=4), 1 / 7, 2),  # two of a group on each node
+        (DATA, Topology.of(16, tensor=8), 1, 1),  # one: nothing is sent within a node
+        (EXPERTS, Topology.of(8, experts=4), 3 / 7, None),
+        (PIPE, Topology.of(8, pipe=8), 1 / 7, None),
+        (RING, Topology.of(8, context=8), 1 / 7, None),
+        (CONTEXT, Topology.of(8, context=8), 7 / 7, None),  # all to all
+        (RING, Topology.of(16, context=16), 1 / 7, 1),
+        (CONTEXT, Topology.of(16, context=16), 7 / 7, 15 / 8),  # of what a rank sends to 15 others 8 leave the node
+    ],
+)
+def test_without_a_switch_a_rank_sends_over_its_link_to_each_other_rank(
+    axis: str, topology: Topology, inside: float, between: float | None
+) -> None:
+    layout = Layout(topology, 1, 1)
+    switched, direct = (
+        INSIDE * share if between is None else min(INSIDE * share, BETWEEN * between) for share in (1, inside)
+    )
+    assert find_bandwidth(axis, layout, 0, GPUS) == pytest.approx(switched)
+    assert find_bandwidth(axis, layout, 0, replace(GPUS, switched=False)) == pytest.approx(direct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -154,7 +155,7 @@ def test_what_would_refuse_the_upload_ends_the_run_before_it_trains(
     with pytest.raises(UserError, match="hub.repo_id=mine: give org/name"):
         Repository("mine", private=True)
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    with pytest.raises(UserError, match="hub.repo_id=me/mine could not be created .*401") as refused:
+    with pytest.raises(UserError, match="hub.repo_id=me/mine: no upload would be possible .*401") as refused:
         open_uploader(HubConfig("me/mine", True, None), run_folder)
     assert "wrong" not in str(refused.value) and "\n" not in str(refused.value)
     monkeypatch.delenv("HF_TOKEN")
@@ -163,16 +164,29 @@ def test_what_would_refuse_the_upload_ends_the_run_before_it_trains(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("me/mine", "set HF_TOKEN in the environment"), ("me/mine--2", "give org/name, or your own name")],
+    ("name", "token", "role", "said"),
+    [
+        ("me/mine", "", "write", "set HF_TOKEN in the environment"),
+        ("me/mine", TOKEN, "read", "set HF_TOKEN in the environment to a token that may write"),
+        ("me/mine", "wrong", "write", "no upload would be possible .*Invalid user token"),
+        ("me/mine--2", TOKEN, "write", "give org/name, or your own name"),
+    ],
 )
-def test_a_name_or_token_that_is_missing_is_found_before_the_model_is_looked_for(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_wrong_name_or_token_is_found_before_the_model_is_looked_for(
+    name: str,
+    token: str,
+    role: str,
+    said: str,
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """By the start of a run itself: neither its model nor its data exists."""
     from training import run as training_run
 
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    hub.role = role
+    monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr(training_run, "read_ranks", lambda: SINGLE_PROCESS)
     monkeypatch.setattr(training_run.process, "buffer_library_logs", lambda: None)
     config = compose_config(
@@ -182,7 +196,8 @@ def test_a_name_or_token_that_is_missing_is_found_before_the_model_is_looked_for
     with pytest.raises(SystemExit):
         training_run.run(config)
     error = capfd.readouterr().err
-    assert f"error: hub.repo_id={name}: {said}" in error and not (tmp_path / "out").exists()
+    assert re.search(f"error: hub.repo_id={name}: {said}", error) and not (tmp_path / "out").exists()
+    assert not hub.created
 
 
 def test_a_failed_upload_is_printed_with_the_way_out_and_the_next_one_is_tried(

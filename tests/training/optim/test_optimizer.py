@@ -197,6 +197,7 @@ class Listing(Counting):
             r"CountingGroups keeps step of its parameter groups, and no checkpoint saves",
         ),
         (f"{__name__}.CountingSelf", {}, r"CountingSelf keeps steps, and no checkpoint saves"),
+        ("torch.optim.ASGD", {}, r"ASGD keeps eta, a number that is another one in parameter groups of another"),
         ("torch.optim.Adagrad", {}, "DeepSpeed makes torch.optim.Adagrad anew and drops its groups"),
         (f"{__name__}.Attached", {}, r"Attached is not elementwise: .* on such a part it fails \(KeyError"),
         ("torch.optim.Muon", {}, r"Muon does not take a step on matrices and vectors \(ValueError: Muon only supports"),

@@ -26,6 +26,7 @@ from support.cases import (
     worst_difference,
 )
 from support.families import FAMILIES, MIXTURES, build_family, save_family
+from support.launching import run_deepspeed
 from support.parity_table import LARGE
 from support.runs import export_of, read_metrics
 from support.tiny import save_records, save_tokenizer
@@ -224,6 +225,30 @@ def test_lora_on_experts_equals_peft(workers, material, tmp_path: Path, family: 
 def read_steps(lines: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
     """Step -> (loss, gradient norm)."""
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+@full
+@pytest.mark.parametrize(
+    ("family", "layout", "overrides"),
+    [
+        ("qwen3_moe", "ep2xpp2", ("schedule=zero_bubble",)),
+        ("deepseek_v3", "ep4", (CHECKPOINTED,)),
+        ("gpt_oss", "ep2xdp2", ("zero_stage=2",)),
+    ],
+)
+def test_a_launched_run_equals_hugging_face(
+    material, tmp_path: Path, family: str, layout: str, overrides: tuple[str, ...]
+) -> None:
+    """Through the launcher: the losses and norms of its metrics, and the weights of its export."""
+    case = replace(material(family, layout, *STEPS, "logging_steps=1", *overrides), workdir=tmp_path)
+    ended = run_deepspeed(["-cn", "base", *case.list_overrides()], tmp_path, case.world_size)
+    assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
+    oracle, steps = train_oracle(case), read_steps(read_metrics(tmp_path / "out"))
+    losses, norms = zip(*steps.values(), strict=True)
+    assert losses == pytest.approx(oracle["losses"], rel=BOUND) and norms == pytest.approx(oracle["norms"], rel=BOUND)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf", dtype=torch.float32).state_dict()
+    worst, name = worst_difference(exported, oracle["weights"])
+    assert worst < BOUND, name
 
 
 def test_a_run_saves_exports_and_continues_with_whole_experts(workers, material, tmp_path: Path) -> None:
