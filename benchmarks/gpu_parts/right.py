@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import transformers  # noqa: F401 (rows are threads: one would see what another has imported by half)
+
 from benchmarks.gpu_parts.cases import CASES, EPSILON, SHARED, STEPS, Case
 from benchmarks.gpu_parts.figures import compare_records, compare_weights, find_skipped_steps
 from benchmarks.gpu_parts.machine import ROOT, Machine

@@ -257,6 +257,8 @@ import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from training.distributed.interrupts import SignalListener, leave_on_signals
 from training.distributed.ranks import SINGLE_PROCESS
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as without nohup
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground
 seen = []
 with leave_on_signals(SINGLE_PROCESS, lambda: print("told", flush=True)):
     inner = SignalListener(seen.append)
