@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import sys
 import time
@@ -28,12 +27,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.published_parts.causes import find_memory_cause, find_speed_cause
+from benchmarks.published_parts.measures import RANDOM_ERROR, correlate_ranks, find_quantile, simulate_rank
 from benchmarks.published_parts.planned import Planned, plan_all
 from benchmarks.published_parts.rows import OUT_OF_MEMORY, RUNS, PublishedRun, read_runs
 
 APART = (0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)  # shares of tokens/s by which two plans differ
 FEWEST = 5  # runs that a rank correlation is given for
-RANDOM_ERROR, DRAWS = 0.07, 200  # the median of random errors, and how often they are drawn
 # Columns that may differ between two measurements of one layout
 MEASURED = ("id", "where", "model", "assumed", "doubt", "tokens_per_s_per_gpu", "step_s", "memory_gib", "memory_is")
 NEAR, NEARER = 0.12, 0.05  # of measured memory
@@ -110,15 +109,6 @@ def _render_group(name: str, rows: Sequence[Planned], constant_of: Sequence[Plan
     return (
         f"| {name} | {len(rows)} | {staged} | {ranks} | {constant:.2f} "
         f"| {statistics.median(left):.0%} | {find_quantile(left, 0.9):.0%} |"
-    )
-
-
-def simulate_rank(measured: Sequence[float]) -> float:
-    """Return the mean rank correlation of speeds with themselves times log-normal errors of `RANDOM_ERROR` in the
-    median: what a plan can reach whose errors have no cause in the layout."""
-    draw, spread = random.Random(0), RANDOM_ERROR / statistics.NormalDist().inv_cdf(0.75)
-    return statistics.fmean(
-        correlate_ranks(measured, [speed * math.exp(draw.gauss(0, spread)) for speed in measured]) for _ in range(DRAWS)
     )
 
 
@@ -265,24 +255,6 @@ def render_refused(what: str, runs: Sequence[PublishedRun], refused: dict[str, l
     counts = sorted(((len(rows), reason) for reason, rows in refused.items()), reverse=True)
     total = sum(count for count, _ in counts)
     return "\n".join([f"{what}: {total} of {len(runs)} not planned", *(f"  {n:4} {reason}" for n, reason in counts)])
-
-
-def correlate_ranks(left: Sequence[float], right: Sequence[float]) -> float:
-    """Return Spearman's rank correlation; equal values share their mean rank."""
-    ranked = [_rank(values) for values in (left, right)]
-    return statistics.correlation(*ranked) if len({*ranked[0]}) > 1 and len({*ranked[1]}) > 1 else float("nan")
-
-
-def _rank(values: Sequence[float]) -> list[float]:
-    order: dict[float, list[int]] = {}
-    for place, value in enumerate(sorted(values)):
-        order.setdefault(value, []).append(place)
-    return [statistics.fmean(order[value]) for value in values]
-
-
-def find_quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the value that `share` of the ordered values do not exceed."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def draw(planned: Sequence[Planned], file: Path) -> None:

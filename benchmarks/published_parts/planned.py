@@ -38,9 +38,8 @@ from training.planner.run import ModelFolder
 from training.resolution.resolve import ResolvedModel, resolve_layout, resolve_model
 from training.resolution.target import Target
 
-# GPUs of a board without a switch: NVIDIA's boards of four have a third of a GPU's links between each two (HGX H100
-# 4-GPU, developer.nvidia.com/blog/introducing-nvidia-hgx-h100-an-accelerated-server-platform-for-ai-and-high-
-# performance-computing)
+# GPUs of a board without a switch: NVIDIA's boards of four have a third of a GPU's links between each two ("HGX H100
+# 4-GPU" in developer.nvidia.com/blog, "Introducing NVIDIA HGX H100")
 DIRECT = 4
 _LEAD, _TAIL = {"gpt2": 2}, 2  # layers before the decoder's, 1 elsewhere (embedding), and after it: norm and head
 

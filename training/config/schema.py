@@ -366,7 +366,7 @@ class HardwareConfig:
     multiprocessors: int | None = at_least(1)
     memory_bandwidth: float | None = positive()
     intra_node_bandwidth: float | None = positive()
-    switched: bool = MISSING
+    switched: bool = True
     inter_node_bandwidth: float | None = positive()
     host_memory: float | None = positive()
     host_memory_bandwidth: float | None = positive()
