@@ -38,7 +38,7 @@ def test_each_says_what_it_measures() -> None:
 
 
 def test_a_rank_has_half_of_divided_experts() -> None:
-    """Of their weights and sums; and at its peak what the plan says."""
+    """It has half of their weights and sums, and at its peak what the plan says."""
     text = run(str(FOLDER / "expert_parallel.py"), "--tiny", "--rounds", "1", "--precisions", "fp32")
     (shares,) = re.findall(rf"of weights and sums of experts {NUMBER}%", text)
     assert float(shares) == 50
