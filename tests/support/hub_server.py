@@ -23,7 +23,8 @@ TEXT = (".json", ".md", ".txt", ".jinja")
 class Hub:
     """repos: id -> file -> content. created: what was asked for each new repository. objects: LFS, by hash. puts:
     hashes that were sent. num_broken: so many of the next PUTs are refused. fields: id -> those of its model card.
-    role: of the token."""
+    role: of the token. told: the
+    status with which it says whose the token is."""
 
     url: str = ""
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class Hub:
     num_broken: int = 0
     fields: dict[str, dict[str, Any]] = field(default_factory=dict)
     role: str = "write"
+    told: int = 200
 
     def create(self, asked: dict[str, Any]) -> tuple[int, Any]:
         name = f"{asked['organization']}/{asked['name']}"
@@ -80,7 +82,7 @@ class Hub:
         if method == "PUT":
             return self.put(path.rpartition("/")[2], content)
         if path == "/api/whoami-v2":
-            return 200, {"name": "me", "auth": {"accessToken": {"role": self.role}}}
+            return self.told, {"name": "me", "auth": {"accessToken": {"role": self.role}}}
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
             name = found.group(1)
             return (200, {"id": name, "cardData": self.fields[name]}) if name in self.fields else (404, {})

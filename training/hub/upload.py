@@ -20,17 +20,22 @@ from training.config.schema import HubConfig
 from training.hub.model_card import find_base, find_license, write_card
 
 _SECONDS_BETWEEN_SIGNS = 5.0  # of an upload that lasts
+_UNKNOWN_TOKEN = (401, 403)  # answers of the hub
 
 
 def check_upload(repo_id: str) -> None:
     """Check the name and the token of uploads: a run does so first of all, before a base model is downloaded. Raises
     UserError for a wrong name, without a token, and for one that the hub does not know or that may not write."""
     from huggingface_hub import HfApi  # here: most runs upload nothing
+    from huggingface_hub.errors import HfHubHTTPError
 
+    api = HfApi(token=_find_token(repo_id))
     try:
-        told = HfApi(token=_find_token(repo_id)).whoami().get("auth", {}).get("accessToken", {})
-    except UserError:
-        raise
+        told = api.whoami().get("auth", {}).get("accessToken", {})
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code in _UNKNOWN_TOKEN:
+            raise _refuse(repo_id, error) from None
+        return  # it answers this question seldom (429), or not at all: creating the repository will tell
     except Exception as error:  # of its HTTP library, of the network
         raise _refuse(repo_id, error) from None
     if told.get("role") == "read":

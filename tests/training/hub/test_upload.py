@@ -200,6 +200,11 @@ def test_a_wrong_name_or_token_is_found_before_the_model_is_looked_for(
     assert not hub.created
 
 
+def test_a_hub_that_does_not_say_whose_a_token_is_ends_no_run(hub: Hub) -> None:
+    hub.told = 429
+    upload.check_upload("me/mine")
+
+
 def test_a_failed_upload_is_printed_with_the_way_out_and_the_next_one_is_tried(
     hub: Hub, run_folder: RunFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
