@@ -95,12 +95,13 @@ class _WeightedSwiGLU(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         gate_up, weights = context.saved_tensors
         grad_gate_up, grad_weights = torch.empty_like(gate_up), torch.empty_like(weights)
+        # Some routers hand over fp32 weights of rows in bf16 (Mixtral) or in the fp64 of a proof: the wider sums
+        dtype = torch.promote_types(gate_up.dtype, weights.dtype)
         for block in _list_blocks(gate_up):
             gate, up = gate_up[block].chunk(2, dim=-1)
             grad_gate, grad_up = grad_gate_up[block].chunk(2, dim=-1)
             unweighted = F.silu(gate).mul_(gradient[block])
-            # Some routers hand over fp32 weights of bf16 rows: their gradient is not rounded on the way (Mixtral)
-            grad_weights[block] = (unweighted * up).sum(dim=-1, keepdim=True, dtype=weights.dtype)
+            grad_weights[block] = (unweighted * up).sum(dim=-1, keepdim=True, dtype=dtype)
             _write_product(grad_up, unweighted, weights[block])
             grad_activated = (gradient[block] * up).mul_(weights[block])
             _write_silu_gradient(grad_gate, grad_activated, gate)

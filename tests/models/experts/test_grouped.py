@@ -61,6 +61,14 @@ def test_a_router_in_fp32_with_experts_in_bf16(model_type: str) -> None:
     assert difference([found.double()], [expected]) <= 1.5 * difference([theirs[2].double()], [expected])
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_a_router_in_fp32_with_experts_in_fp64(model_type: str) -> None:
+    """As in the proof of a family whose router computes in fp32: sums are in fp64, and their results alone rounded."""
+    experts, index = build_experts(model_type, torch.float64), route("all experts")
+    found = compute(experts, GROUPED, index, weights_dtype=torch.float32)[2]
+    assert torch.equal(found, compute(experts, "eager", index)[2].float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_rows_that_the_grouped_product_of_torch_refuses(model_type: str, dtype: torch.dtype) -> None:
