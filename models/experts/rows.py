@@ -95,7 +95,8 @@ class _WeightedSwiGLU(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         gate_up, weights = context.saved_tensors
         grad_gate_up, grad_weights = torch.empty_like(gate_up), torch.empty_like(weights)
-        # Some routers hand over fp32 weights of rows in bf16 (Mixtral) or in the fp64 of a proof: the wider sums
+        # Some routers hand over fp32 weights of rows in bf16 (Mixtral), or in the fp64 of a proof: sums have the wider
+        # dtype, and are rounded to that of the weights at their end
         dtype = torch.promote_types(gate_up.dtype, weights.dtype)
         for block in _list_blocks(gate_up):
             gate, up = gate_up[block].chunk(2, dim=-1)

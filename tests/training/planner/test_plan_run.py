@@ -111,9 +111,14 @@ def read_page() -> dict[str, str]:
         cells = [cell.strip() for cell in line.split("|")]
         if "GiB of the fullest GPU" in cells:
             column = cells.index("GiB of the fullest GPU")
-        elif named := re.search(r"^\|.*?(?:-cn |\| `)(\w+)`", line):
+        elif named := re.search(r"^\|.*?(?:-cn | `)(\w+)`", line):
             found[named[1]] = cells[column]
     return {name: nbytes for name, nbytes in found.items() if name in PRIMARY}
+
+
+def test_every_config_in_a_table_of_that_page_is_read() -> None:
+    rows = [line for line in EXPERTS_PAGE.read_text().splitlines() if line.startswith("|")]
+    assert sorted(read_page()) == sorted({word for row in rows for word in re.findall(r"\w+", row)} & set(PRIMARY))
 
 
 @pytest.mark.full
