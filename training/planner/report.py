@@ -112,6 +112,7 @@ def _row(stage: StagePlan) -> tuple[str, ...]:
 
 def render_step(plan: Plan, hardware: Machine) -> list[str]:
     """Return lines on a step: the pipeline's bubble, what its time is made of, and tokens per second."""
+    num_ranks = min(plan.layout.world_size, hardware.cards_per_node)
     return [
         f"bubble {plan.bubble:.1%} = {plan.schedule.bubble_formula}; stages uneven by {plan.imbalance:.1%}; "
         f"a stage waits {plan.idle:.1%} of the pipeline's time",
@@ -124,8 +125,7 @@ def render_step(plan: Plan, hardware: Machine) -> list[str]:
         f"{plan.tokens_per_second:,.0f} tokens/s with full samples, "
         f"{plan.tokens_per_second / plan.layout.world_size:,.0f} per GPU; "
         f"MFU {plan.mfu:.1%}; while computing, a GPU is assumed to reach {hardware.efficiency:.0%} of its peak",
-        f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of "
-        f"{min(plan.layout.world_size, hardware.cards_per_node)} ranks, "
+        f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of {num_ranks} rank{'s' * (num_ranks > 1)}, "
         f"of {plan.host_limit / GIB:,.0f}",
     ]
 
