@@ -49,7 +49,9 @@ def check_expert_parallel(config: PretrainedConfig, layers: Sequence[Layer], siz
 def has_experts(config: PretrainedConfig, layers: Sequence[Layer]) -> bool:
     """Return whether a model has experts: by its config, or by its parameters, as DBRX has a config inside its config
     for them."""
-    return count_experts(config) != (1, 1) or any("experts." in name for layer in layers for name in layer.shapes())
+    return count_experts(config) != (1, 1) or any(
+        map_alike(lambda layer: any("experts." in name for name in layer.shapes()), layers)
+    )
 
 
 def find_stack_sizes(layers: Sequence[Layer]) -> set[int]:

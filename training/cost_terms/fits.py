@@ -29,13 +29,22 @@ def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
             known[held] = memory.peak <= run.hardware.usable_bytes
         return known[held]
 
+    lengths: dict[int, int] = {}  # by stage, of the range that was found last
+
     @cache
     def find_stop(stage_id: int, start: int) -> int:
         """The end of the longest range that fits; `start` where none does."""
         # Under 1F1B a later stage has fewer micro-batches in flight; the first and the last have layers of their own
-        fewest = find_stop(stage_id - 1, start) if 1 < stage_id < last_stage else start
-        stops = range(fewest + 1, len(costs) - (last_stage - stage_id) + 1)  # a layer or more for each later stage
-        return fewest + bisect_left(stops, True, key=lambda stop: not holds(stage_id, start, stop))
+        low = find_stop(stage_id - 1, start) if 1 < stage_id < last_stage else start
+        high = len(costs) - (last_stage - stage_id)  # a layer or more for each later stage
+        as_long = start + lengths.get(stage_id, 0)  # as most ranges are, of layers of one kind
+        for stop in (as_long, as_long + 1):
+            if low < stop <= high:
+                low, high = (stop, high) if holds(stage_id, start, stop) else (low, stop - 1)
+        stops = range(low + 1, high + 1)
+        found = low + bisect_left(stops, True, key=lambda stop: not holds(stage_id, start, stop))
+        lengths[stage_id] = found - start
+        return found
 
     def fits(stage_id: int, start: int, stop: int) -> bool:
         return stop <= find_stop(stage_id, start)
