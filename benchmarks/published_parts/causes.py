@@ -30,7 +30,7 @@ def find_memory_cause(source: str, memory_is: str) -> str:
 
 
 _MEMORY = {
-    ("bigscience_176b", "process"): "38 and 44 GB on one layout; with 1 GiB for an NCCL communicator 0.94 and 91%",
+    ("bigscience_176b", "process"): "38 and 44 GB on one layout; NCCL's buffers are not stated",
     ("dlperf_oneflow", "process"): "with stages: its schedule is not stated",
     ("kempner", "allocated"): "two GPUs: the script that made its report has micro-batches of 2, the report of 4",
     ("nanotron", "allocated"): "whether what tensor parallelism gathers is kept depends on its version, not stated",

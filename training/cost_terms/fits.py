@@ -15,8 +15,9 @@ from training.pipeline.partition import Fits
 def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
     """Return the function that says whether a stage fits a GPU. costs: of all layers, for one micro-batch.
 
-    A range of layers that fits does so without its last ones, so a stage's longest range is found by halving. Layers of
-    one kind share one cost (`count_layers`), so a stage of so many of them is counted once, wherever it starts.
+    A range of layers that fits does so without its last ones, so a stage's longest range is found by halving, where it
+    is not as long as the one found before. Layers of one kind share one cost (`count_layers`), so a stage of so many of
+    them is counted once, wherever it starts.
     """
     kinds = [id(cost) for cost in costs]
     last_stage = run.layout.num_stages - 1

@@ -33,14 +33,17 @@ def compute_model_states(stage: Stage) -> Memory:
 
 def _allocate_sums(stage: Stage) -> Memory:
     """`training/engine/gradient_sums.py`: the sums of gradients, at stage 2 this rank's part, and a bucket that is
-    reduced. In fp16 the part is copied in fp32 for the step."""
+    reduced. In fp16 the part is copied in fp32 for the step. On a CPU gloo copies the weights that it gathers after
+    it."""
     run, part = stage.run, _part(stage)
     copied = 4 * part if run.config.precision is Precision.fp16 else 0
     updated = 0 if run.config.offload_optimizer is Offload.cpu else count_update_buffers(run.config, part)
+    gathers = run.hardware.device is Device.cpu and run.layout.num_shards > 1
+    gathered = run.weight_bytes * stage.num_trainable if gathers else 0
     return Memory(
         gradients=run.gradient_bytes * (part if run.config.shards_gradients else stage.num_trainable),
         buffers=max(_count_in_buckets(stage, chunk) for chunk in stage.chunks) if run.layout.num_shards > 1 else 0,
-        step=max(copied, updated),
+        step=max(copied, updated, gathered),
     )
 
 

@@ -121,6 +121,21 @@ def test_a_cpu_copies_a_gradient_to_fp32_to_add_it(keys: tuple[str, ...], copied
     assert on_cpu.stages[0].memory.buffers - on_gpu.stages[0].memory.buffers == copied * layer.largest_trainable
 
 
+@pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("fp32", 4)])
+def test_gloo_copies_the_weights_that_it_gathers(precision: str, size: int) -> None:
+    run = replace(describe_run(), config=build_config("num_stages=2", f"precision={precision}"))
+    on_cpu, on_gpu, alone = (
+        compute_plan([LAYER] * 4, [0, 2, 4], replace(run, hardware=replace(GPU, device=device), layout=layout))
+        for device, layout in (
+            (Device.cpu, run.layout),
+            (Device.cuda, run.layout),
+            (Device.cpu, Layout(Topology.of(2, pipe=2), 1, M)),
+        )
+    )
+    trained = 2 * LAYER.num_trainable
+    assert [plan.stages[0].memory.step for plan in (on_cpu, on_gpu, alone)] == [size * trained, 0, 0]
+
+
 @pytest.mark.parametrize("interval", [0, 1, 3])
 def test_the_fit_check_finds_what_each_range_of_layers_takes(interval: int) -> None:
     """Its search by halves against the memory of every range, with layers of two sizes and a limit amid them."""
