@@ -36,9 +36,9 @@ from benchmarks.gpu_parts.why import Why
 
 PARTS = {"right": Right, "fast": Fast, "why": Why}
 _MINUTES = {"cuda": 7.5, "cpu": 15.0}  # of a part: a session with a GPU is often cut into tens of minutes
-# Of right, whose rows say nothing of time and so run side by side; most of a row is imports, on one core.
-_CORES_PER_ROW = {"cuda": 4, "cpu": 1}
-_MOST_AT_ONCE = 4
+# Of right, whose rows say nothing of time and so run side by side; most of a row is imports, on one core a rank.
+_CORES_PER_ROW = {"cuda": 2, "cpu": 1}
+_MOST_AT_ONCE = 8
 
 
 def main() -> None:
