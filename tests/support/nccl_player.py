@@ -5,6 +5,9 @@ more:
 
 - A launch puts a kernel at the end of its stream, after all that the stream of passes holds by then. Each communicator
   has a stream of its own; kernels of one stream run one after the other.
+- Two ranks connect for messages in one direction when both first launch a group that has one, and only then is either
+  group's kernel launched; the hosts wait for that (NCCL's `p2pTaskAppend` and `ncclTransportP2pSetup`). So do those of
+  the ranks of a communicator's first collective.
 - A group of sends and receives is one kernel. It runs until each of them has met its counterpart in a kernel that runs
   at the same time. The n-th send from one rank to another meets the n-th receive. Nothing is buffered.
 - A collective runs until all its ranks run it.
@@ -54,17 +57,21 @@ class _Player:
         self.launched: list[dict[Kernel, _Launched]] = [{} for _ in ranks]
         self.counts: Counter[Any] = Counter()
         self.host: Counter[tuple[int, int]] = Counter()  # messages on their way
+        self.connecting: set[tuple[int, str, int, int]] = (
+            set()
+        )  # (rank, stream, from, to): ends of connections; -1 of a communicator
 
     def play(self) -> list[int]:
         moved = True
         while moved:
-            moved = False
+            moved, connecting = False, len(self.connecting)
             for rank in self.random.sample(range(len(self.programs)), len(self.programs)):
                 while self.calls[rank] < len(self.programs[rank]) and self.makes_call(rank):
                     self.calls[rank] += 1
                     moved = True
             while self.runs_kernels():
                 moved = True
+            moved = moved or len(self.connecting) > connecting
         left = [len(program) - made for program, made in zip(self.programs, self.calls)]
         return [calls + sum(map(len, streams.values())) for calls, streams in zip(left, self.streams)]
 
@@ -78,9 +85,19 @@ class _Player:
             return self.passes_message(rank, call)
         if isinstance(call, Wait):
             self.awaited[rank].append(self.launched[rank][call.kernel])
-        else:
+        elif self.connects(rank, call):
             self.launch(rank, call)
+        else:
+            return False
         return True
+
+    def connects(self, rank: int, kernel: Kernel) -> bool:
+        """False where another rank that a first use connects with has not come as far."""
+        ends = [(peer, (kernel.stream, rank, peer)) for peer in kernel.sends]
+        ends += [(peer, (kernel.stream, peer, rank)) for peer in kernel.receives]
+        ends += [(peer, (kernel.stream, -1, -1)) for peer in kernel.meets]
+        self.connecting.update((rank, *direction) for _, direction in ends)
+        return all((peer, *direction) in self.connecting for peer, direction in ends)
 
     def passes_message(self, rank: int, call: HostMessage) -> bool:
         """A sender goes on, and the receiver waits for it."""

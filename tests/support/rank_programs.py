@@ -113,7 +113,6 @@ class _Rank:
             links = Transfers(schedule, [self.ring], self.ring[self.stage], torch.device("cpu"))
             gradients = self.build_sums(module, schedule, distributed)
             runner = Runner(module, StageWithLoss(module), schedule, links, gradients, lambda: None)
-            del self.program[:]  # of connecting
             batches = iter([((torch.zeros(1),), None)] * (num_evaluated or schedule.num_micro_batches))
             if num_evaluated:
                 runner.evaluate(batches, num_evaluated)

@@ -6,8 +6,7 @@ launched as one group, on a communicator that carries nothing else. Both ranks o
 among those between them, so no tag is needed. Positions and segments are sent to a rank once: it keeps them for its
 later chunks.
 
-tests/training/engine/test_simulated_nccl.py runs this code for all ranks of many schedules against a model of NCCL. Run
-so far: gloo.
+tests/training/engine/test_simulated_nccl.py runs this code for all ranks of many schedules against a model of NCCL.
 
 P stages, V chunks per stage, M micro-batches.
 """
@@ -51,11 +50,28 @@ class Transfers:
         self._stage_id = self._ring.index(rank)
         self._group, _ = dist.new_subgroups_by_enumeration(rings, pg_options=build_options(dist.get_backend()))
         self._host_group = make_host_group()
-        dist.all_reduce(torch.zeros(1, device=device), group=self._group)  # NCCL connects at the first call of all
+        self._connect()
         self._arrivals: dict[Message, Arrival] = {}
         self._under_way: deque[Arrival] = deque()  # what was sent
         self._integers: dict[int, Tensors] = {}  # of each micro-batch that this rank will see again
         self.forget_shapes()
+
+    def _connect(self) -> None:
+        """Send and receive an element across every boundary of this rank, in both directions, in one group.
+
+        NCCL makes a communicator at the first call of all its ranks. It connects two of them for messages in one
+        direction when both first launch a group with one, and until then neither group's kernel is launched: in the
+        first step a rank that sends an activation and receives the first gradient would hold the activation back until
+        the other has made the gradient, though that may wait for the activation.
+        """
+        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+        operations = []
+        for _, start, stop in self._schedule.list_links():
+            if self._stage_id in (start, stop):
+                operation, peer = (dist.isend, stop) if self._stage_id == start else (dist.irecv, start)
+                element = torch.zeros(1, device=self._device)
+                operations.append(dist.P2POp(operation, element, self._ring[peer], self._group))
+        wait_for(dist.batch_isend_irecv(operations) if operations else ())
 
     def forget_shapes(self) -> None:
         """The next messages may have other shapes; all ranks call it at the same time."""

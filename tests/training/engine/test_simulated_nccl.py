@@ -119,13 +119,33 @@ def test_the_model_locks_where_it_should() -> None:
     assert all(play(apart))
     together = [[Kernel("p", sends=[1 - rank], receives=[1 - rank])] for rank in (0, 1)]
     assert not any(play(together, blocking=True))
+    connecting = [
+        [Kernel("back", receives=[1]), Kernel("forth", sends=[1])],
+        [Kernel("back", sends=[0]), Kernel("forth", receives=[0])],
+    ]
     early = [
         [Kernel("back", receives=[1]), Kernel(PASSES), Kernel("forth", sends=[1])],
         [one := Kernel("forth", receives=[0]), Wait(one), Kernel(PASSES), Kernel("back", sends=[0])],
     ]
+    early = [first + program for first, program in zip(connecting, early)]
     assert not any(play(early))
     assert all(play(early, blocking=True))  # a receive posted before the pass that its message needs
     assert all(play(early, barriers=1.0))
+
+
+def test_a_direction_that_is_first_used_within_a_step_locks() -> None:
+    """Seen on a GPU: a rank that sends an activation and receives the first gradient in one group launches it once the
+    other sends a gradient, which that cannot while it waits for the activation."""
+    step = [
+        [Kernel("p", sends=[1], receives=[1])],
+        [Kernel("p", receives=[0]), Kernel(PASSES), Kernel("p", sends=[0])],
+    ]
+    assert not any(play(step))
+    assert all(play(step, blocking=True))
+    assert all(play(step, barriers=1.0))
+    connected = [[Kernel("p", sends=[1 - rank], receives=[1 - rank]), *step[rank]] for rank in (0, 1)]
+    assert not any(play(connected, blocking=True))
+    assert not any(play(connected, barriers=1.0))
 
 
 def test_a_plan_that_receives_as_late_as_it_can_locks(monkeypatch: pytest.MonkeyPatch) -> None:
