@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from benchmarks.gpu_parts.fast import Fast
 from benchmarks.gpu_parts.machine import Machine, find_machine
 from benchmarks.gpu_parts.report import Report, choose_folder
 from benchmarks.gpu_parts.right import Right
-from benchmarks.gpu_parts.rows import run_rows
+from benchmarks.gpu_parts.rows import Row, run_rows
 from benchmarks.gpu_parts.why import Why
 
 PARTS = {"right": Right, "fast": Fast, "why": Why}
@@ -71,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="right,fast,why", help="with commas between")
     parser.add_argument(
-        "--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose name holds one of these"
+        "--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose name is or holds one of these"
     )
     parser.add_argument("--minutes", type=float, help="that each part may take: 7.5, on a CPU 15")
     parser.add_argument("--row-seconds", type=float, help="that each row may take, in place of its own limit")
@@ -88,13 +89,19 @@ def parse_arguments() -> argparse.Namespace:
 def run_part(part: str, arguments: argparse.Namespace, machine: Machine, report: Report, scratch: Path) -> None:
     scratch.mkdir()
     measured = PARTS[part](machine, scratch, report.folder / "logs" / part, arguments.tiny)
-    rows = [row for row in measured.list_rows() if any(text in row.name for text in arguments.rows)]
+    rows = choose_rows(measured.list_rows(), arguments.rows)
     fitting = min(_MOST_AT_ONCE, (os.cpu_count() or 1) // _CORES_PER_ROW[machine.device])
     if arguments.row_seconds is not None:
         rows = [replace(row, limit=arguments.row_seconds) for row in rows]
     jobs, minutes = max(1, fitting) if part == "right" else 1, arguments.minutes or _MINUTES[machine.device]
     report.begin(part, measured.TITLE, measured.COLUMNS)
     run_rows(rows, minutes * 60, lambda result: report.add(part, result), jobs)
+
+
+def choose_rows(rows: Sequence[Row], texts: Sequence[str]) -> list[Row]:
+    """Returns those of the names in `texts`; of a text that is the name of none, all whose name holds it."""
+    names = {row.name for row in rows}
+    return [row for row in rows if any(text == row.name or (text not in names and text in row.name) for text in texts)]
 
 
 if __name__ == "__main__":

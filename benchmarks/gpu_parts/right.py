@@ -57,7 +57,8 @@ class Right:
         """folder: for what is thrown away. logs: for what the report keeps."""
         self.machine, self.folder, self.logs = machine, folder, logs
         self._tiny, self._scale = tiny, 1 if tiny else 4  # tokens of a row, in 128
-        self._lock, self._oracle_lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._oracle_locks: dict[Job, threading.Lock] = {}
         self._oracles: dict[Job, Path] = {}
         self.adapter = folder / "adapter"
 
@@ -172,7 +173,9 @@ class Right:
             task=case.task, optimizer=update, epsilon=EPSILON,
             adapter=str(self.find_adapter()) if case.adapter else "", in_4bit=case.in_4bit, skipped=skipped,
         )  # fmt: skip
-        with self._oracle_lock:
+        with self._lock:
+            lock = self._oracle_locks.setdefault(job, threading.Lock())
+        with lock:
             if job not in self._oracles:
                 self._oracles[job] = self._run_oracle(case.name, job, deadline)
             return self._oracles[job]

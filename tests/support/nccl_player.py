@@ -57,9 +57,8 @@ class _Player:
         self.launched: list[dict[Kernel, _Launched]] = [{} for _ in ranks]
         self.counts: Counter[Any] = Counter()
         self.host: Counter[tuple[int, int]] = Counter()  # messages on their way
-        self.connecting: set[tuple[int, str, int, int]] = (
-            set()
-        )  # (rank, stream, from, to): ends of connections; -1 of a communicator
+        # Ends of connections: (rank, stream, from, to), and (rank, stream, -1, -1) of a communicator
+        self.connecting: set[tuple[int, str, int, int]] = set()
 
     def play(self) -> list[int]:
         moved = True
