@@ -10,6 +10,10 @@ more:
   the ranks of a communicator's first collective.
 - A group of sends and receives is one kernel. It runs until each of them has met its counterpart in a kernel that runs
   at the same time. The n-th send from one rank to another meets the n-th receive. Nothing is buffered.
+- The kernel goes through them in batches, the next one when all of a batch have met theirs (`addWorkBatchToPlan`). A
+  batch has at most one send to a rank and one receive from it, and these of eight consecutive rounds. A round is a
+  distance between ranks, so that all send and receive in the same order. That a GPU has channels, each with batches of
+  its own, helps where two messages use different ones; here there is one.
 - A collective runs until all its ranks run it.
 - `blocking`: the host waits after each launch until the kernel is done (CUDA_LAUNCH_BLOCKING=1). `barriers`: before a
   call, at random, it waits until all kernels of its device are done, as it does at the first use of a kernel, or when
@@ -22,33 +26,96 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby
 from random import Random
 from typing import Any
 
 from support.rank_programs import PASSES, HostMessage, Kernel, Program, Wait
 
+_ROUNDS_A_BATCH = 8  # NCCL_MAX_DEV_WORK_P2P_PER_BATCH
 
-def play(programs: Sequence[Program], *, blocking: bool = False, barriers: float = 0.0, seed: int = 0) -> list[int]:
+
+def play(
+    programs: Sequence[Program],
+    *,
+    blocking: bool = False,
+    barriers: float = 0.0,
+    seed: int = 0,
+    gpus_per_node: int | None = None,
+) -> list[int]:
     """Return how many calls each rank could not make, because ranks wait for each other. barriers: the share of calls
-    before which the host waits for its device."""
-    return _Player(programs, blocking, barriers, Random(seed)).play()
+    before which the host waits for its device. gpus_per_node: of a pipeline's ranks; None: all."""
+    return _Player(programs, blocking, barriers, Random(seed), gpus_per_node).play()
+
+
+@cache
+def list_rounds(num_ranks: int, num_local: int) -> dict[tuple[int, int], int]:
+    """Return the number of each round, by (nodes, ranks of a node) from the sender to the receiver (NCCL's
+    `ncclP2pSchedule`: distances 0, 1, 3, 6, 10, ... modulo a power of two)."""
+    distances = [
+        (one, other) for one in _list_distances(num_ranks // num_local) for other in _list_distances(num_local)
+    ]
+    return {distance: number for number, distance in enumerate(distances)}
+
+
+def _list_distances(size: int) -> list[int]:
+    power = 1 << (size - 1).bit_length()
+    return [distance for step in range(power) if (distance := step * (step + 1) // 2 % power) < size]
+
+
+def split_into_batches(
+    kernel: Kernel, rank: int, ring: Sequence[int], num_local: int
+) -> dict[tuple[bool, int, int], int]:
+    """Return the batch of each message of a group, by (whether it is sent, the other rank, its number among those)."""
+    rounds = list_rounds(len(ring), num_local)
+
+    def find_round(sender: int, receiver: int) -> int:
+        one, other = divmod(ring.index(sender), num_local), divmod(ring.index(receiver), num_local)
+        return rounds[(other[0] - one[0]) % (len(ring) // num_local), (other[1] - one[1]) % num_local]
+
+    order = []
+    for is_send, peers in ((True, kernel.sends), (False, kernel.receives)):
+        for place, peer in enumerate(peers):
+            number = peers[:place].count(peer)
+            order.append((number, find_round(*((rank, peer) if is_send else (peer, rank))), (is_send, peer, number)))
+    batches, batch, held = {}, 0, set()
+    for turn, turn_messages in groupby(sorted(order), key=lambda each: each[:2]):
+        number = turn[1]
+        if any(number == other or number // _ROUNDS_A_BATCH != other // _ROUNDS_A_BATCH for other in held):
+            batch, held = batch + 1, set()
+        held.add(number)
+        batches.update({message: batch for _, _, message in turn_messages})
+    return batches
 
 
 @dataclass(eq=False)
 class _Launched:
-    """A kernel in its stream. after: what it comes after. open: its sends and receives, by (from, to, number), that
-    have not met their counterparts."""
+    """A kernel in its stream. after: what it comes after. open: its sends and receives, as (is sent, from, to, number),
+    that have not met their counterparts, and the batch of each."""
 
     kernel: Kernel
     after: list[_Launched]
-    open: set[tuple[bool, int, int, int]] = field(default_factory=set)
+    open: dict[tuple[bool, int, int, int], int] = field(default_factory=dict)
     number: int = 0  # of a collective, on its communicator
     is_done: bool = False
 
+    def list_offered(self) -> list[tuple[bool, int, int, int]]:
+        """Its messages that can meet their counterparts."""
+        batch = min(self.open.values(), default=0)
+        return [message for message, other in self.open.items() if other == batch]
+
 
 class _Player:
-    def __init__(self, programs: Sequence[Program], blocking: bool, barriers: float, random: Random) -> None:
-        self.programs, self.blocking, self.random = programs, blocking, random
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        blocking: bool,
+        barriers: float,
+        random: Random,
+        gpus_per_node: int | None,
+    ) -> None:
+        self.programs, self.blocking, self.random, self.gpus_per_node = programs, blocking, random, gpus_per_node
         self.stops = [[random.random() < barriers for _ in program] for program in programs]
         ranks = range(len(programs))
         self.calls = [0 for _ in ranks]
@@ -116,10 +183,11 @@ class _Player:
         else:
             after = after + self.awaited[rank]
         launched = _Launched(kernel, after)
-        for peers, is_send in ((kernel.sends, True), (kernel.receives, False)):
-            for peer in peers:
-                pair = (rank, peer) if is_send else (peer, rank)
-                launched.open.add((is_send, *pair, self.count(is_send, *pair)))
+        ring = kernel.ring or range(len(self.programs))
+        batches = split_into_batches(kernel, rank, ring, self.gpus_per_node or len(ring))
+        for (is_send, peer, _), batch in sorted(batches.items()):
+            pair = (rank, peer) if is_send else (peer, rank)
+            launched.open[is_send, *pair, self.count(is_send, *pair)] = batch
         launched.number = self.count(rank, kernel.stream)
         own.append(launched)
         self.launched[rank][kernel] = launched
@@ -129,7 +197,7 @@ class _Player:
         return self.counts[name]
 
     def runs_kernels(self) -> bool:
-        """Let every kernel that can run meet its counterparts; returns whether any ended."""
+        """Let every kernel that can run meet its counterparts; returns whether any did."""
         running = [
             {
                 name: stream[0]
@@ -138,11 +206,14 @@ class _Player:
             }
             for streams in self.streams
         ]
-        offered = {one for streams in running for launched in streams.values() for one in launched.open}
+        offered = {one for streams in running for launched in streams.values() for one in launched.list_offered()}
         ended = False
         for own in running:
             for name, launched in own.items():
-                launched.open = {one for one in launched.open if (not one[0], *one[1:]) not in offered}
+                met = [one for one in launched.list_offered() if (not one[0], *one[1:]) in offered]
+                for one in met:
+                    del launched.open[one]
+                ended = ended or bool(met)
                 meets = (running[peer].get(name) for peer in launched.kernel.meets)
                 if not launched.open and all(other and other.number == launched.number for other in meets):
                     launched.is_done = ended = True

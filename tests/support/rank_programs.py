@@ -29,13 +29,14 @@ LAYERS = 2  # of a chunk: gradients of the second are reduced before the first o
 
 @dataclass(eq=False)
 class Kernel:
-    """stream: a communicator, or PASSES. sends, receives: the other ranks, of a group. meets: the ranks of a
-    collective."""
+    """stream: a communicator, or PASSES. sends, receives: the other rank of each message of a group. meets: the ranks
+    of a collective. ring: those of a group's communicator; all, if empty."""
 
     stream: str
     sends: Sequence[int] = ()
     receives: Sequence[int] = ()
     meets: Sequence[int] = ()
+    ring: Sequence[int] = ()
 
 
 @dataclass(eq=False)
@@ -217,6 +218,7 @@ class _Distributed:
         return SimpleNamespace(wait=lambda: self._program.append(Wait(kernel)), is_completed=lambda: False)
 
     def new_subgroups_by_enumeration(self, rings: Any, pg_options: Any) -> tuple[str, None]:
+        (self._ring,) = rings
         return "pipeline", None
 
     def get_backend(self) -> str:
@@ -229,7 +231,7 @@ class _Distributed:
 
     def batch_isend_irecv(self, operations: Sequence[tuple[str, int]]) -> list[Any]:
         sends, receives = ([peer for kind, peer in operations if kind == one] for one in ("isend", "irecv"))
-        return [self._launch(Kernel("pipeline", sends, receives))]
+        return [self._launch(Kernel("pipeline", sends, receives, ring=self._ring))]
 
     def send_object_list(self, shapes: Any, peer: int, group: None) -> None:
         self._program.append(HostMessage(True, peer))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from support.nccl_player import play
+from support.nccl_player import list_rounds, play, split_into_batches
 from support.rank_programs import EXPERTS, LAYERS, PASSES, REPLICAS, SAME_EXPERTS, Kernel, Program, Wait, record
 
 from training.pipeline.exchanges import find_sender, plan_exchanges
@@ -166,3 +166,29 @@ def test_a_plan_that_receives_as_late_as_it_can_locks(monkeypatch: pytest.Monkey
     locked = [schedule for schedule in SCHEDULES if any(play(record(schedule), blocking=True))]
     assert {type(schedule) for schedule in locked} >= {ZeroBubble, Interleaved}
     assert not any(play(record(replace(SCHEDULES[0], num_micro_batches=4)), blocking=True))
+
+
+def test_a_second_message_to_a_rank_waits_for_the_first_one_from_it() -> None:
+    """Seen on a GPU, of hidden states and positions: what is sent in two parts is not sent whole before the other rank
+    sends something, too."""
+    receiving = [Kernel("p", receives=[0, 0]), Kernel(PASSES), Kernel("p", sends=[0])]
+    assert all(play([[Kernel("p", sends=[1, 1], receives=[1])], receiving]))
+    whole = [Kernel("p", receives=[0]), Kernel(PASSES), Kernel("p", sends=[0])]
+    assert not any(play([[Kernel("p", sends=[1], receives=[1])], whole]))
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 2, 4, 8])
+def test_pipelines_over_several_nodes_end(gpus_per_node: int) -> None:
+    for schedule in SCHEDULES:
+        if schedule.num_stages == 8 and schedule.num_micro_batches in (8, 9):
+            assert not any(play(record(schedule), barriers=0.3, gpus_per_node=gpus_per_node)), schedule
+
+
+def test_rounds_are_those_of_nccl() -> None:
+    """The distances that its `init.cc` gives as an example, of 16 ranks."""
+    assert [local for _, local in list_rounds(16, 16)] == [0, 1, 3, 6, 10, 15, 5, 12, 4, 13, 7, 2, 14, 11, 9, 8]
+    assert list(list_rounds(6, 2)) == [(node, local) for node in (0, 1, 2) for local in (0, 1)]
+    own = Kernel("p", sends=[1, 1], receives=[1])
+    assert split_into_batches(own, 0, range(2), 2) == {(True, 1, 0): 0, (False, 1, 0): 0, (True, 1, 1): 1}
+    edge = Kernel("p", sends=[8], receives=[6, 8])  # the last rank of a node of eight
+    assert split_into_batches(edge, 7, range(16), 8) == {(False, 6, 0): 0, (True, 8, 0): 1, (False, 8, 0): 1}
