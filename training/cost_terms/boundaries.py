@@ -7,7 +7,7 @@ from training.costs.memory import Kept, Memory
 from training.costs.time import PassCost
 from training.pipeline.schedule import UnitKind
 
-SENDS = 2  # messages on their way to another rank
+SENDS = 2  # gradients on their way to another rank
 
 
 def compute_kept(chunk: Chunk) -> Kept:
@@ -18,16 +18,15 @@ def compute_kept(chunk: Chunk) -> Kept:
 
 
 def compute_buffers(stage: Stage) -> Memory:
-    """Return the bytes in transfer: received for the next pass or the running one, and what is being sent: gradients,
-    and hidden states that were copied to be sent with integers."""
+    """Return the bytes in transfer: received for the next pass or the running one, and gradients that are being
+    sent."""
     hidden, integers = stage.chunks[0].hidden_bytes, stage.chunks[0].integer_bytes
     links = stage.schedule.list_links()
     gets = {kind for kind, _, stop in links if stop == stage.stage_id}
     sends = {kind for kind, start, _ in links if start == stage.stage_id}
     following = hidden + integers if UnitKind.forward in gets else hidden
     running = hidden if UnitKind.backward in gets else 0
-    copied = hidden + integers if integers and UnitKind.forward in sends else 0
-    sent = SENDS * max(copied, hidden if UnitKind.backward in sends else 0)
+    sent = SENDS * hidden if UnitKind.backward in sends else 0
     return Memory(buffers=following + running + sent if gets else 0)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from models.losses.cross_entropy import Loss
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS, StepObserver
-from training.pipeline.exchanges import Exchange, find_input, find_output, is_local, plan_exchanges
+from training.pipeline.exchanges import Exchanges, find_input, find_output, is_local, plan_exchanges
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import Schedule, Unit, UnitKind
 from training.pipeline.transfers import Tensors, Transfers
@@ -39,10 +39,10 @@ class Kept(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The program of a rank: an exchange, then its passes, each with the exchange after it."""
+    """The program of a rank: exchanges, then its passes, each with the exchanges after it."""
 
-    before_first: Exchange
-    passes: list[tuple[Unit, Exchange]]
+    before_first: Exchanges
+    passes: list[tuple[Unit, Exchanges]]
 
 
 class StageWithLoss(torch.nn.Module):
@@ -154,8 +154,8 @@ class Runner:
     def _run(self, program: Program, batches: Iterator[Any], loss: Loss | None) -> list[Any]:
         self._losses, self._loss = [], loss
         self._exchange(program.before_first, None, ())
-        for unit, exchange in program.passes:
-            self._exchange(exchange, unit, self._passes[unit.kind](unit, self._receive(unit, batches)))
+        for unit, exchanges in program.passes:
+            self._exchange(exchanges, unit, self._passes[unit.kind](unit, self._receive(unit, batches)))
         with self.observed(FINISH):
             self._transfers.finish()
         return self._losses
@@ -219,18 +219,18 @@ class Runner:
         with self.observed(RECEIVE_GRADIENT if message.is_gradient else RECEIVE_ACTIVATION):
             return self._transfers.take(message)
 
-    def _exchange(self, exchange: Exchange, unit: Unit | None, result: Tensors) -> None:
-        """Pass on what the last pass made, to this rank or another, and start to receive what has to be."""
+    def _exchange(self, exchanges: Exchanges, unit: Unit | None, result: Tensors) -> None:
+        """Pass on what the last pass made, to this rank or another, and start to receive what is planned here."""
         output = None if unit is None else find_output(self._schedule, unit)
         if output is not None and is_local(self._schedule, output):
             self._transfers.hand_over(output, result)
-        if exchange.sent is None:
-            if exchange.received:
+        for exchange in exchanges:
+            if exchange.sent is None:
                 with self.observed(POST):
                     self._transfers.exchange(exchange, ())
-        else:
-            with self.observed(SEND_GRADIENT if exchange.sent.is_gradient else SEND_ACTIVATION):
-                self._transfers.exchange(exchange, result)
+            else:
+                with self.observed(SEND_GRADIENT if exchange.sent.is_gradient else SEND_ACTIVATION):
+                    self._transfers.exchange(exchange, result)
 
     @property
     def _gradients(self) -> StepGradients:

@@ -7,9 +7,13 @@ all that it has launched is done.
 
 That is what is planned here. All ranks are stepped through their passes, and a rank stays between two of them until
 what it sends has been received, and what its next pass needs has come. While it stays, it also receives what others
-have for it, though a later pass needs it: else two ranks that both send would wait for each other. What a rank sends
-and receives in such a stay is one `Exchange`, launched as one group. The run then goes through the same exchanges, and
-those that wait for each other are those that met here, in the order in which they met.
+have for it, though a later pass needs it: else two ranks that both send would wait for each other. The run then goes
+through the same messages, and those that wait for each other are those that met here, in the order in which they met.
+
+What a rank sends and receives at one moment of such a stay is one `Exchange`, launched as one group. For its peers it
+is the same moment, so two ranks have the same messages between them in a group. It must not hold more: NCCL goes
+through a group in batches of its own (two tensors to one rank are never in one, nor need those for several ranks be)
+and starts the next when all of one has arrived, so that what is sent now could wait for what arrives later.
 
 P stages, V chunks per stage, M micro-batches.
 """
@@ -17,6 +21,7 @@ P stages, V chunks per stage, M micro-batches.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -48,6 +53,9 @@ class Exchange(NamedTuple):
     received: tuple[Message, ...] = ()
 
 
+Exchanges = tuple[Exchange, ...]
+
+
 def find_input(schedule: Schedule, unit: Unit) -> Message | None:
     """Return what a pass needs of another; None for a first forward, a last backward, or a weight pass."""
     is_gradient = unit.kind is not UnitKind.forward
@@ -74,8 +82,9 @@ def is_local(schedule: Schedule, message: Message) -> bool:
 
 
 @cache
-def plan_exchanges(schedule: Schedule, forward_only: bool = False) -> tuple[tuple[Exchange, ...], ...]:
-    """Return the exchanges of each rank: before its first pass and after each. forward_only: for an evaluation."""
+def plan_exchanges(schedule: Schedule, forward_only: bool = False) -> tuple[tuple[Exchanges, ...], ...]:
+    """Return the exchanges of each rank: those before its first pass and those after each. forward_only: for an
+    evaluation."""
     stages = range(schedule.num_stages)
     planned = [_Rank(schedule, stage, forward_only) for stage in stages]
     ends = [(0, stage) for stage in stages]  # of passes, in the order of time
@@ -84,12 +93,12 @@ def plan_exchanges(schedule: Schedule, forward_only: bool = False) -> tuple[tupl
         while ends and ends[0][0] == now:
             planned[heapq.heappop(ends)[1]].finish_pass()
         for sender in planned:
-            sender.hand_over(planned)
+            sender.hand_over(planned, now)
         for rank in planned:
             if rank.can_go_on():
                 heapq.heappush(ends, (now + rank.start_pass(), rank.stage_id))
     assert all(rank.is_done for rank in planned), f"ranks wait for each other: {schedule}"
-    return tuple(tuple(rank.exchanges) for rank in planned)
+    return tuple(tuple(map(tuple, rank.exchanges)) for rank in planned)
 
 
 class _Rank:
@@ -103,7 +112,8 @@ class _Rank:
         self._arrived: set[Message] = set()
         self._offered: Message | None = None
         self._stays = False
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[list[Exchange]] = []  # of each stay
+        self._met_at: int | None = None  # those of the last one
 
     @property
     def is_done(self) -> bool:
@@ -113,21 +123,28 @@ class _Rank:
         sent = None if self._running is None else find_output(self._schedule, self._running)
         if sent is not None and is_local(self._schedule, sent):
             sent = None
-        self.exchanges.append(Exchange(sent))
-        self._running, self._offered, self._stays = None, sent, True
+        self.exchanges.append([])
+        self._running, self._offered, self._stays, self._met_at = None, sent, True, None
 
-    def hand_over(self, ranks: list[_Rank]) -> None:
+    def hand_over(self, ranks: list[_Rank], now: int) -> None:
         """Send what is offered, where its receiver stays between two passes too."""
         receiver = None if self._offered is None else ranks[self._schedule.find_stage(self._offered.chunk)]
         if receiver is not None and receiver._stays:
             assert self._offered is not None
-            receiver._receive(self._offered)
+            self._extend(now, lambda exchange: exchange._replace(sent=self._offered))
+            receiver._receive(self._offered, now)
             self._offered = None
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: Message, now: int) -> None:
         self._arrived.add(message)
-        exchange = self.exchanges[-1]
-        self.exchanges[-1] = Exchange(exchange.sent, (*exchange.received, message))
+        self._extend(now, lambda exchange: exchange._replace(received=(*exchange.received, message)))
+
+    def _extend(self, now: int, extend: Callable[[Exchange], Exchange]) -> None:
+        """Extend the exchange of this moment."""
+        if self._met_at != now:
+            self.exchanges[-1].append(Exchange())
+        self._met_at = now
+        self.exchanges[-1][-1] = extend(self.exchanges[-1][-1])
 
     def can_go_on(self) -> bool:
         if not self._stays or self._offered is not None or not self._remaining:
