@@ -131,13 +131,13 @@ class _Rank:
         receiver = None if self._offered is None else ranks[self._schedule.find_stage(self._offered.chunk)]
         if receiver is not None and receiver._stays:
             assert self._offered is not None
-            self._extend(now, lambda exchange: exchange._replace(sent=self._offered))
+            self._extend(now, lambda exchange: Exchange(self._offered, exchange.received))
             receiver._receive(self._offered, now)
             self._offered = None
 
     def _receive(self, message: Message, now: int) -> None:
         self._arrived.add(message)
-        self._extend(now, lambda exchange: exchange._replace(received=(*exchange.received, message)))
+        self._extend(now, lambda exchange: Exchange(exchange.sent, (*exchange.received, message)))
 
     def _extend(self, now: int, extend: Callable[[Exchange], Exchange]) -> None:
         """Extend the exchange of this moment."""

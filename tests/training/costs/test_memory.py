@@ -58,7 +58,9 @@ def state(
 
 
 def test_bf16_holds_the_sum_of_gradients_and_a_part_of_the_optimizer() -> None:
-    assert state() == Memory(weights=2000, gradients=4000, optimizer=12 * 250)
+    gathered = 2 * 1000  # what gloo makes of the updated weights
+    assert state() == Memory(weights=2000, gradients=4000, optimizer=12 * 250, step=gathered)
+    assert state(dp=1).step == state(machine=GPU).step == 0
     assert state(REDUCED).buffers == 2 * 1000  # a copy of a bucket where it is cast to be reduced
     assert state(REDUCED, n=BIG).buffers == 2 * REDUCE_BUCKET
     assert state(REDUCED, dp=1).buffers == 0  # nobody to reduce with
@@ -67,7 +69,7 @@ def test_bf16_holds_the_sum_of_gradients_and_a_part_of_the_optimizer() -> None:
 def test_bf16_offloaded() -> None:
     # on the host: master weights, moments, gradient, and the weights to send back
     on_host = 250 * (4 + 8 + 4 + 2)
-    assert state(OFFLOADED) == Memory(weights=2000, gradients=4000, host=on_host)
+    assert state(OFFLOADED) == Memory(weights=2000, gradients=4000, host=on_host, step=2 * 1000)
     assert state(OFFLOADED, REDUCED).buffers == 2 * 1000
 
 
@@ -89,7 +91,7 @@ def test_a_matrix_larger_than_a_bucket_is_reduced_by_itself() -> None:
 
 
 def test_fp32() -> None:
-    assert state("precision=fp32") == Memory(weights=4000, gradients=4000, optimizer=3000)
+    assert state("precision=fp32") == Memory(weights=4000, gradients=4000, optimizer=3000, step=4 * 1000)
     assert state("precision=fp32", OFFLOADED).host == 250 * 20
 
 
@@ -106,7 +108,7 @@ def test_fp16() -> None:
 def test_zero_stage_2_holds_a_part_of_the_sums() -> None:
     bucket = 2 * (1000 - 20) + 4 * 1000  # beside one gradient, which is counted with the layers; what is made of it
     found = state("zero_stage=2", "activation_checkpoint_interval=1", largest=20)
-    assert found == Memory(weights=2000, gradients=1000, optimizer=3000, buffers=bucket)
+    assert found == Memory(weights=2000, gradients=1000, optimizer=3000, buffers=bucket, step=2 * 1000)
     for saved, beside in ((0, bucket), (5000, bucket - 5000), (10_000, 0)):  # when it is full, those are freed
         assert state("zero_stage=2", "activation_checkpoint_interval=0", largest=20, saved=saved).buffers == beside
 
@@ -118,8 +120,13 @@ def test_zero_stage_2_offloaded_holds_its_part_of_the_sums_on_the_gpu() -> None:
 
 
 def test_zero_stage_2_in_fp16() -> None:
-    found = state("precision=fp16", "zero_stage=2", "activation_checkpoint_interval=1")
-    assert found == Memory(weights=2000, gradients=500, optimizer=3000, buffers=2 * 1000 + 4 * 1000, step=4 * 250)
+    found, on_gpu = (
+        state("precision=fp16", "zero_stage=2", "activation_checkpoint_interval=1", machine=machine)
+        for machine in (HOST, GPU)
+    )
+    buffers = 2 * 1000 + 4 * 1000
+    assert found == Memory(weights=2000, gradients=500, optimizer=3000, buffers=buffers, step=2 * 1000)
+    assert on_gpu.step == 4 * 250
 
 
 def test_stage_3_may_keep_its_part_of_the_weights_on_the_host() -> None:

@@ -201,7 +201,7 @@ def test_pipelines_over_several_nodes_end(num_stages: int) -> None:
 
 
 def test_two_ranks_have_the_same_messages_in_a_group() -> None:
-    """What the order that NCCL gives them depends on; not so in a plan with one group in each stay."""
+    """Then NCCL may go through a group in any order that is the same on all ranks."""
     for schedule in SCHEDULES:
         for forward_only in (False, True):
             groups = [list(chain.from_iterable(stays)) for stays in plan_exchanges(schedule, forward_only)]
