@@ -151,10 +151,20 @@ def test_a_row_that_is_left_out_is_missed(feature: str) -> None:
 
 
 def test_what_no_gpu_has_run_comes_first() -> None:
-    """Before the first plain run: a part that runs out of time has then run it."""
-    plain = next(number for number, case in enumerate(CASES) if {*case.list_keys()} == {*Case("").list_keys()})
-    first, late = list_covered(CASES[:plain]), list_covered(CASES[plain:])
-    assert set(FIRST) - first == set() and set(FIRST) & late == set()
+    """A part that runs out of time has then run it."""
+    names = [case.name for case in CASES]
+    seen = read_seen()
+    assert seen and seen <= {*names}
+    assert {*names[-len(seen) :]} == seen
+
+
+def read_seen() -> set[str]:
+    """The rows that a report of a GPU calls right."""
+    lines = [
+        line for file in CONF.parent.glob("benchmarks/results/*/report.md") for line in file.read_text().splitlines()
+    ]
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return {name for name, *rest in cells if "OK" in rest}
 
 
 def test_a_mixture_of_experts_has_a_row() -> None:
