@@ -69,6 +69,10 @@ RECOMPUTED = "activation_checkpoint_interval=2"
 CASES = (
     Case("pp2, fp32", PP2, 2),
     Case("pp2, bf16", PP2, 2, "bf16"),
+    Case("pp4, bf16", ("num_stages=4",), 4, "bf16"),
+    Case("pp2 dp2, bf16", PP2, 4, "bf16"),
+    Case("pp2 tp2, bf16", (*PP2, *TP2), 4, "bf16"),
+    Case("pp2 ep2 experts, bf16", (*PP2, "expert_parallel_size=2"), 4, "bf16", model="mixtral"),
     Case("pp2 experts, fp32", PP2, 2, model="mixtral"),
     Case("ep2 experts, fp32", ("expert_parallel_size=2",), 2, model="mixtral"),
     Case("pp2 experts, bf16", PP2, 2, "bf16", model="mixtral"),
