@@ -53,10 +53,11 @@ def main() -> None:
     print(f"{machine.describe()}; report: {folder}", flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as scratch:
         try:
-            for part in arguments.parts:
-                run_part(part, arguments, machine, report, Path(scratch) / part)
+            counts = [run_part(part, arguments, machine, report, Path(scratch) / part) for part in arguments.parts]
         except KeyboardInterrupt:
             sys.exit(f"\nstopped; what has run is in {folder}/report.md")
+    if not any(counts):
+        sys.exit(f"no row of {', '.join(arguments.parts)} is or holds: {', '.join(arguments.rows)}")
     print(f"\nreport: {folder}/report.md", flush=True)
     sys.exit(1 if report.is_bad else 0)
 
@@ -86,7 +87,8 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def run_part(part: str, arguments: argparse.Namespace, machine: Machine, report: Report, scratch: Path) -> None:
+def run_part(part: str, arguments: argparse.Namespace, machine: Machine, report: Report, scratch: Path) -> int:
+    """Returns how many rows it has."""
     scratch.mkdir()
     measured = PARTS[part](machine, scratch, report.folder / "logs" / part, arguments.tiny)
     rows = choose_rows(measured.list_rows(), arguments.rows)
@@ -95,7 +97,7 @@ def run_part(part: str, arguments: argparse.Namespace, machine: Machine, report:
         rows = [replace(row, limit=arguments.row_seconds) for row in rows]
     jobs, minutes = max(1, fitting) if part == "right" else 1, arguments.minutes or _MINUTES[machine.device]
     report.begin(part, measured.TITLE, measured.COLUMNS)
-    run_rows(rows, minutes * 60, lambda result: report.add(part, result), jobs)
+    return len(run_rows(rows, minutes * 60, lambda result: report.add(part, result), jobs))
 
 
 def choose_rows(rows: Sequence[Row], texts: Sequence[str]) -> list[Row]:

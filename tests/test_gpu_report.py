@@ -343,3 +343,9 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
     assert "pp1, fp16" in ended.stdout and "not run: needs a GPU" in ended.stdout
     assert found["fast"]["8b stage, offload"] == "-" and found["why"]["8b stage, LoRA"] == "-"
     assert parts["why"][0]["cells"]["idle"].endswith("%")
+
+
+def test_a_whole_name_chooses_its_row_alone() -> None:
+    rows = [Row(name, lambda _: (Status.ok, {}), 0, 1) for name in ("1b", "1b, Trainer", "8b stage")]
+    chosen = {text: [row.name for row in gpu.choose_rows(rows, [text])] for text in ("1b", "1b,", "b", "2b")}
+    assert chosen == {"1b": ["1b"], "1b,": ["1b, Trainer"], "b": ["1b", "1b, Trainer", "8b stage"], "2b": []}
