@@ -6,11 +6,19 @@ import os
 import re
 import sys
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
+from support.configs import build_config
 from support.family_trials import BOUND, Trial, try_families, try_family
+from support.planned import plan_config
+from support.published import build_published_config
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+from errors import UserError
+from models.generic.shrink import shrink
+from models.layers.wrapped import TEXT_CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -19,6 +27,9 @@ import list_models  # noqa: E402
 
 TABLE = list_models.read_table(list_models.PAGE.read_text())
 SAMPLE = ("bloom", "deepseek_v32", "falcon", "granite", "llama", "opt")
+PLANNED = ("falcon", "gemma4_text", "mixtral", "nanochat")
+TRAINED = [name for name, (how, *_) in TABLE.items() if how in ("file", "generic")]
+WAYS = ("", "data.packing=true", "tensor_parallel_size=2", "context_parallel_size=2")
 
 
 def test_the_table_names_each_family_once() -> None:
@@ -40,6 +51,21 @@ def test_a_row_is_what_is_found(model_type: str) -> None:
 @pytest.mark.full
 def test_the_table_is_what_is_found() -> None:
     assert list_models.check(try_families(list_models.list_families(), train=True), TABLE) == 0
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=() if name in PLANNED else pytest.mark.full) for name in TRAINED]
+)
+def test_a_family_of_the_table_can_be_planned(model_type: str, tmp_path: Path) -> None:
+    """For GPUs, with the kernels that a run has there; or one line says what it cannot do."""
+    config = build_published_config(model_type)
+    shrink(getattr(config, TEXT_CONFIG, config)).save_pretrained(tmp_path)
+    size = ("world_size=2", "max_seq_length=16", "micro_batch_size=1", "global_batch_size=4", "hardware=h100")
+    for way in WAYS:
+        keys = (f"model_name_or_path={tmp_path}", "precision=bf16", "plan=true", *size, *filter(None, [way]))
+        with suppress(UserError) if way else nullcontext():
+            plan = plan_config(build_config(*keys))
+            assert plan.tokens_per_second > 0 and plan.fullest.memory.peak > 0
 
 
 def misbehave(model_type: str, train: bool) -> Trial:

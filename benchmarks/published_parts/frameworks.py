@@ -149,6 +149,8 @@ def _time_loss(run: PublishedRun, head: LayerCost, machine: Machine) -> LayerCos
 
 
 def _time_attention(run: PublishedRun, cost: LayerCost) -> LayerCost:
+    if run.attention == "flash2":
+        return replace(cost, runs_flash_attention_2=True)
     if run.attention == "flash1":
         more = (FLASH1_SECONDS - 1) * cost.attention_flops
         return replace(cost, attention_flops=cost.attention_flops + more, forward_flops=cost.forward_flops + more)

@@ -98,6 +98,7 @@ def _describe_machine(run: PublishedRun) -> Machine:
         switched=run.gpus_per_node > DIRECT,
         inter_node_bandwidth=network,
         peak_flops=peaks,
+        flash_attention_2=hardware.flash_attention_2 if run.attention == "flash2" else 1.0,
     )
     return complete_hardware(stated, _choose_precision(run), run.gpus)
 

@@ -87,21 +87,18 @@ def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> li
 
 
 def choose_attention(
-    config: PretrainedConfig, requested: str, gpu_dtype: torch.dtype | None = None, is_planned: bool = False
+    config: PretrainedConfig, requested: str, gpu_dtype: torch.dtype | None = None, planned_flash: bool | None = None
 ) -> str:
     """Return the attention implementation for `attn_implementation=requested`. `auto` means the family's first; on a
     GPU it means torch's kernel for packed rows where that can be used, since it leaves other rows to SDPA.
 
-    gpu_dtype: of a model on a GPU; None on a CPU. is_planned: the GPU is not that of this process. Raises UserError for
-    a kernel that the family cannot use.
+    gpu_dtype: of a model on a GPU; None on a CPU. planned_flash: whether a GPU that is planned for runs flash
+    attention; None asks that of this process. Raises UserError for a kernel that the family cannot use.
     """
     available = _list_attention(config)
     if requested == "auto":
         packs = (
-            gpu_dtype is not None
-            and not is_planned
-            and VARLEN in available
-            and find_obstacle(config, gpu_dtype) is None
+            gpu_dtype is not None and VARLEN in available and find_obstacle(config, gpu_dtype, planned_flash) is None
         )
         return VARLEN if packs and _passes_documents(config) else available[0]
     if requested not in available:
@@ -110,7 +107,7 @@ def choose_attention(
         )
     obstacle = None
     if requested == VARLEN and gpu_dtype is not None:
-        obstacle = find_obstacle(config, gpu_dtype, is_planned)
+        obstacle = find_obstacle(config, gpu_dtype, planned_flash)
     if obstacle is None and requested in (VARLEN, *FLASH) and not _passes_documents(config):
         obstacle = f"the layers of '{config.model_type}' do not pass to their attention where documents begin"
     if obstacle is not None:

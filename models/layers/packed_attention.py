@@ -19,6 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 
 from models.layers import grouped_queries
+from models.layers.attention_heads import find_head_sizes, list_layer_configs
 from models.layers.documents import Documents
 
 VARLEN = "varlen"
@@ -28,30 +29,29 @@ _PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # more of th
 _DROPOUTS = ("attention_dropout", "attn_pdrop")  # the names that configs have for it
 
 
-def find_obstacle(config: PretrainedConfig, dtype: torch.dtype, is_planned: bool = False) -> str | None:
-    """Return why a model in `dtype` cannot use torch's kernel on the GPU of this process, or on one that is planned
-    for; None where it can."""
+def find_obstacle(config: PretrainedConfig, dtype: torch.dtype, planned_flash: bool | None = None) -> str | None:
+    """Return why a model in `dtype` cannot use torch's kernel on the GPU of this process; None where it can.
+    planned_flash: whether one that is planned for runs flash attention, in place of that."""
     if "window_size" not in _PARAMETERS:
         return f"torch {torch.__version__} has no varlen_attn with windows"
-    if not is_planned and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8):
+    if not (_has_flash() if planned_flash is None else planned_flash):
         return "its kernel needs a CUDA device of compute capability 8.0 or higher"
     if dtype not in (torch.bfloat16, torch.float16):
         return "its kernel takes bf16 and fp16"
     if has_dropout(config):
         return "its kernel has no dropout"
-    size = _find_head_size(config)
-    return None if size <= LARGEST_HEAD and size % 8 == 0 else f"its kernel does not take heads of size {size}"
+    sizes = {find_head_sizes(own)[0] for own in list_layer_configs(config)}  # smaller values are padded to it
+    unfit = [size for size in sizes if size > LARGEST_HEAD or size % 8]
+    return f"its kernel does not take heads of size {max(unfit)}" if unfit else None
+
+
+def _has_flash() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
 
 
 def has_dropout(config: PretrainedConfig) -> bool:
     """Return whether the config states a dropout of attention."""
     return any(getattr(config, name, 0) for name in _DROPOUTS)
-
-
-def _find_head_size(config: PretrainedConfig) -> int:
-    """Return the head size of queries and keys; smaller values are padded to it."""
-    own = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    return own or config.hidden_size // config.num_attention_heads
 
 
 def attend(

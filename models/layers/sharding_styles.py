@@ -85,6 +85,9 @@ def fit_plan(plan: Styles, module: nn.Module) -> Styles:
     }
     for name in (name for name in _NORMS if styles.get(name) is Style.SUMMED):
         norm: Any = module.get_submodule(name)
+        if not list(norm.parameters()):  # nothing to sum (nanochat)
+            del styles[name]
+            continue
         projection = f"{name.rpartition('_')[0]}_proj"
         if projection in parts and norm.weight.numel() == len(module.get_submodule(projection).weight):  # type: ignore[arg-type]
             del styles[name]

@@ -35,6 +35,7 @@ from errors import UserError
 from models.architecture.alike import map_alike
 from models.architecture.lookup import get_tensor_parallel_plan
 from models.experts.grouped import is_stack, is_transposed_to_peft
+from models.layers.attention_heads import list_layer_configs
 from models.layers.decoder import Embedding, LMHead, PipelineDecoderLayer
 from models.layers.layer import Fused, Layer, Style, Styles, refuse_sharding
 from models.layers.sharding_styles import fit_plan, list_blocks
@@ -97,16 +98,15 @@ def _find_obstacle(experts: Any) -> str | None:
 
 
 def _check_heads(config: PretrainedConfig, size: int) -> None:
-    counts = {
-        key: getattr(config, key)
-        for key in ("num_attention_heads", "num_key_value_heads")
-        if getattr(config, key, None)
-    }
-    common = math.gcd(*counts.values())
-    if common % size:
-        named = " and ".join(f"{count} {key.removeprefix('num_').replace('_', ' ')}" for key, count in counts.items())
-        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise UserError(f"tensor_parallel_size={size} does not divide the model's {named}; sizes that do: {fitting}")
+    keys = ("num_attention_heads", "num_key_value_heads")
+    for own in list_layer_configs(config):
+        counts = {key: getattr(own, key) for key in keys if getattr(own, key, None)}
+        if (common := math.gcd(*counts.values())) % size:
+            named = " and ".join(f"{number} {key[4:].replace('_', ' ')}" for key, number in counts.items())
+            fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise UserError(
+                f"tensor_parallel_size={size} does not divide the model's {named}; sizes that do: {fitting}"
+            )
 
 
 def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> None:

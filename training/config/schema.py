@@ -364,6 +364,7 @@ class HardwareConfig:
     peak_flops: dict[str, float] | None = positive()  # noqa: RUF009 (a field, as those around it)
     efficiency: float = positive()
     multiprocessors: int | None = at_least(1)
+    flash_attention_2: float = zero_or_more(default=1.0)
     memory_bandwidth: float | None = positive()
     intra_node_bandwidth: float | None = positive()
     switched: bool = True

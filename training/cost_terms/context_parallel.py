@@ -4,7 +4,7 @@ savings are in the costs of layers on a part of the sequence."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from training.config.schema import AttnImplementation, Device, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, PlannedRun, Stage
@@ -96,31 +96,39 @@ def _sum_passes(chunk: Chunk, is_ring: bool, bandwidth: float) -> tuple[_Pass, _
     run = chunk.run
     send = _travel if is_ring else _exchange
     forward = backward = _Pass()
-    for shared in _list_shared(chunk.layers):
-        forward += send(shared, run, bandwidth, is_backward=False)
-        backward += send(shared, run, bandwidth, is_backward=True)
-    for shared in _list_shared(chunk.list_recomputed()):
-        backward += send(shared, run, bandwidth, is_backward=False)
+    for layer in chunk.layers:
+        forward += send(layer, run, bandwidth, is_backward=False)
+        backward += send(layer, run, bandwidth, is_backward=True)
+    for layer in chunk.list_recomputed():
+        backward += send(layer, run, bandwidth, is_backward=False)
     return forward, backward
 
 
-def _exchange(shared: SharedAttention, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
+def _exchange(layer: LayerCost, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
     """Queries, keys, values and outputs, all but the rank's own part, are sent each way, and attention waits for
     them."""
+    if (shared := layer.shared_attention) is None:
+        return _Pass()
     size = run.layout.context_parallel_size
     nbytes = shared.exchanged_bytes * (size - 1) / size
     return _Pass(sent_bytes=nbytes, waiting=nbytes / bandwidth)
 
 
-def _travel(shared: SharedAttention, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
+def _travel(layer: LayerCost, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
     """Keys and values go to all others, each overlapped with a step of attention; in the backward pass their gradients
-    too, whose last transfer, home, is not overlapped. Where no kernel applies, scores are written to memory and read
+    too, whose last transfer, home, is not overlapped. torch returns what merges blocks from FlashAttention-2's kernels
+    alone, which some GPUs run slower than their own; where those do not apply, scores are written to memory and read
     again."""
+    if (shared := layer.shared_attention) is None:
+        return _Pass()
     size = run.layout.context_parallel_size
     gradient = shared.block_gradient_bytes if is_backward else 0
-    moved = shared.scores * SCORE_BYTES[is_backward] if _makes_scores(run, shared) else 0.0
-    work = moved / (run.hardware.memory_bandwidth * GB)
-    step_seconds = ((1 + is_backward) * shared.flops * run.tokens / run.flops_per_second + work) / size
+    attending = run.time_attention(layer, is_backward)
+    if _makes_scores(run, shared):
+        work = shared.scores * SCORE_BYTES[is_backward] / (run.hardware.memory_bandwidth * GB)
+    else:
+        work = run.time_attention(replace(layer, runs_flash_attention_2=True), is_backward) - attending
+    step_seconds = (attending + work) / size
     exposed = max(0.0, (shared.block_bytes + gradient) / bandwidth - step_seconds)
     return _Pass(
         sent_bytes=(size - 1) * shared.block_bytes + size * gradient,

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from training.config.schema import AttnImplementation, Precision, RunConfig
+from training.config.schema import AttnImplementation, FlashKernels, Precision, RunConfig
 from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
 from training.costs.hardware import Machine
-from training.costs.kernels import time_kernels
+from training.costs.kernels import time_attention, time_kernels
 from training.costs.memory import Kept, Memory, bytes_of
 from training.costs.time import PassCost, StepCost
-from training.costs.traffic import Traffic
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import choose_reduce_dtype
 from training.objectives.registry import get_objective
@@ -70,14 +69,22 @@ class PlannedRun:
         """FLOP/s of a GPU in large products."""
         return self.hardware.peak_flops[self.config.precision.value] * self.hardware.efficiency
 
-    def time_kernels(self, flops: float, attention: float, traffic: Traffic, is_backward: bool = False) -> float:
-        """Return the seconds of a pass over a micro-batch. flops: of a token; attention: those of them in it."""
-        tokens, rate = self.tokens, self.flops_per_second
-        if self.config.attn_implementation is AttnImplementation.eager:  # two matrix products, of all scores
-            attention = 0.0
-        return time_kernels(
-            (flops - attention) * tokens / rate, attention * tokens / rate, traffic, self.hardware, is_backward
-        )
+    def time_attention(self, layer: LayerCost, is_backward: bool = False) -> float:
+        """Return the seconds of a layer's fused attention over a micro-batch."""
+        products = (1 + is_backward) * layer.attention_flops * self.tokens / self.flops_per_second
+        runs_second = layer.runs_flash_attention_2 and self.config.flash_kernels is not FlashKernels.fa3
+        return time_attention(products, self.hardware, is_backward, runs_second)
+
+    def time_pass(self, layer: LayerCost, is_backward: bool = False) -> float:
+        """Return the seconds of a layer's pass over a micro-batch."""
+        flops, traffic = layer.forward_flops, layer.forward_traffic
+        if is_backward:
+            flops, traffic = layer.backward_flops, layer.backward_traffic
+        attending = 0.0
+        if self.config.attn_implementation is not AttnImplementation.eager:  # two matrix products, of all scores
+            flops -= (1 + is_backward) * layer.attention_flops
+            attending = self.time_attention(layer, is_backward)
+        return time_kernels(flops * self.tokens / self.flops_per_second, attending, traffic, self.hardware)
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ class Chunk:
         """Return the seconds of a micro-batch forward: as timed, or by the GPU's rate."""
         if layer.pass_seconds:
             return layer.pass_seconds[0] * self.run.tokens
-        return self.run.time_kernels(layer.forward_flops, layer.attention_flops, layer.forward_traffic)
+        return self.run.time_pass(layer)
 
     def time_deferred(self, layer: LayerCost) -> float:
         """Return the seconds of the backward pass that can be deferred: products alone."""
@@ -155,7 +162,7 @@ class Chunk:
     def time_backward(self, layer: LayerCost) -> float:
         if layer.pass_seconds:
             return layer.pass_seconds[1] * self.run.tokens
-        return self.run.time_kernels(layer.backward_flops, 2 * layer.attention_flops, layer.backward_traffic, True)
+        return self.run.time_pass(layer, is_backward=True)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ from models.adapters.freeze import choose_trained
 from models.adapters.targets import names_layers
 from models.architecture.alike import list_alike
 from models.experts.sizes import active_share, count_experts, list_matrices
+from models.layers.attention_heads import find_head_sizes, list_layer_configs
 from models.layers.context import MicroBatchContext
 from models.layers.documents import DocumentBounds
 from models.layers.layer import Layer
+from models.layers.packed_attention import FLASH, VARLEN
 from models.layers.recurrent import find_mixers
 from models.layers.sharding_styles import count_sums
 from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
@@ -65,8 +67,9 @@ class LayerCost:
     backward, where the layer was timed (`training/planner/profile_machine.py`). deferred_flops: of a token, those of
     the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
     (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
-    several ranks share each sequence. attention_flops: those of forward_flops that attention takes. forward_traffic,
-    backward_traffic: what the passes move besides products. num_blocks: see `Layer`. num_divided: of num_trainable,
+    several ranks share each sequence. attention_flops: those of forward_flops that attention takes;
+    runs_flash_attention_2: whether a GPU runs it by FlashAttention-2's kernels. forward_traffic, backward_traffic: what
+    the passes move besides products. num_blocks: see `Layer`. num_divided: of num_trainable,
     those of experts that ranks divide. sent_rows: of a token, those that are sent to the ranks of their experts, where
     ranks divide them; divided_flops: of forward_flops, those of such experts. num_starts: of the frozen
     parameters, those that adapters have started as, which are saved with them.
@@ -99,6 +102,7 @@ class LayerCost:
     num_blocks: int = 1
     regathers: int = 0
     attention_flops: float = 0
+    runs_flash_attention_2: bool = False
     forward_traffic: Traffic = NO_TRAFFIC
     backward_traffic: Traffic = NO_TRAFFIC
     num_divided: int = 0
@@ -221,6 +225,12 @@ class _BuiltLayer:
     passes: Passes
 
     @property
+    def own_config(self) -> PretrainedConfig:
+        """The layer's, where layers have different heads."""
+        configs = list_layer_configs(self.config)
+        return configs[getattr(self.module, "layer_idx", 0)] if len(configs) > 1 else configs[0]
+
+    @property
     def hidden_parts(self) -> int:
         """The number of parts that the rank's sequences are cut into once more between the layer's blocks."""
         return self.parallel.size if self.parallel.splits_sequence else 1
@@ -235,7 +245,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     active = {name: p.numel() * shares.get(name, 1) * active_share(name, config) for name, p in parameters.items()}
     multiplied = list(_multiplied(layer, module))
     times = 1 if layer.is_further else layer.num_blocks  # the head has the tokens of all depths
-    width, wholes = _attention_width(module, config), _count_shards(module)
+    width, wholes = _attention_width(module, built.own_config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
     length = built.batch.seq_length * built.parts.size
     makes_scores = config._attn_implementation == "eager"  # of all keys, those that the mask hides too
@@ -254,6 +264,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         largest_trainable=max((p.numel() for p in trained.values()), default=0),
         forward_flops=2 * times * sum(active[name] for name in multiplied) + attention_flops,
         attention_flops=attention_flops,
+        runs_flash_attention_2=_runs_flash_attention_2(built),
         forward_traffic=forward_traffic,
         backward_traffic=backward_traffic,
         frozen_flops=2 * times * sum(active[name] for name in multiplied if name not in trained),
@@ -312,6 +323,13 @@ def _multiplied(layer: Layer, module: nn.Module) -> Iterator[str]:
             yield name
 
 
+def _runs_flash_attention_2(built: _BuiltLayer) -> bool:
+    """Whether torch has no other kernels on a GPU, as for packed rows, or the run asks for that package. Under `sdpa`
+    torch chooses what is fastest; around a ring: `training/cost_terms/context_parallel.py`."""
+    kernel = built.config._attn_implementation
+    return kernel == FLASH[0] or (kernel == VARLEN and built.batch.is_packed)
+
+
 def _attention_width(module: nn.Module, config: PretrainedConfig) -> int:
     """Heads x (query-key size + value size); 0 for a layer without attention. `transformers` names the class so in
     every model; one that carries a state does not look back at keys."""
@@ -320,13 +338,7 @@ def _attention_width(module: nn.Module, config: PretrainedConfig) -> int:
     }
     if not any("Attention" in type(child).__name__ for child in module.modules() if id(child) not in linear):
         return 0
-    return config.num_attention_heads * sum(_head_sizes(config))
-
-
-def _head_sizes(config: PretrainedConfig) -> tuple[int, int]:
-    """The head sizes of queries and keys, and of values: multi-head latent attention has its own."""
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return getattr(config, "qk_head_dim", None) or head_size, getattr(config, "v_head_dim", None) or head_size
+    return config.num_attention_heads * sum(find_head_sizes(config))
 
 
 def _count_shared(built: _BuiltLayer, width: int, keys: float) -> SharedAttention | None:
@@ -334,11 +346,11 @@ def _count_shared(built: _BuiltLayer, width: int, keys: float) -> SharedAttentio
     if built.parts.size == 1 or not width:
         return None
     return count_shared_attention(
-        built.config,
+        built.own_config,
         built.parts,
         built.batch,
         tensor_parallel_size=built.parallel.size,
-        head_sizes=_head_sizes(built.config),
+        head_sizes=find_head_sizes(built.own_config),
         flops=2 * keys * width / built.parallel.size,
         window=_window(built.module, built.config),
     )

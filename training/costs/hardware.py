@@ -41,6 +41,7 @@ class Machine:
     switched: bool = True
     price_per_hour: float | None = None
     multiprocessors: int | None = None
+    flash_attention_2: float = 1.0
 
     @property
     def usable_bytes(self) -> float:

@@ -11,9 +11,9 @@ from training.config.schema import Device
 from training.costs.hardware import GB, Machine
 from training.costs.traffic import Traffic
 
-# Of the rate of large products, what fused attention reaches (FlashAttention-2, 2307.08691, figures 4 to 6: 190 of an
-# A100's 312 TFLOP/s at best, less for short rows); and the products of its backward pass, five where its forward has
-# two
+# Of the rate of large products, what fused attention reaches by the fastest kernels of a GPU (FlashAttention-2 on an
+# A100, 2307.08691, figures 4 to 6: 190 of 312 TFLOP/s at best, less for short rows; cuDNN's on an H200, 444 to 528 of
+# 759: benchmarks/results/nvidia-h200-2026-11-27); and the products of its backward pass, five where its forward has two
 ATTENTION_RATE, ATTENTION_BACKWARD = 0.65, 2.5 / 2
 # Tiles of a product that reach the rate of large products: rows and columns (NVIDIA, Matrix Multiplication Background
 # User's Guide, 2.3; smaller ones take less of it)
@@ -22,18 +22,26 @@ STREAM_RATE = 0.8  # of a data sheet's bandwidth, what kernels that move long ro
 LAUNCH_SECONDS = 8e-6  # of the host, for an operator of PyTorch and the Python around it
 
 
-def time_kernels(
-    products: float, attention: float, traffic: Traffic, machine: Machine, is_backward: bool = False
+def time_attention(
+    products: float, machine: Machine, is_backward: bool = False, by_flash_attention_2: bool = False
 ) -> float:
+    """Return the seconds of a layer's fused attention. products: seconds of its FLOPs at the rate of large products. A
+    CPU's rate, where its layers are not timed, is of whole layers."""
+    if machine.device is not Device.cuda:
+        return products
+    rate = ATTENTION_RATE * (machine.flash_attention_2 or 1.0 if by_flash_attention_2 else 1.0)
+    return products / rate * (ATTENTION_BACKWARD if is_backward else 1)
+
+
+def time_kernels(products: float, attending: float, traffic: Traffic, machine: Machine) -> float:
     """Return the seconds of a layer's pass.
 
-    products, attention: seconds of its FLOPs at the rate of large products. The host runs ahead of the GPU, so
-    launching counts where it takes longer than all that is launched. Products whose shapes are known take as much
-    longer as they leave multiprocessors idle. A CPU's rate, where its layers are not timed, is of whole layers.
+    products: seconds of its FLOPs at the rate of large products; attending: those of its attention. The host runs ahead
+    of the GPU, so launching counts where it takes longer than all that is launched. Products whose shapes are known
+    take as much longer as they leave multiprocessors idle.
     """
     if machine.device is not Device.cuda:
-        return products + attention
-    attending = attention / ATTENTION_RATE * (ATTENTION_BACKWARD if is_backward else 1)
+        return products + attending
     moving = traffic.moved / (machine.memory_bandwidth * GB * STREAM_RATE)
     computing = products * stretch_products(traffic.products, machine.multiprocessors)
     return max(computing + attending + moving, traffic.kernels * LAUNCH_SECONDS)

@@ -24,18 +24,16 @@ class SharedAttention:
 
     is_ring: whether the run sends blocks around a ring, or exchanges heads. exchanged_bytes: of queries, keys, values
     and outputs that ranks exchange by heads; 0 where there are too few heads. block_bytes: of keys and values, and
-    block_gradient_bytes of their gradients, that travel around a ring; 0 where the family's do not. flops: of a token,
-    of attention alone in a forward pass. scores: queries x keys, of all heads. has_window: whether its tokens see the
-    nearest alone. workspace_bytes: of the ring's backward pass while it is under way; chunk_bytes: in addition, where
-    scores are written to memory. saved_extra: what autograd keeps in addition to one rank's attention over as many
-    tokens.
+    block_gradient_bytes of their gradients, that travel around a ring; 0 where the family's do not. scores: queries x
+    keys, of all heads. has_window: whether its tokens see the nearest alone. workspace_bytes: of the ring's backward
+    pass while it is under way; chunk_bytes: in addition, where scores are written to memory. saved_extra: what autograd
+    keeps in addition to one rank's attention over as many tokens.
     """
 
     is_ring: bool
     exchanged_bytes: int
     block_bytes: int
     block_gradient_bytes: int
-    flops: float
     scores: float
     has_window: bool
     workspace_bytes: int
@@ -79,7 +77,6 @@ def count_shared_attention(
         exchanged_bytes=exchanged,
         block_bytes=block,
         block_gradient_bytes=gradient,
-        flops=flops,
         scores=tokens * flops / (2 * both_sizes),
         has_window=window is not None and window < batch.seq_length * parts.size,
         workspace_bytes=workspace,

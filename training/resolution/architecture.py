@@ -50,7 +50,10 @@ def complete_architecture(config: RunConfig, model: DescribedModel, target: Targ
         architecture = describe_head(architecture, objective.head, objective.name_labels(config.data))
     dtype = DTYPES[config.precision]
     architecture._attn_implementation = choose_attention(
-        architecture, config.attn_implementation.value, dtype if target.has_accelerator else None, target.is_planned
+        architecture,
+        config.attn_implementation.value,
+        dtype if target.has_accelerator else None,
+        config.hardware.flash_attention_2 > 0 if target.is_planned else None,
     )
     architecture._experts_implementation = choose_experts(
         architecture, config.tensor_parallel_size, dtype, config.expert_parallel_size

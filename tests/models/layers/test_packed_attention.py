@@ -11,6 +11,7 @@ import torch
 from support.chain import BOUND, Chain, difference, positions, tokens
 from support.families import FAMILIES, build_family, build_family_config
 from support.packed_kernels import play_flash, play_varlen
+from support.published import build_published_config
 from transformers import AutoConfig
 
 from errors import UserError
@@ -18,6 +19,7 @@ from models.architecture.lookup import choose_attention
 from models.generic.family import passes_documents
 from models.generic.shrink import shrink
 from models.layers import packed_attention
+from models.layers.attention_heads import find_head_sizes, list_layer_configs
 from models.layers.context import MicroBatchContext
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.documents import DocumentBounds
@@ -222,6 +224,26 @@ def test_old_devices_and_old_torch_have_no_kernel_for_packed_rows(monkeypatch: p
     assert "compute capability 8.0" in (packed_attention.find_obstacle(config, torch.bfloat16) or "")
     monkeypatch.setattr(packed_attention, "_PARAMETERS", frozenset({"is_causal"}))
     assert "has no varlen_attn with windows" in (packed_attention.find_obstacle(config, torch.bfloat16) or "")
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_gpu_of_a_plan_has_the_kernel_or_not(on_a_gpu: None, planned: bool) -> None:
+    config = build_family_config("llama", head_dim=16)
+    assert choose_attention(config, "auto", torch.bfloat16, planned) == ("varlen" if planned else "sdpa")
+
+
+def test_every_layer_must_have_heads_that_the_kernel_takes() -> None:
+    config = shrink(build_published_config("gemma4_text"))
+    assert sorted({find_head_sizes(own) for own in list_layer_configs(config)}) == [(16, 16), (32, 32)]
+    assert packed_attention.find_obstacle(config, torch.bfloat16, True) is None
+    published = build_published_config("gemma4_text")
+    assert (
+        packed_attention.find_obstacle(published, torch.bfloat16, True) == "its kernel does not take heads of size 512"
+    )
+
+
+def test_a_family_that_knows_its_kernels_by_name_keeps_them(on_a_gpu: None) -> None:
+    assert choose_attention(build_published_config("falcon"), "auto", torch.bfloat16) == "sdpa"
 
 
 def test_a_published_family_must_pass_the_documents_on(monkeypatch: pytest.MonkeyPatch) -> None:

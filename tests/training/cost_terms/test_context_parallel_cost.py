@@ -22,11 +22,13 @@ from training.cost_terms.context_parallel import (
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, Machine
+from training.costs.kernels import ATTENTION_BACKWARD, ATTENTION_RATE
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.shared_attention import SharedAttention, count_shared_attention
 from training.distributed.topology import Layout, Topology
 
 SIZE, LENGTH = 4, 1000  # ranks, tokens of each
+FLOPS = 1e8  # of a token's attention
 GPU = Machine(
     name="round", device=Device.cuda, cards_per_node=8, memory=100, usable_memory=1, peak_flops={"bf16": 1e12},
     efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=0.1, host_memory=100,
@@ -40,20 +42,20 @@ def describe_config() -> RunConfig:
     return build_config(*KEYS)
 
 
-def count(heads: int, is_ring: bool, flops: float = 1e8, window: int | None = None) -> SharedAttention:
+def count(heads: int, is_ring: bool, window: int | None = None) -> SharedAttention:
     config = LlamaConfig(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=2, head_dim=8)
     return count_shared_attention(
         config, ContextParallel(size=SIZE, is_ring=is_ring), MicroBatchShape(1, LENGTH, torch.bfloat16),
-        tensor_parallel_size=1, head_sizes=(8, 8), flops=flops, window=window,
+        tensor_parallel_size=1, head_sizes=(8, 8), flops=FLOPS, window=window,
     )  # fmt: skip
 
 
-def build_stage(shared: SharedAttention, *keys: str) -> Stage:
+def build_stage(shared: SharedAttention, *keys: str, flops: float = FLOPS, gpu: Machine = GPU) -> Stage:
     layer = LayerCost(
         name="x", num_parameters=1, num_trainable=1, num_active=1, largest_trainable=1, forward_flops=1e9,
-        attention_width=0, saved_bytes=1, output_bytes=1, shared_attention=shared,
+        attention_width=0, saved_bytes=1, output_bytes=1, shared_attention=shared, attention_flops=flops,
     )  # fmt: skip
-    run = PlannedRun(set_keys(describe_config(), *keys), Layout(Topology.of(SIZE, context=SIZE), 1, 1), 50, GPU)
+    run = PlannedRun(set_keys(describe_config(), *keys), Layout(Topology.of(SIZE, context=SIZE), 1, 1), 50, gpu)
     return Stage(run, 0, [replace(layer, shared_attention=None), layer], [range(2)])
 
 
@@ -75,7 +77,7 @@ def test_both_modes_are_compared(is_ring: bool) -> None:
 
 
 def test_a_slow_link_is_waited_for() -> None:
-    (in_ring,) = compare_modes(build_stage(count(6, is_ring=True, flops=0)))  # six heads: not by four ranks
+    (in_ring,) = compare_modes(build_stage(count(6, is_ring=True), flops=0))  # six heads: not by four ranks
     assert in_ring.mode == "ring" and in_ring.seconds_between == pytest.approx(TRAVELS / (0.1 * GB))
 
 
@@ -84,7 +86,7 @@ def test_scores_in_memory_take_time(keys: tuple[str, ...], window: int | None) -
     stage = build_stage(count(8, is_ring=True, window=window), *keys)
     plain = build_stage(count(8, is_ring=True))
     cost, fused = compute_exchanges(stage.chunks[0]), compute_exchanges(plain.chunks[0])
-    scores = LENGTH * 1e8 / (2 * (8 + 8))
+    scores = LENGTH * FLOPS / (2 * (8 + 8))
     added = cost.forward_seconds - fused.forward_seconds, cost.backward_seconds - fused.backward_seconds
     assert added == pytest.approx([scores * nbytes / (1000 * GB) for nbytes in SCORE_BYTES])
 
@@ -93,6 +95,25 @@ def test_documents_of_packed_rows_take_no_scores() -> None:
     packed, plain = (build_stage(count(8, is_ring=True), *keys) for keys in (("data.packing=true",), ()))
     assert compute_exchanges(packed.chunks[0]) == compute_exchanges(plain.chunks[0])
     assert compute_workspace(packed.chunks[0]) == compute_workspace(plain.chunks[0])
+
+
+def test_a_ring_has_the_kernels_of_flash_attention_2() -> None:
+    """Which take twice as long on this GPU, unless FlashAttention-3 is in their place."""
+    gpu = replace(GPU, flash_attention_2=0.5)
+    ring = compute_exchanges(build_stage(count(8, is_ring=True), gpu=gpu).chunks[0])
+    forward = FLOPS * LENGTH / 1e12 / ATTENTION_RATE
+    assert ring.forward_seconds == pytest.approx(forward)  # in addition
+    assert ring.backward_seconds == pytest.approx(2 * ATTENTION_BACKWARD * forward)
+    newer = build_stage(count(8, is_ring=True), "flash_kernels=fa3", gpu=gpu)
+    by_heads = build_stage(count(8, is_ring=False), gpu=gpu)
+    for cost in (compute_exchanges(newer.chunks[0]), compute_exchanges(by_heads.chunks[0])):
+        assert cost.forward_seconds == cost.backward_seconds == 0
+    packed = replace(by_heads, costs=[replace(layer, runs_flash_attention_2=True) for layer in by_heads.costs])
+    assert packed.chunks[0].time_forward(packed.costs[1]) - by_heads.chunks[0].time_forward(
+        by_heads.costs[1]
+    ) == pytest.approx(forward)
+    in_ring = replace(packed, costs=[replace(layer, shared_attention=count(8, is_ring=True)) for layer in packed.costs])
+    assert compute_exchanges(in_ring.chunks[0]).forward_seconds == 0  # counted by the layers
 
 
 def test_a_rank_alone_sends_nothing() -> None:

@@ -17,6 +17,7 @@ from training.costs.kernels import (
     LAUNCH_SECONDS,
     STREAM_RATE,
     stretch_products,
+    time_attention,
     time_kernels,
 )
 from training.costs.traffic import Traffic, TrafficCounter
@@ -125,15 +126,23 @@ def test_products_run_in_waves_of_tiles(products: tuple[tuple[int, int, int], ..
 def test_idle_multiprocessors_take_time_on_a_gpu_alone() -> None:
     passes = Traffic(0, 0, ((128, 64, 768),))
     gpu = replace(GPU, multiprocessors=10)
-    assert time_kernels(2.0, 1.0, passes, gpu) == pytest.approx(10 / 9 * 2.0 + 1.0 / ATTENTION_RATE)
-    assert time_kernels(2.0, 1.0, passes, GPU) == pytest.approx(2.0 + 1.0 / ATTENTION_RATE)
+    assert time_kernels(2.0, 1.0, passes, gpu) == pytest.approx(10 / 9 * 2.0 + 1.0)
+    assert time_kernels(2.0, 1.0, passes, GPU) == pytest.approx(2.0 + 1.0)
     assert time_kernels(2.0, 1.0, passes, replace(gpu, device=Device.cpu)) == 3.0
 
 
 def test_a_pass_is_bound_by_the_gpu_or_by_its_host() -> None:
     moving = 1e9 / (100 * GB * STREAM_RATE)
     busy = time_kernels(2.0, 1.0, Traffic(10**9, 5), GPU)
-    assert busy == pytest.approx(2.0 + 1.0 / ATTENTION_RATE + moving)
-    back = time_kernels(2.0, 1.0, Traffic(10**9, 5), GPU, is_backward=True)
-    assert back == pytest.approx(2.0 + ATTENTION_BACKWARD / ATTENTION_RATE + moving)
+    assert busy == pytest.approx(2.0 + 1.0 + moving)
     assert time_kernels(1e-6, 0.0, Traffic(0, 50), GPU) == 50 * LAUNCH_SECONDS
+
+
+def test_attention_takes_longer_than_products_of_as_many_flops_on_a_gpu() -> None:
+    assert time_attention(2.0, GPU) == pytest.approx(2.0 / ATTENTION_RATE)
+    assert time_attention(2.0, GPU, is_backward=True) == pytest.approx(2.0 * ATTENTION_BACKWARD / ATTENTION_RATE)
+    assert time_attention(2.0, GPU, by_flash_attention_2=True) == time_attention(2.0, GPU)
+    hopper = replace(GPU, flash_attention_2=0.5)
+    assert time_attention(2.0, hopper, by_flash_attention_2=True) == pytest.approx(2 * time_attention(2.0, GPU))
+    assert time_attention(2.0, hopper) == time_attention(2.0, GPU)
+    assert time_attention(2.0, replace(hopper, device=Device.cpu), by_flash_attention_2=True) == 2.0

@@ -26,10 +26,11 @@ from support.cases import (
 )
 from support.families import FAMILIES, has_sharding_plan, save_family
 from support.parity_table import LARGE, logits_on_rank
+from support.published import build_published_config
 from support.runs import eval_dataset, read_metrics
 from support.tiny import VOCAB_SIZE, save_records, save_tokenizer
 from support.workers import WorkerGroup
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from models.generic.shrink import shrink
 
@@ -193,11 +194,11 @@ def test_dropout_leaves_ranks_alike_and_is_recomputed_as_it_was(workers, materia
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model_type", ["smollm3", "arcee", "seed_oss"])
+@pytest.mark.parametrize("model_type", ["smollm3", "arcee", "seed_oss", "nanochat"])
 def test_a_family_without_a_file_is_cut_by_its_published_plan(
     workers, material, tmp_path: Path, model_type: str
 ) -> None:
-    config = shrink(AutoConfig.for_model(model_type))
+    config = shrink(build_published_config(model_type))
     config.vocab_size = VOCAB_SIZE
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
