@@ -6,15 +6,21 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
+import torch
+from support.cases import Case, train_run
 from support.configs import build_config
 from support.family_trials import BOUND, Trial, try_families, try_family
 from support.planned import plan_config
 from support.published import build_published_config
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from support.runs import read_metrics
+from support.tiny import VOCAB_SIZE, save_records, save_tokenizer
+from support.workers import WorkerGroup
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from errors import UserError
 from models.generic.shrink import shrink
@@ -27,6 +33,7 @@ import list_models  # noqa: E402
 
 TABLE = list_models.read_table(list_models.PAGE.read_text())
 SAMPLE = ("bloom", "deepseek_v32", "falcon", "granite", "llama", "opt")
+RUN = ("gemma4_text", "opt")
 PLANNED = ("falcon", "gemma4_text", "mixtral", "nanochat")
 TRAINED = [name for name, (how, *_) in TABLE.items() if how in ("file", "generic")]
 WAYS = ("", "data.packing=true", "tensor_parallel_size=2", "context_parallel_size=2")
@@ -66,6 +73,34 @@ def test_a_family_of_the_table_can_be_planned(model_type: str, tmp_path: Path) -
         with suppress(UserError) if way else nullcontext():
             plan = plan_config(build_config(*keys))
             assert plan.tokens_per_second > 0 and plan.fullest.memory.peak > 0
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("families")
+    save_records(root / "train.jsonl", 8)
+    save_records(root / "eval.jsonl", 4, seed=1)
+    save_tokenizer(root / "tokenizer")
+    return root
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=() if name in RUN else pytest.mark.full) for name in TRAINED]
+)
+def test_a_family_of_the_table_runs(
+    workers: Callable[[int], WorkerGroup], material: Path, tmp_path: Path, model_type: str
+) -> None:
+    """All of a run: the plan of itself, with timed layers, a step, an evaluation, a checkpoint, an export."""
+    config = build_published_config(model_type)
+    text = shrink(getattr(config, TEXT_CONFIG, config))
+    text.vocab_size = VOCAB_SIZE
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(text).save_pretrained(tmp_path / "model")
+    keys = (f"tokenizer_name_or_path={material}/tokenizer", f"eval_file={material}/eval.jsonl")
+    keys += (f"output_dir={tmp_path}/out", f"data.cache_dir={material}/cache", "max_steps=1", "global_batch_size=2")
+    workers(1).run(train_run, Case(tmp_path / "model", material / "train.jsonl", tmp_path, 1, 1, 1, keys))
+    assert read_metrics(tmp_path / "out")[-1]["eval_loss"] > 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf")
 
 
 def misbehave(model_type: str, train: bool) -> Trial:

@@ -22,6 +22,7 @@ from models.adapters.base_inits import count_starts
 from models.adapters.freeze import choose_trained
 from models.adapters.targets import names_layers
 from models.architecture.alike import list_alike
+from models.architecture.widths import find_input_width
 from models.experts.sizes import active_share, count_experts, list_matrices
 from models.layers.attention_heads import find_head_sizes, list_layer_configs
 from models.layers.context import MicroBatchContext
@@ -159,6 +160,7 @@ def count_layers(
                 ranks.parts,
                 ranks.expert_parallel,
                 is_first=index == 0,
+                width=find_input_width(layers, index, config.hidden_size),
                 passes=passes,
             )
         )
@@ -222,6 +224,7 @@ class _BuiltLayer:
     parts: ContextParallel
     expert_parallel: ExpertParallel
     is_first: bool
+    width: int  # of what it takes
     passes: Passes
 
     @property
@@ -383,7 +386,7 @@ def _run(built: _BuiltLayer) -> Any:
     hidden_states = torch.empty(
         shape[0] * layer.num_blocks,
         length,
-        built.config.hidden_size,
+        built.width,
         dtype=built.batch.dtype,
         device="meta",
         requires_grad=True,

@@ -25,6 +25,7 @@ from models.adapters.adapter import Adapter
 from models.adapters.build import build_adapter
 from models.adapters.freeze import choose_trained
 from models.architecture.lookup import build_layers
+from models.architecture.widths import find_input_width
 from models.heads.table import find_head
 from models.layers.layer import Layer
 from models.losses.cross_entropy import build_loss
@@ -170,7 +171,8 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
     trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]
     if dtype is torch.bfloat16:
         _sum_in_fp32(trained)
-    hidden_states = torch.randn(blocks * shape[0], shape[1], task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
+    width = find_input_width(layers, indices[0], task.architecture.hidden_size)
+    hidden_states = torch.randn(blocks * shape[0], shape[1], width, dtype=dtype)  # [B, T, D]
     grad_outputs = torch.randn_like(hidden_states) * 1e-3
     seconds: list[tuple[float, float]] = []
     # Two micro-batches are in flight, as in most stages, so that memory is not always the one that was freed last.
