@@ -59,6 +59,9 @@ def main() -> None:
         ]
 
     runs, failures = select(read_runs(RUNS)), select(read_runs(OUT_OF_MEMORY))
+    if not runs:
+        gpus = ", ".join(sorted({run.gpu for run in read_runs(RUNS)}))
+        parser.error(f"no run of --source {arguments.source!r} on --gpu {arguments.gpu!r}; the GPUs are {gpus}")
     planned, refused = plan_all(runs)
     failed, refused_failures = plan_all(failures)
     print(render_speed(planned))

@@ -348,3 +348,21 @@ def test_every_shipped_size_can_be_counted() -> None:
 )
 def test_a_time_is_rendered_in_units_of_its_size(seconds: float, text: str) -> None:
     assert render_seconds(seconds) == text
+
+
+def test_packed_rows_have_a_mask_on_gpus_without_their_kernel(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", head_dim=16)
+    size = ("world_size=1", "max_seq_length=256", "micro_batch_size=1", "global_batch_size=4", "plan=true")
+    size += (f"model_name_or_path={tmp_path}/model", "precision=fp16", "activation_checkpoint_interval=0")
+    for hardware, masks in (("h100", False), ("v100_32g", True), ("here", True)):
+        packed, plain = (
+            resolve_planned(build("base", f"hardware={hardware}", f"data.packing={packs}", *size)).architecture
+            for packs in ("true", "false")
+        )
+        assert packed._attn_implementation == plain._attn_implementation == ("sdpa" if masks else "varlen")
+        if hardware != "here":
+            peaks = [
+                plan_config(build("base", f"hardware={hardware}", f"data.packing={packs}", *size)).fullest.memory.peak
+                for packs in ("true", "false")
+            ]
+            assert (peaks[0] > peaks[1]) == masks
