@@ -122,3 +122,10 @@ def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:
         f"tensor_parallel_size: a '{config.model_type}' cannot be sharded: {reason}; "
         "give tensor_parallel_size=1 and more num_stages"
     )
+
+
+def list_layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
+    """Return the config of each layer, or the model's alone where layers have the same (Gemma 4's have different
+    heads)."""
+    configs: Sequence[PretrainedConfig] = config.per_layer_config if config.is_heterogeneous else [config]
+    return configs

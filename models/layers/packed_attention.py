@@ -19,8 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 
 from models.layers import grouped_queries
-from models.layers.attention_heads import find_head_sizes, list_layer_configs
 from models.layers.documents import Documents
+from models.layers.layer import list_layer_configs
 
 VARLEN = "varlen"
 FLASH = ("flash_attention_2", "flash_attention_3")  # transformers' names; it calls the packages of that name
@@ -47,6 +47,13 @@ def find_obstacle(config: PretrainedConfig, dtype: torch.dtype, planned_flash: b
 
 def _has_flash() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+
+
+def find_head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """Return the head sizes of queries and keys, and of values: multi-head latent attention has its own. config: of a
+    layer."""
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, "qk_head_dim", None) or head_size, getattr(config, "v_head_dim", None) or head_size
 
 
 def has_dropout(config: PretrainedConfig) -> bool:

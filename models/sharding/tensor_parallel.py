@@ -35,9 +35,8 @@ from errors import UserError
 from models.architecture.alike import map_alike
 from models.architecture.lookup import get_tensor_parallel_plan
 from models.experts.grouped import is_stack, is_transposed_to_peft
-from models.layers.attention_heads import list_layer_configs
 from models.layers.decoder import Embedding, LMHead, PipelineDecoderLayer
-from models.layers.layer import Fused, Layer, Style, Styles, refuse_sharding
+from models.layers.layer import Fused, Layer, Style, Styles, list_layer_configs, refuse_sharding
 from models.layers.sharding_styles import fit_plan, list_blocks
 from models.parallel.layers import (
     InputGradAllReduce,

@@ -24,11 +24,10 @@ from models.adapters.targets import names_layers
 from models.architecture.alike import list_alike
 from models.architecture.widths import find_input_width
 from models.experts.sizes import active_share, count_experts, list_matrices
-from models.layers.attention_heads import find_head_sizes, list_layer_configs
 from models.layers.context import MicroBatchContext
 from models.layers.documents import DocumentBounds
-from models.layers.layer import Layer
-from models.layers.packed_attention import FLASH, VARLEN
+from models.layers.layer import Layer, list_layer_configs
+from models.layers.packed_attention import FLASH, VARLEN, find_head_sizes
 from models.layers.recurrent import find_mixers
 from models.layers.sharding_styles import count_sums
 from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear

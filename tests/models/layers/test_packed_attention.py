@@ -19,10 +19,11 @@ from models.architecture.lookup import choose_attention
 from models.generic.family import passes_documents
 from models.generic.shrink import shrink
 from models.layers import packed_attention
-from models.layers.attention_heads import find_head_sizes, list_layer_configs
 from models.layers.context import MicroBatchContext
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.documents import DocumentBounds
+from models.layers.layer import list_layer_configs
+from models.layers.packed_attention import find_head_sizes
 
 # Three rows of 24 tokens; the second holds one document, the third ends with padding, which continues its positions
 ROWS = ((11, 1, 7, 5), (24,), (9, 15))
