@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from support.configs import CONF, compose_config
 
 from training.cli.command_line import check_command_line
-from training.config.schema import RunConfig, to_typed
+from training.config.schema import RunConfig, register_schema, to_typed
 from training.config.validate import check_config
 from training.distributed.topology import build_layout
 from training.objectives.registry import check_objective
@@ -53,6 +53,7 @@ def test_its_first_line_is_its_command_line(name: str) -> None:
     match = COMMAND.fullmatch(first_line(name))
     assert match is not None and match[2] == name, first_line(name)
     launcher, _, arguments = match[1].partition("trainer_base_ds_mp.py")
+    register_schema()
     check_command_line(shlex.split(arguments), CONF, "no default")
     if started := re.search(r"--num_(?:gpus|nodes) (\d+)(?:.*--num_gpus (\d+))?", launcher):
         world_size = int(started[1]) * int(started[2] or 1)
