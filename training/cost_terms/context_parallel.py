@@ -35,11 +35,12 @@ class ModeCost:
 @dataclass(frozen=True, kw_only=True)
 class _Pass(Summed):
     """The cost added to a pass. sent_bytes: by a rank. waiting: seconds, for communication. work: seconds by which
-    attention exceeds a fused kernel."""
+    attention exceeds the GPU's fastest kernels; excess: those of them that other kernels would save."""
 
     sent_bytes: float = 0
     waiting: float = 0
     work: float = 0
+    excess: float = 0
 
 
 def compute_exchanges(chunk: Chunk) -> PassCost:
@@ -53,6 +54,7 @@ def compute_exchanges(chunk: Chunk) -> PassCost:
     return PassCost(
         forward_seconds=forward.work,
         backward_seconds=backward.work,
+        excess_seconds=forward.excess + backward.excess,
         forward_sent=Sent({axis: forward.waiting * bandwidth}),
         backward_sent=Sent({axis: backward.waiting * bandwidth}),
     )
@@ -123,17 +125,19 @@ def _travel(layer: LayerCost, run: PlannedRun, bandwidth: float, *, is_backward:
         return _Pass()
     size = run.layout.context_parallel_size
     gradient = shared.block_gradient_bytes if is_backward else 0
-    attending = run.time_attention(layer, is_backward)
+    attending, excess = run.time_attention(layer, is_backward), 0.0
     if _makes_scores(run, shared):
         work = shared.scores * SCORE_BYTES[is_backward] / (run.hardware.memory_bandwidth * GB)
     else:
         work = run.time_attention(replace(layer, runs_flash_attention_2=True), is_backward) - attending
+        excess = work
     step_seconds = (attending + work) / size
     exposed = max(0.0, (shared.block_bytes + gradient) / bandwidth - step_seconds)
     return _Pass(
         sent_bytes=(size - 1) * shared.block_bytes + size * gradient,
         waiting=(size - 1) * exposed + gradient / bandwidth,
         work=work,
+        excess=excess,
     )
 
 

@@ -9,7 +9,7 @@ P stages, V chunks of layers a stage, M micro-batches of one replica in a step, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,11 @@ class PlannedRun:
         products = (1 + is_backward) * layer.attention_flops * self.tokens / self.flops_per_second
         runs_second = layer.runs_flash_attention_2 and self.config.flash_kernels is not FlashKernels.fa3
         return time_attention(products, self.hardware, is_backward, runs_second)
+
+    def time_excess(self, layer: LayerCost, is_backward: bool = False) -> float:
+        """Return the seconds of a pass that FlashAttention-2's kernels take in addition to the GPU's fastest."""
+        fastest = replace(layer, runs_flash_attention_2=False)
+        return self.time_attention(layer, is_backward) - self.time_attention(fastest, is_backward)
 
     def time_pass(self, layer: LayerCost, is_backward: bool = False) -> float:
         """Return the seconds of a layer's pass over a micro-batch."""
@@ -145,6 +150,7 @@ class Chunk:
         return PassCost(
             backward_flops=sum(layer.forward_flops for layer in layers),
             backward_seconds=sum(self.time_forward(layer) for layer in layers),
+            excess_seconds=sum(map(self.run.time_excess, layers)),
         )
 
     def time_forward(self, layer: LayerCost) -> float:

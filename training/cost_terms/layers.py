@@ -16,6 +16,7 @@ def compute_passes(chunk: Chunk) -> PassCost:
         forward_seconds=sum(map(chunk.time_forward, chunk.layers)),
         backward_seconds=sum(map(chunk.time_backward, chunk.layers)),
         deferred_seconds=sum(map(chunk.time_deferred, chunk.layers)),
+        excess_seconds=sum(chunk.run.time_excess(layer, way) for layer in chunk.layers for way in (False, True)),
     )
 
 

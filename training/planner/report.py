@@ -278,6 +278,7 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
         s.backward_flops + s.forward_flops for s in plan.stages
     )
     optimizer, exchange, sums = plan.optimizer_seconds / step, plan.reduce_seconds / step, _share_of_sums(plan)
+    excess = plan.layout.gradient_accumulation_steps * max(stage.excess_seconds for stage in plan.stages) / step
     losses = [
         (
             recomputed,
@@ -302,6 +303,12 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
         (
             exchange,
             f"replicas exchange gradients for {exchange:.0%} of a step; a larger global_batch_size lessens it",
+        ),
+        (
+            excess,
+            f"FlashAttention-2's kernels, torch's only ones for packed rows and rings, take {excess:.0%} of a step "
+            "longer than the GPU's fastest; flash_kernels=fa3 (on H100 and H200, with its package), or "
+            "data.packing=false without a ring, saves it",
         ),
     ]
     return f"what limits speed: {max(losses, key=lambda loss: loss[0])[1]}"

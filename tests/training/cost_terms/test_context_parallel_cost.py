@@ -20,6 +20,7 @@ from training.cost_terms.context_parallel import (
     compute_workspace,
 )
 from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.layers import compute_passes
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, Machine
 from training.costs.kernels import ATTENTION_BACKWARD, ATTENTION_RATE
@@ -104,6 +105,7 @@ def test_a_ring_has_the_kernels_of_flash_attention_2() -> None:
     forward = FLOPS * LENGTH / 1e12 / ATTENTION_RATE
     assert ring.forward_seconds == pytest.approx(forward)  # in addition
     assert ring.backward_seconds == pytest.approx(2 * ATTENTION_BACKWARD * forward)
+    assert ring.excess_seconds == pytest.approx(ring.forward_seconds + ring.backward_seconds)
     newer = build_stage(count(8, is_ring=True), "flash_kernels=fa3", gpu=gpu)
     by_heads = build_stage(count(8, is_ring=False), gpu=gpu)
     for cost in (compute_exchanges(newer.chunks[0]), compute_exchanges(by_heads.chunks[0])):
@@ -113,7 +115,8 @@ def test_a_ring_has_the_kernels_of_flash_attention_2() -> None:
         by_heads.costs[1]
     ) == pytest.approx(forward)
     in_ring = replace(packed, costs=[replace(layer, shared_attention=count(8, is_ring=True)) for layer in packed.costs])
-    assert compute_exchanges(in_ring.chunks[0]).forward_seconds == 0  # counted by the layers
+    assert compute_exchanges(in_ring.chunks[0]).excess_seconds == 0  # counted by the layers
+    assert compute_passes(in_ring.chunks[0]).excess_seconds == pytest.approx(2 * ring.excess_seconds)  # two of them
 
 
 def test_a_rank_alone_sends_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.configs import CONF, compose_config
 from support.launching import run_alone
-from support.planned import plan_config
+from support.planned import describe_machine, plan_config
 from support.quantized import FP8, write_config
 from support.tiny import save_llama
 
@@ -22,6 +22,7 @@ from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import complete_hardware
 from training.planner.formatting import render_rows, render_seconds
 from training.planner.prediction import find_machine
+from training.planner.report import render_plan
 from training.planner.run import (
     build_plan,
     check_world_size,
@@ -38,6 +39,7 @@ PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base
 PLANNED = re.compile(r"# python trainer_base_ds_mp\.py -cn (\S+) (plan=true .*)")
 EXPERTS_PAGE = CONF.parent / "docs" / "experts.md"
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
+UNPACKED = ("data.packing=false", "context_parallel_mode=ulysses")
 PICTURED = ("llama_7b_pp4", "llama_65b_pp8")  # half a second each; test_timeline_plot.py draws all kinds
 
 
@@ -366,3 +368,17 @@ def test_packed_rows_have_a_mask_on_gpus_without_their_kernel(tmp_path: Path) ->
                 for packs in ("true", "false")
             ]
             assert (peaks[0] > peaks[1]) == masks
+
+
+def test_attention_that_a_gpu_could_do_faster_is_what_limits_speed() -> None:
+    found = {}
+    for hardware, keys in (("h100", ()), ("h100", ("flash_kernels=fa3",)), ("a100_80g", ()), ("h100", UNPACKED)):
+        config = build("llama_8b_128k_cp8", "plan=true", "world_size=8", f"hardware={hardware}", *keys)
+        report = render_plan(plan_config(config), config, describe_machine(config), None)
+        found[hardware, keys] = re.search(r"^what limits speed: (\S+)", report, re.MULTILINE)[1]
+    assert found == {
+        ("h100", ()): "FlashAttention-2's",
+        ("h100", ("flash_kernels=fa3",)): "recomputation",
+        ("a100_80g", ()): "recomputation",
+        ("h100", UNPACKED): "recomputation",
+    }
