@@ -236,13 +236,14 @@ def test_documents_are_as_long_as_they_are_meant_to_be(tmp_path: Path) -> None:
 
 
 def test_the_plan_of_a_row_is_that_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.costs.kernels.LAUNCH_SECONDS", 0)  # or a tiny model would wait for its host alone
+    for constant in ("LAUNCH_SECONDS", "KERNEL_SECONDS"):  # or a tiny model would wait for these alone
+        monkeypatch.setattr(f"training.costs.kernels.{constant}", 0)
     runs = MeasuredRuns(H200, tmp_path, tmp_path / "logs", tiny=True)
     save_model(tmp_path / "model", **find_shape("1b", True, runs.seq_length))
     overrides = [*runs.list_overrides(tmp_path / "model", ()), f"output_dir={tmp_path}"]
     prediction = runs.predict(overrides, 1, None)
     fitted = runs.predict(overrides, 1, prediction.tokens_per_second)
-    assert fitted.efficiency == pytest.approx(0.65, abs=0.01)  # what conf/hardware/h200.yaml assumes
+    assert fitted.efficiency == pytest.approx(0.70, abs=0.01)  # what conf/hardware/h200.yaml assumes
     unknown = MeasuredRuns(Machine("cuda", "NVIDIA GTX", ("0",), 1, {}), tmp_path, tmp_path, tiny=True)
     assert unknown.predict(overrides, 1, None) is None
 

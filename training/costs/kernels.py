@@ -19,6 +19,9 @@ ATTENTION_RATE, ATTENTION_BACKWARD = 0.65, 2.5 / 2
 # User's Guide, 2.3; smaller ones take less of it)
 TILES = ((256, 128), (128, 256), (128, 128))
 STREAM_RATE = 0.8  # of a data sheet's bandwidth, what kernels that move long rows reach
+# Of the GPU, for a kernel to start and to drain, besides its bytes: on an H200, over the rate of a copy, 5 us for SiLU
+# and a product of two tensors each, 12 for the eight of an eager RMSNorm (benchmarks/results/nvidia-h200-2026-11-27)
+KERNEL_SECONDS = 5e-6
 LAUNCH_SECONDS = 8e-6  # of the host, for an operator of PyTorch and the Python around it
 
 
@@ -42,7 +45,7 @@ def time_kernels(products: float, attending: float, traffic: Traffic, machine: M
     """
     if machine.device is not Device.cuda:
         return products + attending
-    moving = traffic.moved / (machine.memory_bandwidth * GB * STREAM_RATE)
+    moving = traffic.moved / (machine.memory_bandwidth * GB * STREAM_RATE) + traffic.kernels * KERNEL_SECONDS
     computing = products * stretch_products(traffic.products, machine.multiprocessors)
     return max(computing + attending + moving, traffic.kernels * LAUNCH_SECONDS)
 
