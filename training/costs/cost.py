@@ -69,10 +69,10 @@ class LayerCost:
     (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
     several ranks share each sequence. attention_flops: those of forward_flops that attention takes;
     runs_flash_attention_2: whether a GPU runs it by FlashAttention-2's kernels. forward_traffic, backward_traffic: what
-    the passes move besides products. num_blocks: see `Layer`. num_divided: of num_trainable,
-    those of experts that ranks divide. sent_rows: of a token, those that are sent to the ranks of their experts, where
-    ranks divide them; divided_flops: of forward_flops, those of such experts. num_starts: of the frozen
-    parameters, those that adapters have started as, which are saved with them.
+    the passes move besides products. num_blocks: see `Layer`. num_divided: of num_trainable, those of experts that
+    ranks divide. sent_rows: of a token, those that are sent to the ranks of their experts, where ranks divide them;
+    divided_flops: of forward_flops, those of such experts. num_starts: of the frozen parameters, those that adapters
+    have started as, which are saved with them.
     """
 
     name: str
