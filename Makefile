@@ -30,8 +30,8 @@ TEST_WORKERS ?= 2
 test: venv-dev
 	python -m pytest -m "not full" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
-# Everything, in two halves of about an hour each on 2 cores, which can be run apart: what is held against one process, and
-# the rest (checkpoints, plans, launchers, all pairs of keys)
+# Everything, in two halves, which can be run apart: what is held against one process (an hour on 2 cores), and the rest
+# (checkpoints, plans, launchers, all pairs of keys: 1 h 40)
 AGAINST_ONE_PROCESS := tests/models $(addprefix tests/training/,engine objectives optim parity)
 TEST_FULL = python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
