@@ -117,6 +117,7 @@ def test_a_ring_has_the_kernels_of_flash_attention_2() -> None:
     in_ring = replace(packed, costs=[replace(layer, shared_attention=count(8, is_ring=True)) for layer in packed.costs])
     assert compute_exchanges(in_ring.chunks[0]).excess_seconds == 0  # counted by the layers
     assert compute_passes(in_ring.chunks[0]).excess_seconds == pytest.approx(2 * ring.excess_seconds)  # two of them
+    assert packed.chunks[0].run_again(packed.costs[1:2]).excess_seconds == pytest.approx(forward)
 
 
 def test_a_rank_alone_sends_nothing() -> None:
