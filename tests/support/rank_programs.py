@@ -6,7 +6,7 @@ program means on a device is in `support/nccl_player.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from training.engine import gradient_sums
 from training.engine.gradient_sums import GradientSums, list_backward
+from training.engine.reduce_buckets import reduces_in_passes as should_reduce
 from training.engine.runner import Runner, StageWithLoss
 from training.pipeline import transfers
 from training.pipeline.schedule import Schedule
@@ -29,14 +30,12 @@ LAYERS = 2  # of a chunk: gradients of the second are reduced before the first o
 
 @dataclass(eq=False)
 class Kernel:
-    """stream: a communicator, or PASSES. sends, receives: the other rank of each message of a group. meets: the ranks
-    of a collective. ring: those of a group's communicator; all, if empty."""
+    """A kernel of a rank: of its own passes, a group of messages, or a collective."""
 
-    stream: str
-    sends: Sequence[int] = ()
-    receives: Sequence[int] = ()
-    meets: Sequence[int] = ()
-    ring: Sequence[int] = ()
+    stream: str  # a communicator, or PASSES
+    sends: Sequence[int] = ()  # the receiver of each message that a group sends
+    receives: Sequence[int] = ()  # the sender of each message that a group receives
+    meets: Sequence[int] = ()  # the ranks of a collective
 
 
 @dataclass(eq=False)
@@ -65,18 +64,32 @@ def record(
     meets_in_passes: bool = False,
     zero_stage: int = 1,
     expert_parallel_size: int = 1,
+    reduces_in_passes: bool | None = None,
+    without_experts: Collection[int] = (),
 ) -> list[Program]:
-    """Return the programs of all ranks, replica by replica: one step; with `num_evaluated`, an evaluation of so many
-    micro-batches instead. Replicas reduce gradients as at `zero_stage` 1 or 2. meets_in_passes: and meet in each pass,
-    as ranks do that share weights (stage 3), sequences (ring, all-to-all) or layers. expert_parallel_size: replicas
-    that divide experts, meet in each pass, and reduce their gradients with those that have the same ones."""
+    """Return the programs of all ranks, replica by replica, of one step or of an evaluation.
+
+    num_evaluated: the number of micro-batches of an evaluation; 0 for a step. meets_in_passes: replicas meet in each
+    pass, as ranks do that share weights (stage 3), sequences (ring, all-to-all) or layers. zero_stage: how replicas
+    reduce gradients, 1 or 2. expert_parallel_size: the number of replicas that divide experts, meet in each pass, and
+    reduce the gradients of experts with the replicas that have the same ones. reduces_in_passes: in place of what the
+    engine chooses. without_experts: ranks whose experts get no token, and so no gradient.
+    """
     programs = []
     for replica in range(num_replicas):
         for stage in range(schedule.num_stages):
             replicas = [schedule.num_stages * each + stage for each in range(num_replicas)]
             base = schedule.num_stages * replica
             ring = [base + each for each in range(schedule.num_stages)]
-            rank = _Rank(stage, ring, replicas, meets_in_passes, zero_stage, expert_parallel_size)
+            layout: Any = SimpleNamespace(
+                topology=SimpleNamespace(num_expert_shares=expert_parallel_size), context_parallel_size=1
+            )
+            if reduces_in_passes is None:
+                reduces_in_passes = should_reduce(layout, expert_parallel_size > 1)
+            rank = _Rank(
+                stage, ring, replicas, meets_in_passes, zero_stage, expert_parallel_size, reduces_in_passes,
+                has_tokens=ring[stage] not in without_experts,
+            )  # fmt: skip
             programs.append(rank.record(schedule, num_evaluated))
     return programs
 
@@ -92,6 +105,8 @@ class _Rank:
     meets_in_passes: bool
     zero_stage: int
     num_shares: int
+    reduces_in_passes: bool
+    has_tokens: bool
     program: Program = field(default_factory=list)
 
     @property
@@ -105,7 +120,9 @@ class _Rank:
         }
 
     def record(self, schedule: Schedule, num_evaluated: int) -> Program:
-        module: Any = _Module(self.stage, schedule.list_chunks(self.stage), self.run_pass, self.num_shares > 1)
+        module: Any = _Module(
+            self.stage, schedule.list_chunks(self.stage), self.run_pass, self.num_shares > 1, self.has_tokens
+        )
         with pytest.MonkeyPatch.context() as patch:
             distributed = _Distributed(self.program, self.groups, self.ring[self.stage])
             patch.setattr(transfers, "dist", distributed)
@@ -147,7 +164,10 @@ class _Rank:
             scale_if_loss=lambda loss: loss,
         )  # fmt: skip
         passes = list_backward(schedule.list_units(self.stage))
-        return GradientSums(module, optimizer, passes, shards=self.zero_stage == 2, reduce_dtype=torch.float32)
+        return GradientSums(
+            module, optimizer, passes, shards=self.zero_stage == 2, reduce_dtype=torch.float32,
+            reduces_in_passes=self.reduces_in_passes,
+        )  # fmt: skip
 
 
 class _Module(torch.nn.Module):
@@ -155,16 +175,19 @@ class _Module(torch.nn.Module):
 
     parallel = SimpleNamespace(rank=0)
 
-    def __init__(self, stage_id: int, chunks: Sequence[int], run_pass: Callable[[], None], has_expert: bool) -> None:
+    def __init__(
+        self, stage_id: int, chunks: Sequence[int], run_pass: Callable[[], None], has_expert: bool, has_tokens: bool
+    ) -> None:
         super().__init__()
         self.stage_id, self.chunk_numbers, self._run_pass = stage_id, chunks, run_pass
         self.deferred, self._active = DeferredGradients(), 0
         self.chunks = torch.nn.ModuleList(
-            torch.nn.Sequential(*(_Layer(run_pass, has_expert) for _ in range(LAYERS))) for _ in chunks
+            torch.nn.Sequential(*(_Layer(run_pass, has_expert, has_tokens) for _ in range(LAYERS))) for _ in chunks
         )
 
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.chunks[self._active](inputs[0]), torch.zeros(1, dtype=torch.int32)
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        integers = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)  # positions, segments
+        return self.chunks[self._active](inputs[0]), *integers
 
     def loss_fn(self, outputs: tuple[torch.Tensor, ...], labels: Any) -> torch.Tensor:
         return outputs[0].sum()
@@ -180,16 +203,19 @@ class _Module(torch.nn.Module):
 
 
 class _Layer(torch.nn.Module):
-    """y = x + w, and an expert's w; both passes record themselves."""
+    """y = x + w, and an expert's w where that has tokens; both passes record themselves."""
 
-    def __init__(self, run_pass: Callable[[], None], has_expert: bool) -> None:
+    def __init__(self, run_pass: Callable[[], None], has_expert: bool, has_tokens: bool) -> None:
         super().__init__()
+        self._has_tokens = has_tokens
         self.weight, self._run_pass = torch.nn.Parameter(torch.zeros(1)), run_pass
         self.expert = torch.nn.Parameter(torch.zeros(1)) if has_expert else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._run_pass()
-        y = x + self.weight if self.expert is None else x + self.weight + self.expert
+        y = x + self.weight
+        if self.expert is not None and self._has_tokens:
+            y = y + self.expert
         if y.requires_grad:
             y.register_hook(lambda _: self._run_pass())
         return y
@@ -218,7 +244,6 @@ class _Distributed:
         return SimpleNamespace(wait=lambda: self._program.append(Wait(kernel)), is_completed=lambda: False)
 
     def new_subgroups_by_enumeration(self, rings: Any, pg_options: Any) -> tuple[str, None]:
-        (self._ring,) = rings
         return "pipeline", None
 
     def get_backend(self) -> str:
@@ -231,11 +256,11 @@ class _Distributed:
 
     def batch_isend_irecv(self, operations: Sequence[tuple[str, int]]) -> list[Any]:
         sends, receives = ([peer for kind, peer in operations if kind == one] for one in ("isend", "irecv"))
-        return [self._launch(Kernel("pipeline", sends, receives, ring=self._ring))]
+        return [self._launch(Kernel("pipeline", sends, receives))]
 
     def send_object_list(self, shapes: Any, peer: int, group: None) -> None:
         self._program.append(HostMessage(True, peer))
 
     def recv_object_list(self, received: list[Any], peer: int, group: None) -> None:
         self._program.append(HostMessage(False, peer))
-        received[0] = [(torch.Size([1]), torch.float32), (torch.Size([1]), torch.int32)]
+        received[0] = [(torch.Size([1]), dtype) for dtype in (torch.float32, torch.int64, torch.int32)]

@@ -16,6 +16,7 @@ from training.cost_terms.layers import count_on_the_way
 from training.costs.memory import Memory
 from training.distributed.pinned_memory import pinned_bytes
 from training.engine.deepspeed_config import MAX_LIVE, REDUCE_BUCKET
+from training.engine.reduce_buckets import reduces_in_passes
 from training.optim.optimizer import count_state_bytes, count_update_buffers
 
 
@@ -53,12 +54,16 @@ def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
     where it is cast.
 
     Where layers are recomputed, a bucket is full while one is, but for one that takes all and waits for the end of the
-    pass.
+    pass. All wait for it where they may not be reduced within the pass.
     """
     run, n = stage.run, count_distinct("num_trainable", chunk.layers)
     held, copy_bytes, on_the_way = run.weight_bytes, run.reduce_bytes, count_on_the_way(stage)
     if not run.config.shards_gradients:
         held, copy_bytes = 0, 0 if run.reduce_bytes == run.gradient_bytes else run.reduce_bytes
+    has_experts = any(layer.num_active < layer.num_parameters for layer in chunk.layers)
+    if not reduces_in_passes(run.layout, has_experts):
+        in_bucket = max(min(n, REDUCE_BUCKET), stage.largest_trainable)
+        return max(0, held * n + copy_bytes * in_bucket - on_the_way)
     if run.config.activation_checkpoint_interval:
         in_bucket = max(min(n, REDUCE_BUCKET), stage.largest_trainable)
         copied = copy_bytes * in_bucket

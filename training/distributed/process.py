@@ -136,6 +136,9 @@ def join_process_group(timeout: timedelta | None = None) -> None:
     """
     init_method = choose_init_method()
     choose_interface()
+    # A rank uses several communicators at once (stages, replicas, experts): only with this does NCCL (2.26 and later)
+    # promise that kernels of different ones, launched in the same order on all ranks, do not wait for each other
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     with explain_used_port():
         deepspeed.init_distributed(init_method=init_method, **({} if timeout is None else {"timeout": timeout}))
     with _hint_at_silence():

@@ -5,7 +5,8 @@ At stage 1 a rank keeps the whole sums, and reduces a bucket of them in the last
 that pass still runs. At stage 2 it keeps only its own part: a bucket of each pass is reduced, added there, and freed.
 `training/engine/reduce_buckets.py` plans the buckets. They follow from the layers and are reduced in a fixed order: all
 replicas run the same collectives, although an expert may have got no token on some of them, and a parameter without a
-gradient counts as zero. What two stages share is summed over both first, after the last pass.
+gradient counts as zero. Where the layers of a pass also exchange data with ranks that read other tokens, buckets wait
+for its end (`reduces_in_passes`). What two stages share is summed over both first, after the last pass.
 The gradients of experts that ranks divide are summed over the ranks that have the same ones: what other ranks' rows add
 to them is there already (`models/experts/exchange.py`).
 
@@ -66,14 +67,16 @@ class GradientSums:
         *,
         shards: bool,
         reduce_dtype: torch.dtype,
+        reduces_in_passes: bool = True,
         groups: ShardGroups | None = None,
     ) -> None:
         """Plan the buckets, register a hook on every trained parameter, and take the place of what the optimizer does
         with gradients.
 
         optimizer: DeepSpeed's `DeepSpeedZeroOptimizer`. passes: the backward passes of this rank in a step, in order.
-        shards: keep only this rank's part. groups: None where gradients are partitioned over all replicas.
-        Raises UserError when a patched name is missing.
+        shards: keep only this rank's part. reduces_in_passes: reduce a bucket as soon as it is full, while the pass
+        runs; False: at the end of the pass (`reduces_in_passes` says when that is needed). groups: None where gradients
+        are partitioned over all replicas. Raises UserError when a patched name is missing.
         """
         self._module, self._optimizer, self._reduce_dtype = module, optimizer, reduce_dtype
         self._groups, self._group = groups, optimizer.dp_process_group
@@ -84,6 +87,7 @@ class GradientSums:
             [find(each) for each in self._process_groups] for find in (dist.get_rank, dist.get_world_size)
         )
         self._shards = shards and self._size > 1
+        self._reduces_in_passes = reduces_in_passes
         sum_dtype = torch.float16 if optimizer.bit16_groups[0][0].dtype is torch.float16 else torch.float32
         self._dtype, self._copies = sum_dtype, self._shards or reduce_dtype is not sum_dtype
         self._offsets = locate(optimizer.bit16_groups)
@@ -218,7 +222,7 @@ class GradientSums:
             self._add_to_total(parameter)
         self._arrived.add(id(parameter))
         self._missing.discard(id(parameter))
-        while self._waiting and not self._missing:
+        while self._reduces_in_passes and self._waiting and not self._missing:
             self._reduce(self._waiting.pop())
             self._find_missing()
 
@@ -272,6 +276,8 @@ class GradientSums:
                 average(part, self._groups.replicas, self._reduce_dtype)
         for number, part in enumerate(self.parts):
             if self._optimizer.cpu_offload:
+                # The update reads it on the host. Before that `_compute_norm` waits for its own copy to the host, which
+                # follows this one on the same stream
                 self._optimizer.single_partition_of_fp32_groups[number].grad.copy_(part, non_blocking=True)
             else:
                 self._optimizer.averaged_gradients[number] = SimpleNamespace(flat_partition=part)

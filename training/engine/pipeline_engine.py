@@ -20,6 +20,7 @@ from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, config
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
 from training.engine.engine import Engine, StepObserver
 from training.engine.gradient_sums import GradientSums, list_backward
+from training.engine.reduce_buckets import reduces_in_passes
 from training.engine.runner import Runner, StageWithLoss, StepGradients
 from training.engine.shard_groups import (
     ExpertGroups,
@@ -55,6 +56,7 @@ def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trai
             list_backward(build_schedule(layout).list_units(module.stage_id)),
             shards=config.shards_gradients,
             reduce_dtype=DTYPES[Precision(choose_reduce_dtype(config, layout))],
+            reduces_in_passes=reduces_in_passes(layout, module.routers is not None),
             groups=groups,
         )
     engine = PipelineStage(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from training.distributed.topology import Layout
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import Unit, UnitKind
 from training.pipeline.weight_gradients import list_deferred
@@ -127,6 +128,17 @@ def _list_slices(
             owned.append(ParameterRange(parameter, first, length), group, in_part)
             first += length
     return slices.values()
+
+
+def reduces_in_passes(layout: Layout, has_experts: bool) -> bool:
+    """Returns whether buckets may be reduced while a backward pass runs.
+
+    All ranks must launch their collectives in one order, whichever communicator carries them. Layers that divide
+    experts or sequences exchange data within a pass, between ranks that read different tokens; and an expert without a
+    token has no gradient, so that its bucket is full only at the end of the pass, on that rank alone. Then a bucket
+    would be launched before a layer's exchange on one rank, and after it on another.
+    """
+    return not has_experts or layout.topology.num_expert_shares == layout.context_parallel_size == 1
 
 
 def plan_reductions(

@@ -10,10 +10,11 @@ what it sends has been received, and what its next pass needs has come. While it
 have for it, though a later pass needs it: else two ranks that both send would wait for each other. The run then goes
 through the same messages, and those that wait for each other are those that met here, in the order in which they met.
 
-What a rank sends and receives at one moment of such a stay is one `Exchange`, launched as one group. For its peers it
-is the same moment, so two ranks have the same messages between them in a group. It must not hold more: NCCL goes
-through a group in batches of its own (two tensors to one rank are never in one, nor need those for several ranks be)
-and starts the next when all of one has arrived, so that what is sent now could wait for what arrives later.
+What a rank sends and receives at one moment of such a stay is one `Exchange`, launched together. For its peers it is
+the same moment, so two ranks have the same messages between them in it, at most one in each direction. It must not hold
+more: NCCL promises nothing for two groups that do not match. On a GPU it went through such a group in batches, of which
+none holds two operations in one direction between the same ranks, and started the next when all of one had arrived, so
+that what was sent now waited for what arrived later.
 
 P stages, V chunks per stage, M micro-batches.
 """

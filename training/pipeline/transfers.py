@@ -1,10 +1,12 @@
 """The messages between stages: activations from rank r to r + 1 and gradients back, around a ring, since the chunk
 after the last rank's is the first rank's.
 
-Which messages cross between which passes is planned (`training/pipeline/exchanges.py`). All of one exchange are
-launched as one group, on a communicator that carries nothing else. Both ranks of a message have it in the same order
-among those between them, so no tag is needed. Positions and segments are sent to a rank once: it keeps them for its
-later chunks.
+Which messages cross between which passes is planned (`training/pipeline/exchanges.py`). An exchange is launched as
+groups: the first tensor of each message (hidden states or their gradient) in one, then its integers (positions,
+segments) one by one in a group each. So a group is at most one send and one receive between two ranks, and both have
+the same ones in it: what NCCL does with several operations in one direction (another order in each release) does not
+matter. Their communicator carries nothing else, and both ranks of a message have it in the same order among those
+between them, so no tag is needed. Integers are sent to a rank once: it keeps them for its later chunks.
 
 tests/training/engine/test_simulated_nccl.py runs this code for all ranks of many schedules against a model of NCCL.
 
@@ -14,7 +16,7 @@ P stages, V chunks per stage, M micro-batches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,16 +29,17 @@ from training.pipeline.exchanges import Exchange, Message, find_sender, is_local
 from training.pipeline.schedule import Schedule
 
 Tensors = tuple[torch.Tensor, ...]
+Operation = Callable[..., dist.Work]  # dist.isend or dist.irecv
 
 # Exchanges under way before a rank waits for the first: what they send stays in memory until then
 UNDER_WAY = 2
 
 
 class Arrival(NamedTuple):
-    """A message: its tensors, and what to wait for before they are read."""
+    """A message that was sent or is received."""
 
     tensors: Tensors
-    works: Sequence[dist.Work]
+    works: list[dist.Work]  # to wait for before the tensors are read or freed
 
 
 class Transfers:
@@ -50,11 +53,29 @@ class Transfers:
         self._stage_id = self._ring.index(rank)
         self._group, _ = dist.new_subgroups_by_enumeration(rings, pg_options=build_options(dist.get_backend()))
         self._host_group = make_host_group()
-        dist.all_reduce(torch.zeros(1, device=device), group=self._group)  # NCCL makes it at the first call of all
+        self._connect()
         self._arrivals: dict[Message, Arrival] = {}
         self._under_way: deque[Arrival] = deque()  # what was sent
         self._integers: dict[int, Tensors] = {}  # of each micro-batch that this rank will see again
         self.forget_shapes()
+
+    def _connect(self) -> None:
+        """Open the connections of every boundary of this rank, in both directions.
+
+        NCCL makes a communicator at the first call of all its ranks, and connects two of them for messages in one
+        direction when both launch the first such message. Both wait for each other there, so that is done before the
+        first step.
+        """
+        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+        peers = {other for pair in self._schedule.list_boundaries() if self._stage_id in pair for other in pair}
+        messages = [
+            (operation, Arrival((torch.zeros(1, device=self._device),), []), peer)
+            for peer in sorted(peers - {self._stage_id})
+            for operation in (dist.isend, dist.irecv)
+        ]
+        self._launch(messages, 0)
+        for _, arrival, _ in messages:
+            wait_for(arrival.works)
 
     def forget_shapes(self) -> None:
         """The next messages may have other shapes; all ranks call it at the same time."""
@@ -63,29 +84,35 @@ class Transfers:
 
     def hand_over(self, message: Message, tensors: Tensors) -> None:
         """Pass a message on to a later pass of this rank."""
-        self._arrivals[message] = Arrival(tuple(tensor.detach() for tensor in tensors), ())
+        self._arrivals[message] = Arrival(tuple(tensor.detach() for tensor in tensors), [])
 
     def exchange(self, planned: Exchange, result: Tensors) -> None:
         """Start an exchange. result: of the pass before it, (hidden states, integers, ...) or (gradient,). Every
         boundary is crossed by the same shapes."""
-        sent = () if planned.sent is None else self._select(planned.sent, result)
-        received = [self._allocate(message) for message in planned.received]
-        self._bound_sent()
-        operations = []
+        messages: list[tuple[Operation, Arrival, int]] = []
         if planned.sent is not None:
-            peer = self._ring[self._schedule.find_stage(planned.sent.chunk)]
-            operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for tensor in sent]
-        for message, tensors in zip(planned.received, received, strict=True):
-            peer = self._ring[find_sender(self._schedule, message)]
-            operations += [dist.P2POp(dist.irecv, tensor, peer, self._group) for tensor in tensors]
-        works = dist.batch_isend_irecv(operations)
-        is_one = len(works) < len(operations)  # NCCL's: one work for the group
-        if sent:
-            self._under_way.append(Arrival(sent, works if is_one else works[: len(sent)]))
-        position = len(sent)
-        for message, tensors in zip(planned.received, received, strict=True):
-            self._arrivals[message] = Arrival(tensors, works if is_one else works[position : position + len(tensors)])
-            position += len(tensors)
+            sent = Arrival(self._select(planned.sent, result), [])
+            messages.append((dist.isend, sent, self._schedule.find_stage(planned.sent.chunk)))
+        for message in planned.received:
+            self._arrivals[message] = Arrival(self._allocate(message), [])
+            messages.append((dist.irecv, self._arrivals[message], find_sender(self._schedule, message)))
+        self._bound_sent()
+        for place in range(max(len(arrival.tensors) for _, arrival, _ in messages)):
+            self._launch(messages, place)
+        if planned.sent is not None:
+            self._under_way.append(sent)
+
+    def _launch(self, messages: Sequence[tuple[Operation, Arrival, int]], place: int) -> None:
+        """Launch the tensors in one place of messages as one group. messages: how each is launched, and the other
+        stage."""
+        held = [each for each in messages if place < len(each[1].tensors)]
+        operations = [
+            dist.P2POp(operation, arrival.tensors[place], self._ring[stage], self._group)
+            for operation, arrival, stage in held
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for number, (_, arrival, _) in enumerate(held):  # NCCL has one work for the group, gloo one per operation
+            arrival.works.append(works[number] if len(works) == len(held) else works[0])
 
     def _drop_received(self) -> None:
         """Free what was sent and has been received."""

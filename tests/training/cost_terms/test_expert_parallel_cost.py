@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.configs import build_config
 
 from training.config.schema import Device
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.expert_parallel import compute_exchanges
+from training.cost_terms.model_states import compute_model_states
 from training.cost_terms.replicas import compute_reduction
 from training.costs.cost import LayerCost
 from training.costs.hardware import Machine
 from training.distributed.topology import DATA, EXPERTS, Layout, Topology
+from training.engine.deepspeed_config import REDUCE_BUCKET
 
 RANKS, SHARES, TOKENS, WIDTH = 8, 4, 1000, 64
 GPU = Machine(
@@ -57,3 +61,14 @@ def test_experts_are_reduced_over_the_ranks_that_have_the_same_ones() -> None:
     assert stage.num_in_part == 2 * DENSE // RANKS + 2 * DIVIDED // same
     sent = (4 + 2) * 2 * (DENSE * (RANKS - 1) / RANKS + DIVIDED * (same - 1) / same)  # sums in fp32, weights in bf16
     assert compute_reduction(stage).reduce_sent[DATA] == pytest.approx(sent)
+
+
+def test_gradients_wait_for_the_end_of_a_pass() -> None:
+    """At stage 2 a pass of ranks that divide experts holds the gradients of all its layers, in bf16."""
+    stage = build_stage("zero_stage=2")
+    alone = replace(stage.run, layout=Layout(Topology.of(RANKS), 1, 1))
+    large = replace(LAYER, num_trainable=REDUCE_BUCKET, num_parameters=REDUCE_BUCKET, largest_trainable=1000)
+    divided, whole = (
+        compute_model_states(Stage(run, 0, [large, large], [range(2)])).buffers for run in (stage.run, alone)
+    )
+    assert divided - whole == 2 * REDUCE_BUCKET  # the second layer's

@@ -172,6 +172,20 @@ def test_gpus_that_never_answer_are_hinted_at(
     assert len(hinted) == hints and all("NCCL_P2P_DISABLE=1" in text for text in hinted)
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("0", "0")])
+def test_nccl_keeps_the_order_of_launches(given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, seen = "NCCL_LAUNCH_ORDER_IMPLICIT", []
+    monkeypatch.setenv(name, given or "")  # restored after the test
+    if given is None:
+        monkeypatch.delenv(name)
+    for each in ("choose_init_method", "choose_interface"):
+        monkeypatch.setattr(process, each, lambda: None)
+    monkeypatch.setattr(process.deepspeed, "init_distributed", lambda **_: seen.append(os.environ[name]))
+    monkeypatch.setattr(process.dist, "barrier", lambda: None)
+    process.join_process_group()
+    assert seen == [expected]
+
+
 def test_a_rank_on_the_cpu_is_pinned_to_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(monkeypatch, num_cores=5)
     process.take_device(Ranks(1, 2, 1, 2))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from training.distributed.topology import Layout, Topology
 from training.engine.gradient_sums import list_backward
-from training.engine.reduce_buckets import Bucket, GroupOffset, plan_buckets, plan_reductions
+from training.engine.reduce_buckets import Bucket, GroupOffset, plan_buckets, plan_reductions, reduces_in_passes
 from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule, UnitKind
 from training.pipeline.weight_gradients import DeferredGradients, split_projections
 from training.pipeline.zero_bubble import ZeroBubble
@@ -116,3 +117,20 @@ def test_what_may_get_no_gradient_delays_no_bucket(schedule: Schedule, once: boo
     assert with_it
     for buckets in with_it:
         assert [placeholder in set(each.parameters) for each in buckets] == [False] * (len(buckets) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "has_experts", "expected"),
+    [
+        ({}, True, True),
+        ({"context": 2}, False, True),
+        ({"tensor": 2}, True, True),  # its ranks read the same tokens
+        ({"context": 2}, True, False),
+        ({"experts": 2}, True, False),
+    ],
+    ids=str,
+)
+def test_buckets_wait_for_the_end_of_passes_whose_layers_meet_other_tokens(
+    sizes: dict[str, int], has_experts: bool, expected: bool
+) -> None:
+    assert reduces_in_passes(Layout(Topology.of(4, **sizes), 1, 1), has_experts) is expected
