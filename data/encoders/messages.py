@@ -22,13 +22,14 @@ PREDECESSORS = {
     "tool": (ASSISTANT, "tool"),
 }
 SHAREGPT_FIELD = "conversations"
+SHAREGPT_CALL = "function_call"  # the role of a turn whose value is the JSON text of a call, or of a list of calls
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
     "gpt": ASSISTANT,
     "assistant": ASSISTANT,
-    "function_call": ASSISTANT,
+    SHAREGPT_CALL: ASSISTANT,
     "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
@@ -62,17 +63,41 @@ def read_sharegpt(record: dict, location: str) -> list[dict]:
                 "fix or remove the record"
             )
         flags = {name: turn[name] for name in TURN_FLAGS if name in turn}
-        messages.append({"role": role, "content": turn["value"], **flags})
+        if turn["from"] == SHAREGPT_CALL:
+            said = {"tool_calls": _read_calls(turn["value"], f"{location}: turn {number}")}
+        else:
+            said = {"content": turn["value"]}
+        messages.append({"role": role, **said, **flags})
     return messages
 
 
+def _read_calls(value: object, where: str) -> list[dict]:
+    """Return the calls of a turn of ShareGPT. Raises `UserError` naming `where` for what does not name functions."""
+    parsed = parse_json(value)
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    if not calls or not all(isinstance(call, dict) and {"name", "function"} & call.keys() for call in calls):
+        raise UserError(
+            f"{where} is from '{SHAREGPT_CALL}', so its value must be the JSON text of a call, "
+            '{"name": ..., "arguments": {...}}, or of a list of calls; fix or remove the record'
+        )
+    return calls
+
+
 def read_alpaca(record: dict, location: str) -> list[dict]:
-    """Return `instruction`, followed by `input` where it is given, and `output` as one question and its answer."""
+    """Return `instruction`, followed by `input` where it is given, and `output` as a question and its answer, after
+    those of `history`."""
     instruction, output = (check_text(record[field], f"{location}: field '{field}'") for field in ALPACA_FIELDS)
     given = check_text(record.get("input") or "", f"{location}: field 'input'")
     question = f"{instruction}\n\n{given}" if given.strip() else instruction
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise UserError(
+            f"{location}: field 'history' must be a list of pairs, [[question, answer], ...]; fix or remove the record"
+        )
     messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    return [*messages, {"role": "user", "content": question}, {"role": ASSISTANT, "content": output}]
+    for asked, answered in [*history, (question, output)]:
+        messages += [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": answered}]
+    return messages
 
 
 def as_messages(value: str | list, role: str) -> list:
@@ -82,10 +107,10 @@ def as_messages(value: str | list, role: str) -> list:
 
 def read_tools(value: object, location: str) -> list | None:
     """Return the tools of a record, a list of objects or its JSON text. Raises `UserError` for anything else."""
-    tools = _parse_json(value)
+    tools = parse_json(value)
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{location}: tools must be a list, not {type(tools).__name__}; fix or remove the record")
-    parsed = [_parse_json(tool) for tool in tools or ()]
+    parsed = [parse_json(tool) for tool in tools or ()]
     for number, tool in enumerate(parsed, start=1):
         if not isinstance(tool, dict):
             raise UserError(f"{location}: tool {number} must be an object, not {type(tool).__name__}; fix the record")
@@ -139,7 +164,7 @@ def normalize_message(message: Turn) -> Turn:
     thoughts = [message[name] for name in REASONING_FIELDS if isinstance(message.get(name), str)]
     if thought := next((thought for thought in thoughts if thought.strip()), ""):
         turn |= dict.fromkeys(REASONING_FIELDS, thought)
-    calls = _parse_json(turn.pop("tool_calls", None))
+    calls = parse_json(turn.pop("tool_calls", None))
     if calls:
         turn["tool_calls"] = [_normalize_call(call) for call in calls] if isinstance(calls, list) else calls
     return turn
@@ -147,20 +172,20 @@ def normalize_message(message: Turn) -> Turn:
 
 def _normalize_call(call: object) -> object:
     """Return a call in OpenAI's form, its arguments as an object where they are JSON text of one."""
-    parsed = _parse_json(call)
+    parsed = parse_json(call)
     if not isinstance(parsed, dict):
         return call
     function = parsed.get("function", {name: parsed[name] for name in ("name", "arguments") if name in parsed})
     if not isinstance(function, dict):
         return call
     if "arguments" in function:
-        arguments = _parse_json(function["arguments"])
+        arguments = parse_json(function["arguments"])
         function = function | {"arguments": arguments if isinstance(arguments, dict) else function["arguments"]}
     others = {name: value for name, value in parsed.items() if name not in ("name", "arguments", "function")}
     return {"type": "function", **others, "function": function}
 
 
-def _parse_json(value: object) -> Any:
+def parse_json(value: object) -> Any:
     """Return what a JSON text of an object or a list holds, and anything else as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value

@@ -43,6 +43,17 @@ def test_alpaca_is_a_question_and_its_answer(chat_tokenizer) -> None:
         assert encode({"instruction": "Count.", "output": "Eight.", **nothing}, chat_tokenizer) == without
 
 
+def test_the_history_of_alpaca_comes_before_the_question(chat_tokenizer) -> None:
+    record = {"instruction": "Sure?", "output": "Yes.", "system": "Be brief.", "history": [["Legs?", "Eight."]]}
+    assert encode(record, chat_tokenizer) == encode({"messages": MESSAGES}, chat_tokenizer)
+    without = encode({key: value for key, value in record.items() if key != "history"}, chat_tokenizer)
+    for nothing in ([], None):
+        assert encode({**record, "history": nothing}, chat_tokenizer) == without
+    for wrong in ("Legs?", [["Legs?"]], [{"Legs?": "Eight."}]):
+        with pytest.raises(UserError, match=r"^chat.jsonl:7: field 'history' must be a list of pairs, \[\[question, ans"):
+            encode({**record, "history": wrong}, chat_tokenizer)
+
+
 def test_a_prompt_and_its_completion_are_a_question_and_its_answer(chat_tokenizer) -> None:
     asked = encode({"messages": [{"role": "user", "content": "Count."}, MESSAGES[2]]}, chat_tokenizer)
     assert encode({"prompt": "Count.", "completion": "Eight."}, chat_tokenizer) == asked

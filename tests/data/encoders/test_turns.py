@@ -160,6 +160,24 @@ def test_calls_and_tools_are_read_as_objects_and_as_text(name: str) -> None:
         assert read(name, {"tools": json.dumps(record["tools"]), "messages": messages}) == expected
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5", "DeepSeek-V3", "GLM-4.5", "Llama 3.1"])
+def test_calls_of_sharegpt_are_those_of_messages(name: str) -> None:
+    record = CONVERSATIONS["tool call"]
+    asked, called, result, answer = record["messages"]
+    function = {key: value for key, value in called["tool_calls"][0]["function"].items() if key != "description"}
+    for value in (json.dumps(function), json.dumps([function]), json.dumps(called["tool_calls"])):
+        turns = [
+            {"from": "human", "value": asked["content"]},
+            {"from": "function_call", "value": value},
+            {"from": "observation", "value": result["content"]},
+            {"from": "gpt", "value": answer["content"]},
+        ]
+        assert read(name, {"tools": json.dumps(record["tools"]), "conversations": turns}) == read(name, record)
+    for value in ("look", '{"arguments": {}}', "[]", None):
+        with pytest.raises(UserError, match="turn 2 is from 'function_call', so its value must be the JSON text of a"):
+            read(name, {"conversations": [turns[0], {"from": "function_call", "value": value}]})
+
+
 def test_prompt_and_completion_as_lists_of_messages() -> None:
     messages = CONVERSATIONS["two turns"]["messages"]
     record = {"prompt": messages[:3], "completion": messages[3:]}
