@@ -32,7 +32,7 @@ from data.encoders.messages import (
     read_tools,
     refuse_media,
 )
-from data.encoders.rendering import RECORD_KWARGS, Calendar, Renderer, read_template_kwargs
+from data.encoders.rendering import DOCUMENTS, RECORD_KWARGS, Calendar, Renderer, read_template_kwargs
 from data.encoders.segments import Piece, PieceEncoder, Pieces, check_text, get_eos, tokenize_pieces
 from data.encoders.stops import Stops, build_stops
 from data.encoders.turns import Answer, read_answer, read_kept
@@ -132,12 +132,9 @@ def split_messages(
             " data.chat_template (such as chatml), or use records with a prompt and a completion"
         )
     checked = check_messages(messages, location)
-    tools = read_tools(record.get("tools"), location)
     targets = list_targets(checked, location, keys.train_on, first_target)
-    own_kwargs = read_template_kwargs(record.get(RECORD_KWARGS), f"{location}: {RECORD_KWARGS}")
-    kwargs = {**keys.template_kwargs, **own_kwargs}
-    renderer = Renderer(tokenizer, location, tools, kwargs, calendar := Calendar.of(kwargs))
     guard = Guard(tokenizer, keys.control_tokens, counts)
+    renderer = open_renderer(record, location, guard, keys.template_kwargs)
     turns = [
         guard.protect_turn({name: value for name, value in turn.items() if name not in TURN_FLAGS}, where)
         for turn, where in zip(checked[: targets[-1] + 1], (f"{location}: message {number}" for number in count(1)))
@@ -152,8 +149,18 @@ def split_messages(
     counts.add(_count_turns(checked, targets, first_target))
     counts.num_lost_turns += sum(num for _, num in samples) - sum(num for _, num in kept)
     counts.add(_count_answers(answers))
-    counts.num_default_dates += calendar.was_needed
+    counts.num_default_dates += renderer.calendar.was_needed
     return [guard.release(pieces) for pieces, _ in kept]
+
+
+def open_renderer(record: dict, location: str, guard: Guard, template_kwargs: Mapping[str, Any]) -> Renderer:
+    """Return the renderer of a record's messages, with the tools and the keywords of the record, guarded.
+    template_kwargs: what the template is called with where the record does not say otherwise."""
+    where = f"{location}: {RECORD_KWARGS}"
+    own_kwargs = guard.protect_input(read_template_kwargs(record.get(RECORD_KWARGS), where), where)
+    tools = guard.protect_input(read_tools(record.get("tools"), location), f"{location}: tools")
+    kwargs = {**template_kwargs, **own_kwargs}
+    return Renderer(guard.tokenizer, location, tools, kwargs, Calendar.of(kwargs))
 
 
 def encode_prompt(
@@ -164,14 +171,17 @@ def encode_prompt(
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the ids of a conversation with the generation prompt, for a tokenizer with a chat template. Control tokens
-    in the text of users, tools and the system are letters, as in training.
+    in the text of users, tools, documents and the system are letters, as in training.
 
     tools: as `read_tools` returns them. kwargs: what the template is called with in addition, as `read_template_kwargs`
     returns it; without a date the template writes that of the day. Raises `UserError` naming `location` where the
     template refuses the messages.
     """
-    kwargs = kwargs or {}
     guard = Guard(tokenizer, None, ContentCounts())
+    kwargs = dict(kwargs or {})
+    if DOCUMENTS in kwargs:
+        kwargs[DOCUMENTS] = guard.protect_input(kwargs[DOCUMENTS], f"{location}: {DOCUMENTS}")
+    tools = guard.protect_input(tools, f"{location}: tools")
     turns = [
         guard.protect_turn(normalize_message(message), f"{location}: message {number}")
         for number, message in zip(count(1), messages)

@@ -17,9 +17,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
+from data.encoders.chat import open_renderer
 from data.encoders.control_tokens import Guard
-from data.encoders.messages import TURN_FLAGS, check_messages, read_tools, refuse_media
-from data.encoders.rendering import RECORD_KWARGS, Calendar, Renderer, read_template_kwargs
+from data.encoders.messages import TURN_FLAGS, check_messages, refuse_media
 from data.encoders.segments import (
     CountingEncoder,
     Piece,
@@ -97,11 +97,8 @@ class ClassificationEncoder(CountingEncoder):
                 "data.chat_template (such as chatml), or use records with a text"
             )
         checked = check_messages(record[self.messages_field], location, needs_answer=False)
-        own_kwargs = read_template_kwargs(record.get(RECORD_KWARGS), f"{location}: {RECORD_KWARGS}")
-        kwargs = {**self.template_kwargs, **own_kwargs}
-        tools = read_tools(record.get("tools"), location)
-        renderer = Renderer(tokenizer, location, tools, kwargs, calendar := Calendar.of(kwargs))
         guard = Guard(tokenizer, self.control_tokens, counts)
+        renderer = open_renderer(record, location, guard, self.template_kwargs)
         turns = [
             guard.protect_turn(
                 {name: value for name, value in turn.items() if name not in TURN_FLAGS},
@@ -110,7 +107,7 @@ class ClassificationEncoder(CountingEncoder):
             for turn, number in zip(checked, count(1))
         ]
         text = renderer.render(renderer.fit_calls(turns))
-        counts.num_default_dates += calendar.was_needed
+        counts.num_default_dates += renderer.calendar.was_needed
         return guard.release([Piece(text, False)])
 
 

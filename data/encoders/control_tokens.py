@@ -42,9 +42,16 @@ class Guard:
         """Return a guarded text that is no message. Raises `UserError` as `protect_turn` does."""
         return self._protect(text, where, self.policy or ControlTokens.parse)
 
+    def protect_input(self, value: Any, where: str) -> Any:
+        """Return what else the model reads, such as tools, with its texts and names guarded as those of a user's turn.
+        Raises `UserError` as `protect_turn` does."""
+        return self._protect(value, where, self.policy or ControlTokens.text)
+
     def _protect(self, value: Any, where: str, policy: ControlTokens) -> Any:
         if isinstance(value, dict):
-            return {name: self._protect(part, where, policy) for name, part in value.items()}
+            return {
+                self._protect(name, where, policy): self._protect(part, where, policy) for name, part in value.items()
+            }
         if isinstance(value, list):
             return [self._protect(part, where, policy) for part in value]
         if not isinstance(value, str):

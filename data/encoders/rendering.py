@@ -26,7 +26,7 @@ GENERATION_TAG = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 MARKS = ("\U0010fff0", "\U0010fff1")  # private characters: where a generation tag opens and closes
 
 RECORD_KWARGS = "chat_template_kwargs"  # the keywords of a record, as TRL has them
-DATE = "date"  # the keyword
+DOCUMENTS, DATE = "documents", "date"  # keywords
 NOW, DATE_STRING = "strftime_now", "date_string"  # what templates read
 DATE_STRING_FORMAT = "%d %b %Y"  # of Llama 3, in templates that have no strftime_now
 
@@ -82,7 +82,7 @@ class Renderer:
     def _variables(self) -> dict[str, Any]:
         """The variables of the template, without messages and the generation prompt."""
         return {
-            "documents": None,
+            DOCUMENTS: None,
             **self.tokenizer.special_tokens_map,
             **self.calendar.get_variables(find_variables(self.template)),
             **self.kwargs,
@@ -173,7 +173,7 @@ def read_template_kwargs(value: object, where: str) -> dict[str, Any]:
         raise UserError(f"{where}={kwargs}: give a mapping, such as {{enable_thinking: false}}")
     if own := sorted(OWN_KWARGS & kwargs.keys()):
         raise UserError(f"{where}: {', '.join(own)} of a template cannot be set; omit it")
-    documents = kwargs.get("documents") or []
+    documents = kwargs.get(DOCUMENTS) or []
     if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
         raise UserError(
             f"{where}: documents must be a list of objects, such as [{{title: Spiders, text: Eight legs.}}]"

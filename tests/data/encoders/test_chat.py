@@ -50,7 +50,9 @@ def test_the_history_of_alpaca_comes_before_the_question(chat_tokenizer) -> None
     for nothing in ([], None):
         assert encode({**record, "history": nothing}, chat_tokenizer) == without
     for wrong in ("Legs?", [["Legs?"]], [{"Legs?": "Eight."}]):
-        with pytest.raises(UserError, match=r"^chat.jsonl:7: field 'history' must be a list of pairs, \[\[question, ans"):
+        with pytest.raises(
+            UserError, match=r"^chat.jsonl:7: field 'history' must be a list of pairs, \[\[question, ans"
+        ):
             encode({**record, "history": wrong}, chat_tokenizer)
 
 

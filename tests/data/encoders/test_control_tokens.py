@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.counts import ContentCounts
-from data.encoders.chat import ChatEncoder
+from data.encoders.chat import ChatEncoder, encode_prompt
+from data.encoders.classification import ClassificationEncoder
 from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
@@ -102,6 +103,46 @@ def test_tool_calls_and_reasoning_are_guarded_too(tokenizer) -> None:
         sample = ChatEncoder(control_tokens=policy).encode({"messages": messages}, "a.jsonl:1", tokenizer)
         assert count_ends(sample, tokenizer)[0] == ends
         assert f'"text": "{END}"' in tokenizer.decode(sample["input_ids"])
+
+
+ASKED = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Done."}]
+SHOWS = (  # tools and documents, each in the form that templates give them, before the turns
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for each in documents or [] %}{{ each.text }}"
+    "{% endfor %}{{ preamble }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "say", "description": END, "parameters": {END: {}}}}
+INPUTS = {"tools": [TOOL], "chat_template_kwargs": {"documents": [{"text": f"a {END} b"}], "preamble": END}}
+
+
+@pytest.fixture
+def showing(tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """A tokenizer whose template shows tools, documents and a keyword."""
+    monkeypatch.setattr(tokenizer, "chat_template", SHOWS)
+    return tokenizer
+
+
+@pytest.mark.parametrize(("policy", "added"), [(None, 0), (ControlTokens.text, 0), (ControlTokens.parse, 4)])
+def test_tools_documents_and_keywords_are_guarded_as_what_a_user_writes(showing, policy, added: int) -> None:
+    plain, given = {"messages": ASKED}, {"messages": ASKED, **INPUTS}
+    label, options = {"label": "b"}, {"labels": ("a", "b"), "control_tokens": policy}
+    for encoder in (ChatEncoder(control_tokens=policy), ClassificationEncoder(**options)):
+        none, some = (encoder.encode({**each, **label}, "a.jsonl:1", showing) for each in (plain, given))
+        assert count_ends(some, showing)[0] == count_ends(none, showing)[0] + added
+        before = showing.decode(some["input_ids"]).partition("<|im_start|>")[0]
+        assert before == f"{json.dumps(TOOL)}a {END} b{END}"
+
+
+def test_tools_and_documents_of_a_prompt_are_guarded_as_in_training(showing) -> None:
+    ids = encode_prompt(ASKED[:1], "a prompt", showing, [TOOL], {"documents": [{"text": END}]})
+    assert ids.count(showing.convert_tokens_to_ids(END)) == 1
+
+
+@pytest.mark.parametrize(("field", "where"), [("tools", "tools"), ("chat_template_kwargs", "chat_template_kwargs")])
+def test_control_tokens_in_what_comes_with_the_messages_are_refused(tokenizer, field: str, where: str) -> None:
+    encoder = ChatEncoder(control_tokens=ControlTokens.refuse)
+    with pytest.raises(UserError, match=f"^a.jsonl:1: {where} holds the control token"):
+        encoder.encode({"messages": ASKED, field: INPUTS[field]}, "a.jsonl:1", tokenizer)
 
 
 def test_private_characters_of_a_text_stay(tokenizer) -> None:
