@@ -19,6 +19,7 @@ class Sample(TypedDict):
     input_ids: list[int]  # [T]
     labels: list[int]  # [T]
     desirable: NotRequired[bool]  # of kinds whose answers carry such a label
+    num_prompt: NotRequired[int]  # tokens before the answer, which may begin with reasoning that is no target
     # of kinds that learn from whole documents; as many numbers for each, maybe none
     label: NotRequired[list[int] | list[float]]
     num_last: NotRequired[int]  # tokens at its end that stay where it is truncated; 0 by default

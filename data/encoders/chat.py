@@ -143,7 +143,7 @@ def split_messages(
     stops = get_stops(tokenizer, keys.stop_tokens)
     answers = [read_answer(renderer, turns, index, stops, keys.train_on_reasoning) for index in targets]
     if keys.rewritten_turns is RewrittenTurns.keep:
-        answers = read_kept(renderer, turns, list(zip(targets, answers)), stops)
+        answers = read_kept(renderer, turns, list(zip(targets, answers)), stops, keys.train_on_reasoning)
     samples = _join_answers(answers, tokenizer)
     kept = samples[-1:] if keys.rewritten_turns is RewrittenTurns.last else samples
     counts.add(_count_turns(checked, targets, first_target))
@@ -208,7 +208,7 @@ def _join_answers(answers: Sequence[Answer], tokenizer: PreTrainedTokenizerBase)
             samples.append((_end(pieces, stop, tokenizer), num_turns))
             pieces, done, stop, num_turns = [], "", "", 0
         pieces += _join(answer.prompt[len(done) :], stop, tokenizer)
-        pieces += [Piece(text, is_target) for text, is_target in answer.parts]
+        pieces += [Piece(text, is_target, is_answer=True) for text, is_target in answer.parts]
         done, stop, num_turns = answer.prompt + answer.text, answer.stop, num_turns + 1
     return [*samples, (_end(pieces, stop, tokenizer), num_turns)]
 

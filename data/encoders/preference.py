@@ -175,4 +175,5 @@ class UnpairedEncoder(AnswerKeys, CountingEncoder):
         found = counts or ContentCounts()
         (pieces,) = split_answers(self, prompt, [completion], record, location, tokenizer, found)
         sample = tokenize_sample(pieces, location, tokenizer)
-        return Sample(input_ids=sample["input_ids"], labels=sample["labels"], desirable=label)
+        sample["desirable"] = label
+        return sample

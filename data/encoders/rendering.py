@@ -24,6 +24,7 @@ from errors import UserError
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on and off
 GENERATION_TAG = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 MARKS = ("\U0010fff0", "\U0010fff1")  # private characters: where a generation tag opens and closes
+THOUGHT_MARK = "\U0010fff2"  # the same: where the reasoning of a turn ends
 
 RECORD_KWARGS = "chat_template_kwargs"  # the keywords of a record, as TRL has them
 DOCUMENTS, DATE = "documents", "date"  # keywords

@@ -18,11 +18,13 @@ from errors import UserError
 
 class Piece(NamedTuple):
     """A part of a sample. content: text or token ids. first_label: of the first token, where the model generates
-    another one in its place: a template may show a turn of the history without the token that ended it."""
+    another one in its place: a template may show a turn of the history without the token that ended it. is_answer: the
+    model generates it, even if it is no target, such as reasoning that is not trained on."""
 
     content: str | list[int]
     is_target: bool
     first_label: int | None = None
+    is_answer: bool = False
 
 
 Pieces = list[Piece]
@@ -160,16 +162,18 @@ def no_token_error(text: str, location: str) -> UserError:
 def _join(segments: Sequence[Piece]) -> Sample:
     input_ids: list[int] = []
     labels: list[int] = []
-    first_label = None
-    for token_ids, is_target, replaced in segments:
+    first_label = num_prompt = None
+    for token_ids, is_target, replaced, is_answer in segments:
         assert isinstance(token_ids, list)
+        if num_prompt is None and (is_answer or is_target):
+            num_prompt = len(input_ids)
         first_label = replaced if replaced is not None else first_label  # kept for the next piece where this is empty
         input_ids += token_ids
         added = list(token_ids) if is_target else [IGNORE_INDEX] * len(token_ids)
         if added and first_label is not None:
             added[0], first_label = first_label, None
         labels += added
-    return Sample(input_ids=input_ids, labels=labels)
+    return Sample(input_ids=input_ids, labels=labels, num_prompt=len(input_ids) if num_prompt is None else num_prompt)
 
 
 @lru_cache(maxsize=1)

@@ -23,7 +23,7 @@ from data.sources.records import COMPONENT_PREFIX
 from errors import UserError
 from filesystem import lock_file
 
-FORMAT_VERSION = 8  # raise it when the same options give other tokens or columns
+FORMAT_VERSION = 9  # raise it when the same options give other tokens or columns
 BACKEND_CALL_STATE = ("truncation", "padding")
 
 

@@ -21,7 +21,7 @@ from data.sources.selection import TAKE_ALL, Selection, hash_record
 from data.storage.cache import compute_cache_key
 from data.storage.length import LengthCounts, fit_group, fit_samples
 from data.storage.summary import BatchCounts, sum_counts
-from data.storage.tokenized import LABEL_DTYPES
+from data.storage.tokenized import LABEL_DTYPES, PROMPT_COLUMN
 from errors import UserError
 
 Encoded = Sample | list[Sample] | Group
@@ -71,9 +71,9 @@ class LabelKind(NamedTuple):
 @dataclass(frozen=True)
 class EncodedBatch:
     """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length and
-    num_targets of each; int32. Where the kind of data has labels of samples, those of each, end to end: `label`,
-    int32, or `value`, float64. files: counts of each file by its number. hashes: of the records that became samples,
-    or were dropped as too long, uint64. label_kinds: of its samples, at most one."""
+    num_targets of each, and num_prompt where they are answers; int32. Where the kind of data has labels of samples,
+    those of each, end to end: `label`, int32, or `value`, float64. files: counts of each file by its number. hashes: of
+    the records that became samples, or were dropped as too long, uint64. label_kinds: of its samples, at most one."""
 
     columns: dict[str, np.ndarray]
     files: dict[int, BatchCounts]
@@ -101,7 +101,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     UserError for a bad record, unless bad records are skipped."""
     per_file = {number: BatchCounts() for number in files or [0]}
     states = [_Record(raw.location, per_file[number]) for raw, number in zip(records, files or [0] * len(records))]
-    input_ids, labels, lengths, num_targets = (array("i") for _ in range(4))
+    input_ids, labels, lengths, num_targets, num_prompt = (array("i") for _ in range(5))
     hashes: list[int] = []
     sample_labels: list[int | float] = []
     kinds: set[LabelKind] = set()
@@ -118,6 +118,8 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             labels.fromlist(piece["labels"])
             lengths.append(len(piece["input_ids"]))
             num_targets.append(count_targets(piece))
+            if _holds_answers(encoded):
+                num_prompt.append(piece["num_prompt"] if "num_prompt" in piece else _find_target(piece))
             record.counts.num_tokens += lengths[-1]
             record.counts.num_targets += num_targets[-1]
             found = _list_labels(encoded)
@@ -125,6 +127,8 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             kinds.add(_find_label_kind(found))
         hashes.append(record.hash)
     columns = {"input_ids": input_ids, "labels": labels, "length": lengths, "num_targets": num_targets}
+    if num_prompt:
+        columns[PROMPT_COLUMN] = num_prompt
     arrays = {name: np.array(values, np.int32) for name, values in columns.items()}
     check_label_kinds(kinds, encoding.encoder)
     if sample_labels:
@@ -142,6 +146,15 @@ def check_label_kinds(kinds: Collection[LabelKind], encoder: Encoder) -> None:
             f"data.encoder={name} gives some samples {one} as `label` and others {other}; give each as many, of one "
             "type"
         )
+
+
+def _holds_answers(encoded: Encoded) -> bool:
+    """Return whether the samples of a record are answers to a prompt: preferences, and single answers with a label."""
+    return "label" not in encoded[0] if isinstance(encoded, tuple) else "desirable" in encoded
+
+
+def _find_target(sample: Sample) -> int:
+    return next(place for place, label in enumerate(sample["labels"]) if label != IGNORE_INDEX)
 
 
 def _find_label_kind(labels: Sequence[int | float]) -> LabelKind:

@@ -152,6 +152,8 @@ def _cut(sample: Sample, start: int, stop: int) -> Sample:
     cut = Sample(input_ids=sample["input_ids"][start:stop], labels=labels)
     if "label" in sample:
         cut["label"] = sample["label"]
+    if "num_prompt" in sample:
+        cut["num_prompt"] = max(OVERLAP if start else 0, sample["num_prompt"] - start)
     return cut
 
 

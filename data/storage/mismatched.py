@@ -138,5 +138,5 @@ def _read_prompt(dataset: TokenizedDataset, number: int) -> bytes:
 
 
 def _find_answer(dataset: TokenizedDataset, number: int) -> int:
-    """Return the position of the first target."""
-    return int((dataset.labels(number) != IGNORE_INDEX).argmax())
+    """Return the position of the answer's first token."""
+    return int(dataset.num_prompt[number])

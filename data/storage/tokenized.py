@@ -3,6 +3,7 @@
     input_ids, labels      int32 [num_tokens], the samples end to end
     offset                 int64 [num_samples + 1], where each of them begins
     length, num_targets    int32 [num_samples]; targets are counted after the shift
+    num_prompt             int32 [num_samples], tokens before the answer, of a kind of data whose samples are answers
     label, value           int32 or float64 [num_samples, K], of a kind of data whose samples have labels, or numbers
     source                 int32 [num_samples], the entry of `train_file` that the sample comes from
     record_hash            uint64 [num_records], of the records that became samples, or were dropped as too long
@@ -30,6 +31,7 @@ SUMMARY_FILE = "summary.json"
 CORPORA_FILE = "corpora.json"  # of corpora that were tokenized elsewhere: their prefixes, in place of the token columns
 TOKEN_COLUMNS = ("input_ids", "labels")
 SAMPLE_COLUMNS = ("length", "num_targets", "source")
+PROMPT_COLUMN = "num_prompt"
 DTYPES: dict[str, np.dtype] = {
     **dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)),
     "offset": np.dtype(np.int64),
@@ -99,7 +101,8 @@ class TokenizedWriter:
         lengths = columns["length"]
         for name, values in columns.items():
             self._write(name, values)
-            self._hashes[source].update(values.data)
+            if name != PROMPT_COLUMN:  # earlier versions had none, and their checkpoints name the hash
+                self._hashes[source].update(values.data)
         self._write("source", np.full(len(lengths), source, np.int32))
         self._write("offset", self.num_tokens + np.cumsum(lengths, dtype=np.int64))
         self.num_samples += len(lengths)
@@ -190,6 +193,11 @@ class TokenizedDataset:
                 labels = map_column(path, name, dtype)
                 return None if len(labels) % len(self) else labels.reshape(len(self), -1)
         return None
+
+    @cached_property
+    def num_prompt(self) -> np.ndarray:
+        """The number of tokens before the answer of each sample, int32 [num_samples]."""
+        return map_column(self._arguments[0], PROMPT_COLUMN, np.dtype(np.int32))
 
     @property
     def desirable(self) -> np.ndarray:

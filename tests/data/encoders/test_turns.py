@@ -72,6 +72,34 @@ def test_reasoning_that_is_not_trained_on(name: str, expected: list[str]) -> Non
     assert read(name, plain, train_on_reasoning=False) == read(name, plain)
 
 
+SHORT = ["hi", "think", "<", "i", "Eight.", "assistant"]  # texts that templates write elsewhere too
+
+
+@pytest.mark.parametrize("rewritten", list(RewrittenTurns))
+@pytest.mark.parametrize("name", ["Qwen3", "gpt-oss", "GLM-4.5", "DeepSeek-R1 distilled", "Granite 3", "Nemotron 3"])
+def test_short_reasoning_is_masked_where_it_is(name: str, rewritten: RewrittenTurns) -> None:
+    keys = {"rewritten_turns": rewritten, "train_on_reasoning": False}
+    (expected,) = read(name, CONVERSATIONS["a thought"], **keys)
+    assert "An arachnid." not in expected and "Eight." in expected
+    for thought in SHORT:
+        for field in (*REASONING_FIELDS, None):
+            said = {field: thought} if field else {"content": f"<think>\n{thought}\n</think>\n\nEight."}
+            record = {"messages": [ASKED, {"role": "assistant", "content": "Eight.", **said}]}
+            if field or name == "DeepSeek-R1 distilled":  # the others show tags in the content as they are
+                assert read(name, record, **keys) == [expected], thought
+
+
+def test_reasoning_that_a_template_changes_is_not_masked_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = FAMILIES["Qwen3"].template.replace(
+        "{{ m.reasoning_content", "{{ m.reasoning_content | length ~ m.reasoning_content"
+    )
+    monkeypatch.setattr(build_tokenizer("Qwen3"), "chat_template", changed)
+    with pytest.raises(
+        UserError, match="^chat.jsonl:1: message 2: where its reasoning ends cannot be found, since the"
+    ):
+        read("Qwen3", CONVERSATIONS["a thought"], train_on_reasoning=False)
+
+
 def test_reasoning_that_the_template_does_not_show_is_counted() -> None:
     assert batch("Llama 3", THOUGHTS, CONVERSATIONS["one turn"]).counts.content.num_hidden_thoughts == 2
     assert batch("Qwen3", THOUGHTS).counts.content.num_hidden_thoughts == 0

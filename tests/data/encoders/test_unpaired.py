@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from test_sft import read_runs
+from test_template_families import build_tokenizer as build_of_family
 
 from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
+from data.storage.encoding import Encoding
+from data.storage.mismatched import mismatched_path, prepare_mismatched
+from data.storage.rows import RowPlan
+from data.storage.tokenized import TokenizedDataset
+from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
 RECORD = {"prompt": "Legs of a {spider}?", "completion": "Eight.", "label": True}
@@ -61,3 +70,30 @@ def test_a_bad_record_is_named(build_tokenizer, changed: dict, message: str) -> 
 def test_a_record_without_a_label_is_named(build_tokenizer) -> None:
     with pytest.raises(UserError, match="no field 'label'; the record has 'prompt', 'completion'; set .*data.label_f"):
         UnpairedEncoder().encode({"prompt": "Legs?", "completion": "Eight."}, WHERE, build_tokenizer())
+
+
+def test_reasoning_that_is_not_trained_on_is_of_the_answer(tmp_path: Path) -> None:
+    tokenizer = build_of_family("Qwen3")
+    said = [("Legs?", "An insect.", "Six."), ("Legs?", "An arachnid.", "Eight."), ("Eyes?", "A spider.", "Eight.")]
+    file = tmp_path / "liked.jsonl"
+    lines = [
+        {
+            "prompt": [{"role": "user", "content": question}],
+            "completion": [{"role": "assistant", "content": answer, "reasoning": thought}],
+            "label": thought != "An insect.",
+        }
+        for question, thought, answer in said
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    encoding = Encoding(UnpairedEncoder(train_on_reasoning=False), tokenizer, 256)
+    path = prepare_dataset([str(file)], key="train_file", encoding=encoding, cache_dir=tmp_path / "cache")
+    prepare_mismatched(path, RowPlan(256), "train_file", 1)
+    dataset = TokenizedDataset(mismatched_path(path), True, True)
+    texts = [tokenizer.decode(dataset.input_ids(sample)) for sample in range(3)]
+    others = [2, 2, 0]  # not the other answer to one's own prompt
+    for (question, _, _), text, other in zip(said, texts, others, strict=True):
+        _, thought, answer = said[other]
+        assert text.endswith(
+            f"{question}<|im_end|>\n<|im_start|>assistant\n<think>\n{thought}\n</think>\n\n{answer}<|im_end|>"
+        )
+        assert text.count("<think>") == 1

@@ -25,6 +25,7 @@ def save_samples(path: Path, prompts: list[int], desirable: list[bool] | None = 
         "labels": labels.reshape(-1),
         "length": np.full(len(prompts), 5, np.int32),
         "num_targets": np.full(len(prompts), 3, np.int32),
+        "num_prompt": np.full(len(prompts), 2, np.int32),
     }
     if desirable is not None:
         columns["label"] = np.array(desirable, np.int32)
@@ -59,6 +60,17 @@ def test_the_answer_is_one_to_another_prompt(
         [-100, -100, 100 + other, 100 + other] for other in others
     ]
     assert dataset.num_targets.tolist() == [2] * len(prompts)
+
+
+def test_where_answers_begin_is_not_in_the_hash_that_checkpoints_of_earlier_versions_name(tmp_path: Path) -> None:
+    tokens = np.arange(3, dtype=np.int32)
+    columns = {"input_ids": tokens, "labels": tokens, "length": tokens[1:2] + 2, "num_targets": tokens[2:]}
+    found = []
+    for added in ({}, {"num_prompt": tokens[1:2]}):
+        with TokenizedWriter(tmp_path, num_sources=1) as writer:
+            writer.append({**columns, **added}, 0)
+            found.append(writer.fingerprints)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("prompts", "samples_per_record"), [([1], 1), ([1, 1, 1], 1), ([1, 1], 2)])
