@@ -252,9 +252,11 @@ def read_parquet(path: str, first: int = 0) -> Iterator[RawRecord]:
             for batch in file.iter_batches(batch_size=1000, row_groups=range(group, file.num_row_groups)):
                 omitted = min(max(0, first - number), len(batch))
                 number += omitted
-                for record in batch.slice(omitted).to_pylist():
+                for record in batch.slice(omitted).to_pylist(maps_as_pydicts="strict"):
                     number += 1
                     yield encode_row(record, f"{path}: row {number}")
+    except KeyError:
+        raise UserError(f"{path}: after row {number} a map has one key twice; keep one of them") from None
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(

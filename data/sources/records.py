@@ -10,6 +10,7 @@ it, so that the record can be skipped.
 import glob
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from data.sources.indexed import find_prefix
 from errors import UserError
 
 COMPONENT_PREFIX = "own:"
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
@@ -111,4 +113,18 @@ def parse_record(location: str, json_text: str) -> dict:
         ) from None
     if not isinstance(record, dict):
         raise UserError(f"{location}: a record must be a JSON object, not a {type(record).__name__}; fix or remove it")
+    if HALF_PAIR.search(json_text):  # UTF-8 text holds none but in such an escape, and whole pairs are escaped so too
+        _check_characters(record, location)
     return record
+
+
+def _check_characters(record: dict, location: str) -> None:
+    """Raise `UserError` for half of a surrogate pair in a record: tokenizers and files take whole characters alone."""
+    for name, value in record.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{location}: field {name!a} holds half of a surrogate pair, which is not a character; fix or remove "
+                "the record"
+            ) from None

@@ -67,6 +67,23 @@ def test_null_fields_of_arrow_are_removed(tmp_path: Path) -> None:
     assert [json.loads(record.text) for record in read_file(path)] == records
 
 
+def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.parquet")
+    inner = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    turns = pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("arguments", inner)]))
+    records = [
+        {"messages": [{"role": "user", "arguments": {"city": "Lima"}}], "kwargs": {"a": "b", "c": "d"}},
+        {"messages": [{"role": "tool", "arguments": {}}], "kwargs": {}},
+    ]
+    schema = pyarrow.schema([("messages", turns), ("kwargs", inner)])
+    parquet.write_table(pyarrow.Table.from_pylist(records, schema), path)
+    assert [json.loads(record.text) for record in read_file(path)] == records
+    twice = pyarrow.table({"kwargs": pyarrow.array([[("a", "b"), ("a", "c")]], inner)})
+    parquet.write_table(twice, path)
+    with pytest.raises(UserError, match=f"^{path}: after row 0 a map has one key twice; keep one of them"):
+        list(read_file(path))
+
+
 def test_bytes_of_parquet_are_text_or_an_error_that_names_row_and_column(tmp_path: Path) -> None:
     """Some writers store text as binary; `b'...'` would be trained on."""
     path = str(tmp_path / "a.parquet")

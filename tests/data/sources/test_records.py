@@ -161,6 +161,14 @@ def test_malformed_json_names_line_reason_and_column(tmp_path: Path) -> None:
         parse_record("a.jsonl:1", "[" * 100_000)
 
 
+@pytest.mark.parametrize("field", ["tools", "name", "a\\ud83d"])
+def test_half_of_a_surrogate_pair_anywhere_is_of_one_record(field: str) -> None:
+    text = f'{{"messages": [], "{field}": [{{"name": "\\uD83D"}}]}}'
+    with pytest.raises(UserError, match="^a.jsonl:1: field '.*' holds half of a surrogate pair, which is not a char"):
+        parse_record("a.jsonl:1", text)
+    assert parse_record("a.jsonl:1", '{"a": "\\ud83d\\ude00 \\\\ud83d"}') == {"a": "\U0001f600 \\ud83d"}
+
+
 def test_a_record_that_is_not_an_object() -> None:
     with pytest.raises(UserError, match="^a.jsonl:1: a record must be a JSON object, not a list"):
         parse_record("a.jsonl:1", "[1]")
