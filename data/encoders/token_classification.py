@@ -11,6 +11,7 @@ earlier token sees.
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,12 +27,14 @@ from data.options import ProblemType
 from data.sample import IGNORE_INDEX, Sample
 from errors import UserError
 
+# Prefix of a word's tag -> those of its first and its last token, where it has several.
+PIECES = {"B": ("B", "I"), "I": ("I", "I"), "E": ("I", "E"), "S": ("B", "E")}
+
 
 @dataclass(frozen=True)
 class TokenClassificationEncoder(CountingEncoder):
     """Records with words and a label of each. labels: the names of all labels; None before they are known, when nothing
-    can be encoded. label_all_pieces: every token of a word has a label, not the first alone: after that of a `B-` those
-    of the `I-` of its kind, where there is one."""
+    can be encoded. label_all_pieces: every token of a word has a label, not the first alone, see `_label_pieces`."""
 
     words_field: str = "words"
     label_field: str = "labels"
@@ -70,15 +73,11 @@ class TokenClassificationEncoder(CountingEncoder):
                 f"{where}: text {missing[0] + 1} ('{texts[missing[0]]}') has no token of its own; join it with the "
                 "word before, or remove the record"
             )
-        token_labels, before = [], None  # the tokens of a word are adjacent
-        for owner in owners:
-            if owner is None:
-                token_labels.append(IGNORE_INDEX)
-            elif owner != before:
-                token_labels.append(classes[owner])
-            else:
-                token_labels.append(_continue_class(classes[owner], known) if self.label_all_pieces else IGNORE_INDEX)
-            before = before if owner is None else owner
+        pieces = [
+            iter(_label_pieces(classes[word], count, known) if self.label_all_pieces else [classes[word]])
+            for word, count in sorted(Counter(owner for owner in owners if owner is not None).items())
+        ]
+        token_labels = [IGNORE_INDEX if owner is None else next(pieces[owner], IGNORE_INDEX) for owner in owners]
         return _shift(encoded["input_ids"], token_labels, tokenizer)
 
 
@@ -154,10 +153,18 @@ def find_words(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list
     return owners
 
 
-def _continue_class(index: int, labels: Sequence[str]) -> int:
-    """Return the class of the tokens of a word after its first one: an entity begins once."""
-    inside = f"I-{labels[index].removeprefix('B-')}"
-    return labels.index(inside) if labels[index].startswith("B-") and inside in labels else index
+def _label_pieces(index: int, count: int, labels: Sequence[str]) -> list[int]:
+    """Return the class of each token of a word: an entity begins and ends once. After a `B-` come `I-` of its kind,
+    before an `E-` too, and an `S-` becomes `B-`, `I-` and `E-`. Where `labels` lack the first or the last of these, the
+    word's first token alone has a class; where they lack the `I-` between, those tokens have none."""
+    prefix, dash, kind = labels[index].partition("-")
+    if not dash or prefix not in PIECES or count == 1:
+        return [index] * count
+    first, last = (f"{tag}-{kind}" for tag in PIECES[prefix])
+    if not {first, last} <= set(labels):
+        return [index]
+    tags = [first, *[f"I-{kind}"] * (count - 2), last]
+    return [labels.index(tag) if tag in labels else IGNORE_INDEX for tag in tags]
 
 
 def _check_words(words: object, where: str) -> list[str]:

@@ -211,6 +211,23 @@ def test_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
             assert found == [NAMES.index(name), *[other] * (len(found) - 1)]
 
 
+FULL = ["O", "B-A", "I-A", "E-A", "S-A"]
+
+
+@pytest.mark.parametrize(
+    "tags", [["S-A"], ["B-A", "E-A"], ["B-A", "I-A", "E-A"], ["B-A", "I-A"], ["S-A", "S-A"], ["A"]]
+)
+@pytest.mark.parametrize("without", [[], ["I-A"], ["B-A"], ["E-A"]])
+def test_an_entity_of_words_of_several_tokens_is_one(tmp_path: Path, tags: list[str], without: list[str]) -> None:
+    labels = [label for label in [*FULL, "A"] if label not in without or label in tags]
+    record = {"words": ["isinstance", "deco\u00f6r", "isinstance"][: len(tags)], "labels": tags}
+    encoder = TokenClassificationEncoder(labels=labels, label_all_pieces=True)
+    sample = encoder.encode(record, "a.jsonl:1", save_tokenizer(tmp_path))
+    found = [labels[label] for label in sample["labels"] if label != -100]
+    one = [0] * len(found)
+    assert len(list_entities(found, one)) == len(list_entities(tags, one[: len(tags)])), found
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
