@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from data.counts import ContentCounts
 from data.encoders.chat import open_renderer
 from data.encoders.control_tokens import Guard
-from data.encoders.messages import TURN_FLAGS, check_messages, refuse_media
+from data.encoders.messages import TURN_FLAGS, check_messages, parse_json, refuse_media
 from data.encoders.segments import (
     CountingEncoder,
     Piece,
@@ -120,6 +120,7 @@ def tokenize_texts(texts: Sequence[str], location: str, guard: Guard) -> Sample:
         input_ids=before["input_ids"] + own["input_ids"],
         labels=before["labels"] + own["labels"],
         num_first=len(before["input_ids"]),
+        num_last=len(find_special(guard.tokenizer, len(texts))[-1]),
     )
 
 
@@ -167,8 +168,8 @@ def _name_class(value: object, where: str) -> str:
 
 
 def read_classes(value: object, labels: Sequence[str], problem_type: ProblemType, where: str) -> list[int]:
-    """Return the index of the class, or of each class whether the record has it, 1 or 0. A number that is not a name
-    counts the labels from 0. Raises `UserError` naming `where` for a label that is not among `labels`."""
+    """Return the index of the class, or of each class whether the record has it, 1 or 0. A number counts the labels
+    from 0, unless a name is a number too. Raises `UserError` naming `where` for a label that is not among `labels`."""
     indices = [find_class(name, labels, where) for name in name_classes(value, problem_type, where)]
     if problem_type is ProblemType.single_label_classification:
         return indices
@@ -176,10 +177,11 @@ def read_classes(value: object, labels: Sequence[str], problem_type: ProblemType
 
 
 def find_class(name: str, labels: Sequence[str], where: str) -> int:
-    """Return the index of a class by its name, or by its number, from 0. Raises `UserError` as `read_classes` does."""
+    """Return the index of a class by its name or, where no name is a number, by its number, from 0. Raises `UserError`
+    as `read_classes` does."""
     if name in labels:
         return list(labels).index(name)
-    if name.isdecimal() and int(name) < len(labels):
+    if name.isdecimal() and int(name) < len(labels) and not any(label.isdecimal() for label in labels):
         return int(name)
     raise UserError(
         f"{where} is '{name}', which is not among the labels ({', '.join(labels[:10])}{', ...' * (len(labels) > 10)}); "
@@ -188,10 +190,11 @@ def find_class(name: str, labels: Sequence[str], where: str) -> int:
 
 
 def _read_numbers(value: object, length: int, where: str) -> list[float]:
-    given = value if isinstance(value, list) else [value]
+    read = parse_json(value)  # the cells of a table are texts
+    given = read if isinstance(read, list) else [read]
     try:
-        numbers = [float(each) for each in given if isinstance(each, int | float) and not isinstance(each, bool)]
-    except OverflowError:  # an integer beyond the largest float
+        numbers = [float(each) for each in given if isinstance(each, int | float | str) and not isinstance(each, bool)]
+    except (OverflowError, ValueError):  # an integer beyond the largest float, or a text that is no number
         numbers = []
     if len(numbers) != len(given) or len(numbers) != length or not all(map(math.isfinite, numbers)):
         form = "a number" if length == 1 else f"a list of {length} numbers"

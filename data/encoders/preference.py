@@ -35,6 +35,7 @@ from data.encoders.sft import check_template, refuse_texts, split_completion
 from data.sample import Sample
 from errors import UserError
 
+LABELS = {"true": True, "false": False}  # the cells of a table are texts
 MESSAGES = "the prompt or the answer as a list of messages"
 
 
@@ -161,10 +162,11 @@ class UnpairedEncoder(AnswerKeys, CountingEncoder):
             "data.completion_field": self.completion_field,
             "data.label_field": self.label_field,
         }
-        prompt, completion, label = get_fields(record, names, location)
+        prompt, completion, given = get_fields(record, names, location)
+        label = LABELS.get(given.lower()) if isinstance(given, str) else given
         if not isinstance(label, bool):
             raise UserError(
-                f"{location}: field '{self.label_field}' must be true or false, not {label!r}; fix or remove the record"
+                f"{location}: field '{self.label_field}' must be true or false, not {given!r}; fix or remove the record"
             )
         check_answer(completion, self.completion_field, location)
         if not isinstance(prompt, list):

@@ -14,7 +14,7 @@ from functools import lru_cache
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.encoders.classification import find_special, tokenize_texts
+from data.encoders.classification import tokenize_texts
 from data.encoders.control_tokens import Guard
 from data.encoders.messages import refuse_media
 from data.encoders.segments import CountingEncoder, check_filled, get_fields
@@ -52,7 +52,6 @@ class RetrievalEncoder(CountingEncoder):
         for prompt, texts in self._list_samples(query, documents):
             sample = tokenize_texts(texts, location, guard)
             sample["num_first"] += _count_tokens(prompt, tokenizer)
-            sample["num_last"] = len(find_special(tokenizer, len(texts))[-1])
             sample["label"] = []
             samples.append(sample)
         return tuple(samples) if len(samples) > 1 else samples[0]

@@ -55,6 +55,8 @@ def test_a_conversation_may_end_with_a_question(chat_tokenizer) -> None:
         (["a", "b", "c"], MULTI, [], [0, 0, 0]),
         (None, REGRESSION, 2, [2.0]),
         (["low", "high"], REGRESSION, [0.5, 1], [0.5, 1.0]),
+        (None, REGRESSION, "-2.5e1", [-25.0]),  # as in a table
+        (["low", "high"], REGRESSION, "[0.5, 1]", [0.5, 1.0]),
     ],
 )
 def test_labels_are_read(build_tokenizer, labels, problem_type, value, expected: list) -> None:
@@ -74,6 +76,22 @@ def test_labels_are_read(build_tokenizer, labels, problem_type, value, expected:
             "field 'label' is 'maybe', which is not among the labels (no, yes); fix or remove the",
         ),
         ({}, {"label": 2}, "field 'label' is '2', which is not among the labels (no, yes); fix or remove the record"),
+        (
+            {"labels": ["1", "2", "3"]},
+            {"label": "0"},
+            "field 'label' is '0', which is not among the labels (1, 2, 3); fix",
+        ),
+        ({"labels": ["a", "2"]}, {"label": 0}, "field 'label' is '0', which is not among the labels (a, 2); fix or"),
+        (
+            {"problem_type": REGRESSION, "labels": None},
+            {"label": "nan"},
+            "field 'label' must be a number (data.problem_t",
+        ),
+        (
+            {"problem_type": REGRESSION, "labels": None},
+            {"label": ""},
+            "field 'label' must be a number (data.problem_type",
+        ),
         ({}, {"label": 0.5}, "field 'label' must be a label, a text or a whole number, not 0.5; fix or remove the"),
         ({"problem_type": MULTI}, {"label": "no"}, "field 'label' must be a list of labels (data.problem_type=multi_l"),
         (
@@ -97,10 +115,24 @@ def test_labels_are_read(build_tokenizer, labels, problem_type, value, expected:
 )
 def test_a_bad_record_is_named(build_tokenizer, given: dict, changed: dict, message: str) -> None:
     with pytest.raises(UserError) as raised:
-        ClassificationEncoder(labels=["no", "yes"], **given).encode(
+        ClassificationEncoder(**{"labels": ["no", "yes"]} | given).encode(
             {"text": "Legs?", "label": "no"} | changed, WHERE, build_tokenizer()
         )
     assert str(raised.value).startswith(f"{WHERE}: {message}")
+
+
+def test_a_text_that_is_cut_keeps_what_the_tokenizer_puts_at_its_end(build_tokenizer, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=special
+    )
+    text = "legs " * 30
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "label": "yes"}))
+    encoding = Encoding(ClassificationEncoder(labels=["no", "yes"]), tokenizer, 16)
+    path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
+    found = TokenizedDataset(path, True, True).input_ids(0).tolist()
+    assert found == tokenizer(text, truncation=True, max_length=16)["input_ids"] and found[-1] == special[1][1]
 
 
 def test_labels_are_stored_with_the_tokens_and_survive_truncation_and_packing(tokenizer, tmp_path: Path) -> None:

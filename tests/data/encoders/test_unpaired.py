@@ -21,6 +21,11 @@ RECORD = {"prompt": "Legs of a {spider}?", "completion": "Eight.", "label": True
 WHERE = "liked.jsonl:3"
 
 
+def test_labels_of_a_table_are_texts(build_tokenizer) -> None:
+    for text, label in (("true", True), ("False", False), ("FALSE", False)):
+        assert UnpairedEncoder().encode(RECORD | {"label": text}, WHERE, build_tokenizer())["desirable"] is label
+
+
 @pytest.mark.parametrize("label", [True, False])
 def test_an_answer_has_the_tokens_of_one_of_a_pair_and_its_label(build_tokenizer, label: bool) -> None:
     tokenizer = build_tokenizer(puts_bos=True)
