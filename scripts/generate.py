@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from transformers import (  # noqa: E402
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TextStreamer,
@@ -40,6 +42,7 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from data.encoders.chat import encode_prompt  # noqa: E402
 from data.encoders.messages import read_tools  # noqa: E402
 from data.encoders.rendering import RECORD_KWARGS, read_template_kwargs  # noqa: E402
+from data.encoders.segments import leading_bos  # noqa: E402
 from data.encoders.turns import find_stop_tokens  # noqa: E402
 from errors import UserError  # noqa: E402
 from models.architecture.lookup import build_layers  # noqa: E402
@@ -83,11 +86,16 @@ def load_model(source: WeightSource) -> PreTrainedModel:
         for name, tensor in source.read_layer(index, layers[index]).items():
             tensors |= {piece.hf_name: tensor[piece.index] for piece in alone.get_pieces(name)}
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    model = (
+    model: PreTrainedModel = (
         MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
         .from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype, trust_remote_code=False)
         .eval()
     )
+    if (source.config_dir / "generation_config.json").is_file():
+        chosen = GenerationConfig.from_pretrained(source.config_dir)
+        if chosen.eos_token_id is None:
+            chosen.eos_token_id = model.generation_config.eos_token_id
+        model.generation_config = chosen
     return model.to(choose_device())
 
 
@@ -101,6 +109,12 @@ def load_further(source: WeightSource, model: PreTrainedModel) -> list[FurtherDe
             assert isinstance(module, FurtherDecoderLayer)
             further.append(module.to(model.device).eval())
     return further
+
+
+def list_processing(config: GenerationConfig) -> list[str]:
+    """Returns the fields of a generation_config.json by which greedy answers differ from the most likely tokens."""
+    others = re.compile("do_sample|temperature|top_.*|min_p|typical_p|max_.*|.*_token_id|transformers_version|_.*")
+    return sorted(f"{key}={value}" for key, value in config.to_diff_dict().items() if not others.fullmatch(key))
 
 
 def choose_device() -> torch.device:
@@ -137,11 +151,14 @@ class Generator:
             source = add_further(source, trains=True)
         self.model = load_model(source)
         self.decoder = SpeculativeDecoder(self.model, load_further(source, self.model)) if speculative else None
+        if ignored := list_processing(self.model.generation_config) if speculative else []:
+            print(f"--speculative ignores {', '.join(ignored)} of generation_config.json", file=sys.stderr)
         sampling: dict[str, Any] = (
             {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         )
         ends = self.model.generation_config.eos_token_id
-        for token in (self.tokenizer.eos_token, *find_stop_tokens([source.path], self.tokenizer)):  # as in training
+        folders = (source.path, source.config_dir)
+        for token in (self.tokenizer.eos_token, *find_stop_tokens(folders, self.tokenizer)):  # as in training
             ends = add_end(ends, None if token is None else self.tokenizer.convert_tokens_to_ids(token))
         self._options = {
             "max_new_tokens": max_new_tokens,
@@ -166,18 +183,21 @@ class Generator:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if self._template is not None:
-            return self.tokenizer(self._template.replace("{prompt}", prompt.messages[-1]["content"]))["input_ids"]
+            text = self._template.replace("{prompt}", prompt.messages[-1]["content"])
+            # As in training: a tokenizer may append its end token too, after which nothing is to be said
+            return leading_bos(self.tokenizer) + self.tokenizer(text, add_special_tokens=False)["input_ids"]
         kwargs = self._kwargs | prompt.kwargs
         return encode_prompt(prompt.messages, prompt.location, self.tokenizer, prompt.tools, kwargs)
 
     def chat(self, read: Callable[[str], str] = input) -> None:
         """Chats in the terminal until an empty line or the end of the input."""
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streams = self.decoder is None and (self.model.generation_config.num_beams or 1) == 1
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
         messages: Messages = []
         while text := _read_line(read):
             messages.append({"role": "user", "content": text})
             messages.append({"role": "assistant", "content": self.answer(Prompt(messages), streamer)})
-            if self.decoder is not None:  # which writes nothing before its end
+            if not streams:  # drafts and beams write nothing before their end
                 print(messages[-1]["content"])
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.adapters import make_adapter
 from support.tiny import save_llama, save_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.encoders.chat import ChatEncoder
@@ -147,7 +148,31 @@ def test_the_stop_tokens_of_generation_config_end_an_answer(root: Path, tmp_path
     shutil.copytree(root / "hf", tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     generator = generate.Generator(open_weights(str(tmp_path / "hf")), None, max_new_tokens=8, temperature=0.0)
-    assert generator._options["eos_token_id"] == [generator.tokenizer.eos_token_id, 5, 7]
+    assert generator._options["eos_token_id"] == [5, 7, generator.tokenizer.eos_token_id]
+
+
+def test_answers_are_those_of_generate_with_the_models_own_generation_config(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    (tmp_path / "hf/generation_config.json").write_text('{"repetition_penalty": 1.8, "eos_token_id": 2}')
+    generator = generate.Generator(open_weights(str(tmp_path / "hf")), "{prompt}", max_new_tokens=24, temperature=0.0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    input_ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    output = model.generate(input_ids, max_new_tokens=24, do_sample=False)[0, input_ids.shape[1] :]
+    answer = generator.answer(generate.Prompt([{"role": "user", "content": PROMPT}]))
+    assert answer == tokenizer.decode(output, skip_special_tokens=True).strip()
+    assert generate.list_processing(model.generation_config) == ["repetition_penalty=1.8"]
+
+
+def test_no_end_token_is_appended_to_a_prompt(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    special = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    tokenizer.save_pretrained(tmp_path / "hf")
+    generator = generate.Generator(open_weights(str(tmp_path / "hf")), "{prompt}", max_new_tokens=8, temperature=0.0)
+    ids = generator._encode(generate.Prompt([{"role": "user", "content": PROMPT}]))
+    assert ids == AutoTokenizer.from_pretrained(tmp_path / "hf")(PROMPT).input_ids[:-1] and ids[0] == 1
 
 
 def save_switched(root: Path, folder: Path) -> Path:

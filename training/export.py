@@ -16,12 +16,10 @@ from models.conversion.convert import WriteOptions, export_hugging_face
 from models.conversion.model_files import write_json
 from models.heads.sentence_transformers import save_sentence_files
 from models.heads.table import find_head
-from models.layers.wrapped import TEXT_CONFIG
-from models.storage.folders import check_disk_space, copy_processor_files
-from models.storage.tensor_files import load_json
+from models.storage.folders import check_disk_space, copy_small_files
+from models.weights.config_file import describe_config
 from models.weights.passthrough import Passthrough, find_passthrough, write_passthrough
-from models.weights.quantized import QUANTIZATION_CONFIG
-from models.weights.source import WeightSource, get_whole_config
+from models.weights.source import get_whole_config
 from models.weights.sources import open_weights
 from models.weights.trained_adapter import read_trained_adapter
 from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
@@ -29,6 +27,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TEMPORARY_PREFIX, remove_leftovers
 from training.config.schema import RunConfig
 from training.hub.upload import Uploader
+from training.inputs.datasets import build_chat_template
 from training.objectives.registry import describe_vectors
 from training.setup import RunSetup
 
@@ -68,12 +67,13 @@ def prepare_folder(
         save_sentence_files(described, staged)
     if not is_resumed:  # else these exist
         ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(sorted(stop_tokens))]
-        _save_model_files(setup, tokenizer, staged, passthrough, ends)
+        _save_model_files(config, setup, tokenizer, staged, passthrough, ends)
     publish_changed(staged, folder.checkpoints)
     shutil.rmtree(staged)
 
 
 def _save_model_files(
+    config: RunConfig,
     setup: RunSetup,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
@@ -81,34 +81,22 @@ def _save_model_files(
     ends: Sequence[int | None],
 ) -> None:
     source = setup.source
-    if source.wrapper is None:
-        setup.architecture.save_pretrained(folder)
-    else:
-        _save_wrapped_files(source, folder)
-    fields = load_json(folder / "config.json")
-    if passthrough.update_config(fields, source.config, is_pipeline=True):
-        write_json(fields, folder / "config.json")
+    has_own_tokenizer = config.tokenizer_name_or_path is not None or build_chat_template(config.data)
+    for source_dir in (source.path, source.config_dir):
+        copy_small_files(source_dir, folder, with_tokenizer=source_dir == source.path and not has_own_tokenizer)
+    fields = describe_config(source.config_dir, setup.architecture)
+    passthrough.update_config(fields, source.config, is_pipeline=True)
+    write_json(fields, folder / "config.json")
     if passthrough.kept:
         write_passthrough(folder, passthrough.kept, source.read_passthrough)
-    if (source.path / "generation_config.json").is_file():
-        shutil.copyfile(source.path / "generation_config.json", folder / "generation_config.json")
+    if (source.config_dir / "generation_config.json").is_file():
+        shutil.copyfile(source.config_dir / "generation_config.json", folder / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
         for token_id in ends:
             add_eos_token_id(folder / name, token_id)
     # `transformers` searches for the last token that is not padding; a token classifier may have none
     if find_head(setup.architecture) is not None and tokenizer.pad_token_id is not None:
         set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
-
-
-def _save_wrapped_files(source: WeightSource, folder: Path) -> None:
-    """Write the files of a wrapped model next to its checkpoints: config.json of the whole model and the processor's
-    files."""
-    fields = load_json(source.path / "config.json")
-    for key in ("auto_map", QUANTIZATION_CONFIG):  # they describe the loaded files, not the saved ones
-        fields.pop(key, None)
-    fields.get(TEXT_CONFIG, fields)["vocab_size"] = source.config.vocab_size  # it may have grown
-    write_json(fields, folder / "config.json")
-    copy_processor_files(source.path, folder)
 
 
 def export_step(setup: RunSetup, folder: RunFolder, uploader: Uploader | None, step: int) -> None:

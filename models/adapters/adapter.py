@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from errors import UserError
 from models.adapters.base_inits import describe_starts, restore_starts, start_from_base
 from models.adapters.folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
 from models.adapters.options import starts_from_base
-from models.adapters.targets import is_saved, list_projections, list_targets
+from models.adapters.targets import Targets, is_saved, list_projections, list_targets
 from models.layers.layer import Layer
 from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
 from models.sharding.expert_parallel import divide_adapter
@@ -201,7 +202,7 @@ def fill_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor | None
 @torch.no_grad()
 def merge_adapter(module: nn.Module) -> dict[str, torch.Tensor]:
     """Add the adapters of a layer's module to its weights. Returns the changed weights, by their names without
-    adapters."""
+    adapters, in fp32 except for stacked experts: what is added is never rounded before the sum."""
     for adapted in _list_adapted(module):
         adapted.merge()
     return {
@@ -245,12 +246,23 @@ def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
     exact = copy.deepcopy(config)
     exact.target_modules, exact.target_parameters = list(targets.projections), list(targets.parameters) or None
     exact.modules_to_save, exact.ensure_weight_tying = None, False  # those are other layers
+    for key in ("rank_pattern", "alpha_pattern"):
+        setattr(exact, key, _name_in_layer(getattr(config, key), targets, layer))
     if starts_from_base(config.init_lora_weights):
         exact.init_lora_weights = True  # until the base weights are loaded
-    weight = next(module.parameters())
-    with warnings.catch_warnings(), torch.device("meta" if weight.is_meta else "cpu"), peft_orientation(module):
-        # about rank patterns for another layer, or for a parameter
+    is_meta = next(module.parameters()).is_meta
+    with warnings.catch_warnings(), torch.device("meta" if is_meta else "cpu"), peft_orientation(module):
+        # about rank patterns for a parameter
         warnings.simplefilter("ignore", RuntimeWarning)
         inject_adapter_in_model(exact, module, adapter_name=ADAPTER_NAME)
     fuse_products(module)
     use_grouped_products(module)
+
+
+def _name_in_layer(pattern: Mapping[str, Any], targets: Targets, layer: Layer) -> dict[str, Any]:
+    """Returns `rank_pattern` or `alpha_pattern` for one layer's module: peft matches the names in the whole model."""
+    from peft.utils.other import get_pattern_key
+
+    names = (*targets.projections, *targets.parameters)
+    keys = {name: get_pattern_key(pattern.keys(), layer.hf_prefix + name) for name in names}
+    return {f"^{re.escape(name)}": pattern[key] for name, key in keys.items() if key in pattern}

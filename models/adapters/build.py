@@ -17,6 +17,7 @@ from models.adapters.adapter import Adapter, check_all_taken
 from models.adapters.folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    has_own_head,
     load_adapter_tensors,
     load_lora_config,
     name_for_peft,
@@ -132,6 +133,11 @@ def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict
         )
     lora, tensors = load_lora_config(path), load_adapter_tensors(path)
     check_all_taken(tensors.keys(), lora, layers)
+    if has_own_head(tensors, layers):
+        raise UserError(
+            f"adapter.name_or_path={path} has trained a head apart from the embedding, which is this model's head; "
+            "merge the adapter first (convert2ckpt.py --to_hf) and train from the result"
+        )
     lora.inference_mode = False
     lora.init_lora_weights = True  # its weights are loaded; pissa and its like would change the base again
     return lora, tensors
@@ -158,9 +164,10 @@ def _build_new_config(options: AdapterOptions, layers: Sequence[Layer], head: He
 
 
 def choose_saved(names: Sequence[str], layers: Sequence[Layer]) -> list[str]:
-    """Returns the modules that `adapter.modules_to_save` names, except a tied head, which is the embedding.
+    """Returns the modules that `adapter.modules_to_save` names, except a tied head next to its embedding.
 
-    Raises UserError for a name that matches no module around the decoder layers.
+    Raises UserError for a name that matches no module around the decoder layers, and for a tied head alone: it would
+    be trained as the embedding too.
     """
     known = [layer.hf_prefix.rstrip(".") for layer in layers if layer.owns_weights]
     around = [name for name in known if not re.search(r"\.\d+$", name)]
@@ -171,6 +178,12 @@ def choose_saved(names: Sequence[str], layers: Sequence[Layer]) -> list[str]:
                 f"adapter.modules_to_save: no module around the decoder layers is named '{name}'; there are "
                 f"{', '.join(whole.rsplit('.', 1)[-1] for whole in around)}"
             )
+    if is_tied and HEAD in names and not any(is_named(known[0], [name]) for name in names):
+        embedding = known[0].rsplit(".", 1)[-1]
+        raise UserError(
+            f"adapter.modules_to_save=[{','.join(names)}]: the head of this model is its embedding, so both are "
+            f"trained; give adapter.modules_to_save=[{','.join([embedding, *names])}]"
+        )
     return [name for name in names if not (is_tied and name == HEAD)]
 
 

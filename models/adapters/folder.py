@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,8 +27,38 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_NAME = "default"  # peft's own for an adapter that has none
 _PREFIX = "base_model.model."
 TIED_HEAD = _PREFIX + "lm_head.weight"  # of a head tied to an embedding in `modules_to_save`, in addition to it
-# Fields of peft's config that single out layers or train more than an adapter: layers are adapted one by one
-_UNSUPPORTED = ("bias", "layers_to_transform", "exclude_modules", "trainable_token_indices")
+# Fields of peft's config that are read here, and those that mean nothing once an adapter has its weights. Every other
+# one singles out layers, trains more than an adapter or computes otherwise
+_READ = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+    "target_modules",
+    "target_parameters",
+    "modules_to_save",
+    "ensure_weight_tying",
+    "init_lora_weights",
+    "base_model_name_or_path",
+    "revision",
+    "peft_type",
+    "task_type",
+    "inference_mode",
+)
+_WITHOUT_EFFECT = (
+    "auto_mapping",
+    "peft_version",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "runtime_config",
+)
 
 
 def to_peft_name(name: str, layer: Layer) -> str:
@@ -49,15 +78,9 @@ def load_lora_config(path: Path) -> LoraConfig:
         raise UserError(
             f"{path / ADAPTER_CONFIG} describes {fields.get('peft_type')}; only LoRA adapters are supported"
         )
-    if unsupported := [key for key in _UNSUPPORTED if fields.get(key) not in (None, {}, [], "none")]:
+    if unsupported := _list_unsupported(fields):
         raise UserError(
             f"{path / ADAPTER_CONFIG} has {unsupported[0]}={fields[unsupported[0]]}, which is not supported; "
-            "merge the adapter with peft first"
-        )
-    patterns = [key for name in ("alpha_pattern", "rank_pattern") for key in fields.get(name) or {}]
-    if single := [key for key in patterns if re.search(r"\d", key)]:
-        raise UserError(
-            f"{path / ADAPTER_CONFIG} has a pattern for '{single[0]}'; patterns of single layers are not supported; "
             "merge the adapter with peft first"
         )
     modules = fields.get("target_modules")
@@ -69,6 +92,24 @@ def load_lora_config(path: Path) -> LoraConfig:
         raise UserError(
             f"{path / ADAPTER_CONFIG} is not a valid config of this peft: {' '.join(str(error).split())}"
         ) from None
+
+
+def _list_unsupported(fields: Mapping[str, Any]) -> list[str]:
+    """Returns the fields of adapter_config.json that differ from peft's defaults and are not read here."""
+    from peft import LoraConfig
+
+    defaults = LoraConfig().to_dict()
+    others = [key for key in fields if key in defaults and key not in (*_READ, *_WITHOUT_EFFECT)]
+    return [key for key in others if fields[key] not in (defaults[key], None, {}, [], "none")]
+
+
+def has_own_head(tensors: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -> bool:
+    """Returns whether the tensors of a peft folder hold a trained head that differs from the embedding, for a model
+    whose head is its embedding: peft trains such a head apart from it."""
+    head, embedding = tensors.get(TIED_HEAD), tensors.get(to_peft_name("weight", layers[0]))
+    if head is None or layers[-1].owns_weights:
+        return False
+    return embedding is None or not torch.equal(head, embedding)
 
 
 def read_tensors(tensors: Mapping[str, torch.Tensor]) -> ReadAdapter:

@@ -16,7 +16,7 @@ from models.adapters.base_inits import describe_saved
 from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TIED_HEAD, name_for_peft, to_peft_name
 from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.layer import Layer
-from models.storage.folders import copy_processor_files, copy_tokenizer_files, staged_folder
+from models.storage.folders import copy_small_files, staged_folder
 
 
 def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig) -> None:
@@ -27,7 +27,7 @@ def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig
 def export_adapter(
     checkpoints: Path, tensors: Mapping[str, torch.Tensor], layers: Sequence[Layer], output_dir: Path
 ) -> None:
-    """Write a standard peft folder of a trained adapter, with the tokenizer's and the processor's files.
+    """Write a standard peft folder of a trained adapter, with the tokenizer and the other small files.
 
     checkpoints: the folder of the run's checkpoints, which has the adapter's config. tensors: by peft's names.
     Raises UserError where `output_dir` cannot be written.
@@ -39,8 +39,7 @@ def export_adapter(
         tensors[TIED_HEAD] = embedding.clone()
     with staged_folder(output_dir, overwrite=True) as folder:
         save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        copy_tokenizer_files(checkpoints, folder.path)
-        copy_processor_files(checkpoints, folder.path)
+        copy_small_files(checkpoints, folder.path)
         copy_sentence_files(checkpoints, folder.path)
         for name in ("config.json", "generation_config.json"):  # as the tokenizer, perhaps not the base model's
             if (checkpoints / name).is_file():

@@ -234,25 +234,27 @@ def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int)
 
 
 def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: ConvertedWeights) -> None:
-    """Compare the tensors of a file on disk with the source's, bit by bit; `places` has the arguments of `read` by
-    name.
+    """Compare the tensors of a file on disk with those in the files of the source, bit by bit; `places` has the
+    arguments of `read` by name.
 
     Raises UserError for a tensor that differs.
     """
     drop_from_memory(file)
     written = open_tensors(file)
     for name, place in places.items():
-        expected, found = weights.read(*place), written[name] if isinstance(written, dict) else written.get_tensor(name)
-        if (
-            expected.dtype != found.dtype
-            or expected.shape != found.shape
-            or not torch.equal(_view_bytes(expected), _view_bytes(found))
-        ):
-            raise UserError(
-                f"--verify: '{name}' in {file.name} is not what the source holds; "
-                "the disk or the memory is at fault. Nothing was kept"
-            )
-        weights.report(expected.nbytes)
+        found = written[name] if isinstance(written, dict) else written.get_tensor(name)
+        for at, expected in weights.list_stored(*place):
+            part = found[at]
+            if (
+                expected.dtype != part.dtype
+                or expected.shape != part.shape
+                or not torch.equal(_view_bytes(expected), _view_bytes(part))
+            ):
+                raise UserError(
+                    f"--verify: '{name}' in {file.name} is not what the source holds; "
+                    "the disk or the memory is at fault. Nothing was kept"
+                )
+        weights.report(found.nbytes)
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:

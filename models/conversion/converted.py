@@ -12,6 +12,7 @@ from errors import UserError
 from models.architecture.lookup import build_layers
 from models.further.table import list_copies
 from models.storage.safetensors_writer import TensorInfo
+from models.weights.hugging_face_folder import HuggingFaceFolder
 from models.weights.passthrough import find_passthrough
 from models.weights.resized_vocab import resize_copies, resize_rows
 from models.weights.source import StoredWeights
@@ -90,6 +91,29 @@ class ConvertedWeights:
             _check_fp16(converted, tensor, info.name)
         return converted
 
+    def list_stored(
+        self, index: int, name: str, place: tuple[int | slice, ...] = ()
+    ) -> list[tuple[tuple[int | slice, ...], torch.Tensor]]:
+        """Return what the result of `read` has to hold, each tensor with its place in it: those of a Hugging Face
+        folder as they are in its files, in the written dtype; else the result itself, which is computed from files.
+
+        Raises UserError for a tensor that the written dtype rounds, unless that dtype was asked for.
+        """
+        if index == PASSTHROUGH or not isinstance(self.source, HuggingFaceFolder):
+            return [((), self.read(index, name, place))]
+        layer, info = self._layers[index], self.infos[index][name]
+        if tuple(layer.shapes()[name]) != info.shape:  # rows were added
+            return [((), self.read(index, name, place))]
+        stored = []
+        for at, tensor in self.source.read_pieces(layer, name):
+            if place in ((), at):
+                stored.append((() if place else at, tensor.to(info.dtype)))
+            if self._dtype is None and torch.promote_types(tensor.dtype, info.dtype) != info.dtype:
+                raise UserError(
+                    f"--verify: '{info.name}' is written in {info.dtype}, and a part of it was {tensor.dtype}"
+                )
+        return stored
+
     def report(self, nbytes: int) -> None:
         """Report to the listener that `nbytes` more are written, or verified."""
         with self._counting:
@@ -109,14 +133,20 @@ class ConvertedWeights:
         return self._layers[index].owns_weights
 
     def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
-        infos = {}
-        for name, tensor in self.source.describe_layer(index, self._layers[index]).items():
+        infos, layer = {}, self._layers[index]
+        described = self.source.describe_layer(index, layer)
+        if layer.owns_weights and (missing := sorted(shapes.keys() - described.keys())):
+            raise UserError(
+                f"{self.source.path}: there are no weights for '{layer.hf_prefix}{missing[0]}', which the model has; "
+                "convert its base model and its adapter one after the other"
+            )
+        for name, tensor in described.items():
             dtype = (
                 self._dtype
                 if self._dtype is not None and tensor.is_floating_point() and name not in self._buffers[index]
                 else tensor.dtype
             )
-            infos[name] = TensorInfo(self._layers[index].hf_prefix + name, tuple(shapes[name]), dtype)
+            infos[name] = TensorInfo(layer.hf_prefix + name, tuple(shapes[name]), dtype)
         return infos
 
 

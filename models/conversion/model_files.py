@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from models.conversion.converted import ConvertedWeights
 from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.wrapped import TEXT_CONFIG
-from models.storage.folders import StagedFolder, copy_processor_files, copy_tokenizer_files
+from models.storage.folders import StagedFolder, copy_small_files
 from models.storage.tensor_files import load_json
-from models.weights.quantized import QUANTIZATION_CONFIG
+from models.weights.config_file import DTYPE_KEYS, describe_config
 from models.weights.vocabulary import UNPADDED, SpecialTokens, update_token_ids
 
 
@@ -27,10 +27,8 @@ def write_model_files(
 ) -> None:
     """Write the tokenizer, generation_config.json and config.json: the source's, with the changes of the conversion.
     Without config.json a folder is not a model, so it is written last. is_pipeline: of a pipeline checkpoint."""
-    source_dir = weights.source.path
-    fields = load_json(source_dir / "config.json")
-    fields.pop("auto_map", None)  # the custom code is not copied; the layers come from models/
-    fields.pop(QUANTIZATION_CONFIG, None)  # the source dequantizes
+    source_dir, config_dir = weights.source.path, weights.source.config_dir
+    fields = describe_config(config_dir, weights.config)
     text_fields = fields.get(TEXT_CONFIG, fields) if weights.source.wrapper is not None else fields
     for described in (fields, text_fields):
         _set_dtype(described, weights.dtypes)
@@ -43,7 +41,7 @@ def write_model_files(
     if text_fields.get(UNPADDED) == text_fields.get("vocab_size"):
         text_fields.pop(UNPADDED, None)
     weights.passthrough.update_config(fields, weights.source.config, is_pipeline)
-    generation_file = source_dir / "generation_config.json"
+    generation_file = config_dir / "generation_config.json"
     generation_fields = load_json(generation_file) if generation_file.is_file() else None
     if tokenizer is not None and tokens is not None:
         for described in (fields, text_fields):
@@ -51,9 +49,8 @@ def write_model_files(
         if generation_fields is not None:
             update_token_ids(generation_fields, tokenizer, tokens)
         tokenizer.save_pretrained(folder.path)
-    else:
-        copy_tokenizer_files(source_dir, folder.path)
-    copy_processor_files(source_dir, folder.path)
+    copy_small_files(source_dir, folder.path, with_tokenizer=tokenizer is None)
+    copy_small_files(config_dir, folder.path, with_tokenizer=False)
     copy_sentence_files(source_dir, folder.path)
     if generation_fields is not None:
         write_json(generation_fields, folder.path / generation_file.name)
@@ -61,11 +58,9 @@ def write_model_files(
 
 
 def _set_dtype(fields: dict[str, Any], dtypes: set[torch.dtype]) -> None:
-    """Set config.json's dtype to the weights': transformers loads into the dtype it finds there, under either key."""
-    if len(dtypes) != 1:
-        return
-    for key in [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]:
-        fields[key] = str(next(iter(dtypes))).removeprefix("torch.")
+    """Set config.json's dtype to the weights': transformers loads into the dtype it finds there."""
+    if len(dtypes) == 1:
+        fields |= dict.fromkeys(DTYPE_KEYS, str(next(iter(dtypes))).removeprefix("torch."))
 
 
 def write_json(fields: dict[str, Any], file: Path) -> None:

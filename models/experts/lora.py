@@ -62,12 +62,12 @@ class GroupedLora(ParamWrapper):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add B A to the weight, expert by expert: peft computes it for all experts at once, in fp32."""
+        """Add B A to the weight, expert by expert, in fp32 or wider: peft computes it for all experts at once."""
         weight, transposed = self.get_param().data, is_transposed_to_peft(self.get_base_layer())
         for name in check_adapters_to_merge(self, adapter_names):
             for expert, (first, second) in enumerate(zip(*self._factors(name), strict=True)):
                 change = (second @ first) * self.scaling[name]  # [out, in]
-                weight[expert] += (change.T if transposed else change).to(weight.dtype)
+                weight[expert] = weight[expert].to(change.dtype) + (change.T if transposed else change)
             self.merged_adapters.append(name)
 
     def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from errors import UserError
 
 DYNAMIC, LONG = "dynamic", "longrope"
 BY_LENGTH = frozenset({DYNAMIC, LONG})  # types whose angles depend on the longest document of a micro-batch
+_NEXT_TO_SCALING = ("rope_theta", "partial_rotary_factor")  # within `rope_parameters` since transformers 5
 _COMMON_FIELDS = frozenset({"rope_type", "factor", "rope_theta"})
 _LENGTH = "original_max_position_embeddings"
 # type -> required fields, and all that it may have
@@ -61,6 +62,26 @@ def stretch_positions(config: PretrainedConfig, given: Mapping[str, Any]) -> Non
     config.rope_parameters = stretched
     config.max_position_embeddings = round(scale * pretrained)
     config.standardize_rope_params()
+
+
+def name_for_version_4(fields: dict[str, Any], config: PretrainedConfig) -> None:
+    """Put the rotary positions of `config` into the content of its config.json, under the names of transformers 5
+    (`rope_parameters`) and of transformers 4 (`rope_theta`, `partial_rotary_factor`, `rope_scaling`), unless it has
+    those already. A model with several sets of parameters keeps its own fields: version 4 has no common names for them.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    if not rope or any(isinstance(value, dict) for value in rope.values()):
+        return
+    fields["rope_parameters"] = dict(rope)
+    if any(fields.get(key) is not None for key in ("rope_theta", "rope_scaling")):
+        return
+    scaling = {key: value for key, value in rope.items() if key not in (*_NEXT_TO_SCALING, "rope_type", "type")}
+    if fields.get(_LENGTH) is not None:
+        scaling.pop(_LENGTH, None)  # Phi-3's config of version 4 refuses a field more
+    fields |= {key: rope[key] for key in _NEXT_TO_SCALING if rope.get(key) is not None}
+    rope_type = rope["rope_type"]
+    key = "type" if rope_type == LONG else "rope_type"  # Phi-3's config of version 4 asks for the older name
+    fields["rope_scaling"] = None if rope_type == "default" else {key: rope_type, **scaling}
 
 
 def copy_positions(source: PretrainedConfig, target: PretrainedConfig) -> None:

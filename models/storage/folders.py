@@ -37,16 +37,18 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "chat_template.jinja",
     "chat_template.json",
+    "emoji.json",
+    "tekken.json",
 )
-# The further files of a model that takes images or sound.
-PROCESSOR_FILES = (
-    "processor_config.json",
-    "preprocessor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "feature_extractor_config.json",
-    "chat_template.json",
+TEMPLATES_DIR = "additional_chat_templates"  # of a tokenizer: NAME.jinja for each further one
+_SMALL_FILE = 64 * 2**20  # bytes: no tokenizer is larger, and weights under an unknown name usually are
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+# Files that are written anew, or that are about the folder that they lie in
+_OF_THE_FOLDER = (
+    *("config.json", "generation_config.json", "adapter_config.json", "manifest.json", "latest", "README.md"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "trainer_state.json"),
 )
+_OF_THE_FOLDER_ENDING = (".py", ".log", ".out", ".lock")
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -147,22 +149,35 @@ def has_tokenizer(path: Path) -> bool:
     return any((path / name).is_file() for name in VOCABULARY_FILES)
 
 
-def copy_tokenizer_files(source_dir: Path, target_dir: Path) -> None:
-    """Copy the files of the tokenizer, byte by byte; does nothing where there is none."""
-    for name in TOKENIZER_FILES:
-        if (source_dir / name).is_file():
-            shutil.copyfile(source_dir / name, target_dir / name)
-    for name in find_custom_tokenizer(source_dir):
-        module = source_dir / f"{name.split('.')[0]}.py"
-        if module.is_file():
-            shutil.copyfile(module, target_dir / module.name)
+def copy_small_files(source_dir: Path, target_dir: Path, with_tokenizer: bool = True) -> None:
+    """Copy, byte by byte, the files next to a model's weights that the target lacks: those of its tokenizer and its
+    processor, and whatever else lies there, except weights, their index, code and what is written anew.
+
+    with_tokenizer: False where the target has another tokenizer, or the same one with changes.
+    """
+    for file in list_small_files(source_dir):
+        name = file.relative_to(source_dir)
+        of_tokenizer = name.name in TOKENIZER_FILES or len(name.parts) > 1
+        if (with_tokenizer or not of_tokenizer) and not (target_dir / name).exists():
+            (target_dir / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target_dir / name)
 
 
-def copy_processor_files(source_dir: Path, target_dir: Path) -> None:
-    """Copy the files of the processor that the target lacks, byte by byte; does nothing where there is none."""
-    for name in PROCESSOR_FILES:
-        if (source_dir / name).is_file() and not (target_dir / name).exists():
-            shutil.copyfile(source_dir / name, target_dir / name)
+def list_small_files(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that a copy of the model needs besides its weights and its config."""
+    if not folder.is_dir():
+        return []
+    modules = {f"{name.split('.')[0]}.py" for name in find_custom_tokenizer(folder)}
+    files = [file for file in folder.iterdir() if file.name in modules or _is_carried(file)]
+    return sorted([*files, *(folder / TEMPLATES_DIR).glob("*.jinja")])
+
+
+def _is_carried(file: Path) -> bool:
+    if file.name.startswith(".") or file.name in _OF_THE_FOLDER:
+        return False
+    if file.name.endswith((*_WEIGHT_SUFFIXES, *_OF_THE_FOLDER_ENDING)):
+        return False
+    return file.is_file() and file.stat().st_size <= _SMALL_FILE
 
 
 def find_custom_tokenizer(path: Path) -> list[str]:

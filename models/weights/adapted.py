@@ -19,6 +19,7 @@ from models.adapters.adapter import (
 from models.adapters.folder import ReadAdapter
 from models.adapters.targets import is_saved, list_targets
 from models.layers.layer import Layer
+from models.storage.folders import has_tokenizer
 from models.storage.safetensors_writer import TensorInfo
 from models.weights.source import StoredWeights
 
@@ -41,7 +42,8 @@ class AdaptedWeights:
         names: Collection[str] = (),
     ) -> None:
         self.base, self.config, self.wrapper, self._names = base, base.config, base.wrapper, names
-        self.path = path if (path / "config.json").is_file() else base.path
+        self.config_dir = path if (path / "config.json").is_file() else base.config_dir
+        self.path = path if has_tokenizer(path) or path == self.config_dir else base.path
         self._lora, self._read_adapter, self._adapter_files = config, read_adapter, adapter_files
 
     def files(self) -> list[Path]:
@@ -72,8 +74,18 @@ class AdaptedWeights:
         if not tensors or not targets:
             return tensors
         changed = targets.weights
-        module.load_state_dict({name: t.clone() if name in changed else t for name, t in tensors.items()}, assign=True)
+        wide = {name: _widen(tensors[name]) for name in changed - set(targets.stacks)}
+        stacks = {name: tensors[name].clone() for name in targets.stacks}  # as large as they are, summed by expert
+        module.load_state_dict(tensors | wide | stacks, assign=True)
         inject_adapter(self._lora, module, layer)
+        for name in adapter_names(module):
+            parameter = module.get_parameter(name)
+            parameter.data = _widen(parameter.data)
         fill_adapter(module, self._read_adapter(index, layer, adapter_names(module)))
         merged = merge_adapter(module)
-        return tensors | {name: merged[name] for name in changed}
+        return tensors | {name: merged[name].to(tensors[name].dtype) for name in changed}
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in fp32 or wider, to which an adapter is added."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from errors import UserError
 from models.architecture.lookup import is_supported, unsupported
-from models.layers.wrapped import Wrapper, unwrap
+from models.layers.rope_scaling import name_for_version_4
+from models.layers.wrapped import TEXT_CONFIG, Wrapper, unwrap
 from models.storage.tensor_files import load_json
 from models.weights.quantized import QUANTIZATION_CONFIG, parse_quantization
+
+# They describe the files that were read, and not those that are written: the layers come from `models/`, dequantized
+_OF_LOADED_FILES = ("auto_map", QUANTIZATION_CONFIG)
+DTYPE_KEYS = ("dtype", "torch_dtype")  # since transformers 4.56, and before
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> tuple[PretrainedConfig, Wrapper | None]:
@@ -69,3 +75,30 @@ def parse_model(fields: dict[str, Any], file: Path) -> tuple[PretrainedConfig, W
         within = f" in a '{model_type}'" if wrapper is not None else ""
         raise UserError(f"{file}: {unsupported(text.model_type, within)}")
     return text, wrapper
+
+
+def describe_config(path: Path, config: PretrainedConfig) -> dict[str, Any]:
+    """Return the content of a new config.json for the text model `config`, which was made from the model in `path`: the
+    fields of its config.json with those that were changed, under the names of transformers 4 and 5. A folder without
+    config.json is that of a new model."""
+    file = path / "config.json"
+    if not file.is_file():
+        fields = text_fields = json.loads(config.to_json_string())
+    else:
+        own, wrapper = load_config(path, trust_remote_code=True)
+        fields = load_json(file)
+        text_fields = fields if wrapper is None else fields.get(TEXT_CONFIG, fields)
+        before, after = own.to_dict(), config.to_dict()
+        changed = {key: value for key, value in after.items() if before.get(key) != value}
+        if "rope_parameters" in changed:
+            for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+                text_fields.pop(key, None)
+        text_fields |= json.loads(json.dumps(changed, default=str))
+    for key in _OF_LOADED_FILES:
+        fields.pop(key, None)
+    name_for_version_4(text_fields, config)
+    for level in (fields, text_fields):
+        dtype = next((level[key] for key in DTYPE_KEYS if level.get(key) is not None), None)
+        if dtype is not None:
+            level |= dict.fromkeys(DTYPE_KEYS, dtype)
+    return fields

@@ -9,7 +9,7 @@ them as layers.
 from __future__ import annotations
 
 import copy
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import cast
 
@@ -29,6 +29,7 @@ class FurtherWeights:
 
     def __init__(self, base: StoredWeights) -> None:
         self.base, self.path, self.wrapper = base, base.path, base.wrapper
+        self.config_dir = base.config_dir
         self.config = copy.deepcopy(base.config)
         set_trained(self.config, trains=True)
         self._layers = build_layers(self.config)
@@ -91,7 +92,8 @@ class FurtherWeights:
             if not pieces[0].index:
                 tensors[name] = parts[0]
                 continue
-            tensors[name] = torch.empty(shape, dtype=parts[0].dtype)
+            dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+            tensors[name] = torch.empty(shape, dtype=dtype)
             for piece, part in zip(pieces, parts, strict=True):
                 place = tensors[name][piece.index]
                 check_shape(part, place.shape, piece.hf_name, str(self.path))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 
 import torch
@@ -25,14 +25,14 @@ from models.weights.quantized import Read, parse_quantization
 from models.weights.source import check_shape, check_tensors
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-WEIGHT_FILES = (*INDEX_FILES, "model.safetensors", "pytorch_model.bin")
+WEIGHT_FILES = ("model.safetensors", INDEX_FILES[0], "pytorch_model.bin", INDEX_FILES[1])  # the first one counts
 
 
 class HuggingFaceFolder:
     """`model*.safetensors` or `pytorch_model*.bin`, with or without an index."""
 
     def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
-        self.path = path
+        self.path = self.config_dir = path
         self.config, self.wrapper = load_config(path, trust_remote_code)
         self._quantization = parse_quantization(load_json(path / "config.json"), path / "config.json")
         self._files = _find_tensors(path)
@@ -46,6 +46,11 @@ class HuggingFaceFolder:
 
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return self._read_layer(layer, self._describe)
+
+    def read_pieces(self, layer: Layer, name: str) -> list[tuple[tuple[int | slice, ...], torch.Tensor]]:
+        """Return the tensors that make up a tensor of the layer's module, as they are in the files (dequantized), each
+        with its place."""
+        return [(piece.index, self._read(piece.hf_name)) for piece in self._get_pieces(layer, name)]
 
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(set(self._files.values()))]
@@ -170,12 +175,13 @@ class HuggingFaceFolder:
             if self.wrapper is None or tensor.shape == shape or tensor.dim() != 3:
                 return tensor
             return tensor.mT.contiguous() if self.wrapper.may_be_transposed(pieces[0].hf_name) else tensor
+        dtype = reduce(torch.promote_types, (self._describe(piece.hf_name).dtype for piece in pieces))
         tensor = torch.empty(0)
         pieces = [piece for piece in pieces if layer.reads(name, piece)]
         for piece in pieces:
             part = read(piece.hf_name)
             if piece is pieces[0]:
-                tensor = torch.empty(shape, dtype=part.dtype, device=part.device)
+                tensor = torch.empty(shape, dtype=dtype, device=part.device)
             place = tensor[piece.index]
             check_shape(part, place.shape, piece.hf_name, str(self.path))
             place.copy_(part)
@@ -208,21 +214,25 @@ class HuggingFaceFolder:
 
 
 def _find_tensors(path: Path) -> dict[str, Path]:
-    """Return tensor name -> file, from the index where there is one."""
-    whole = path / "model.safetensors"  # other files are adapters or a second copy in another format
-    for index_name in INDEX_FILES[:1] if whole.is_file() else INDEX_FILES:
-        if (path / index_name).is_file():
-            weight_map = load_json(path / index_name).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise UserError(f"{path / index_name} holds no 'weight_map'; it is not an index of weights")
-            if missing := sorted({file for file in weight_map.values() if not (path / file).is_file()}):
-                raise UserError(
-                    f"{path}/{index_name} names {missing[0]}, which is not there ({len(missing)} shards missing)"
-                )
-            return {name: path / file for name, file in weight_map.items()}
-    files = (
-        [whole] if whole.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-    )
-    if not files:
-        raise UserError(f"{path} holds no weights (*.safetensors or pytorch_model*.bin), nor a file 'latest'")
-    return {name: file for file in files for name in open_tensors(file).keys()}
+    """Return tensor name -> file. Which files are the model's is decided as `from_pretrained` of transformers decides
+    it: one file comes before an index, safetensors before .bin, and what has another name is not read."""
+    named = load_json(path / "config.json").get("transformers_weights")
+    chosen = next((name for name in ([named] if named else WEIGHT_FILES) if (path / name).is_file()), None)
+    if chosen is None:
+        raise UserError(
+            f"{path} holds no weights ({named or ', '.join(WEIGHT_FILES)}), nor a file 'latest'; transformers reads no "
+            "files of other names"
+        )
+    if not chosen.endswith(".index.json"):
+        return dict.fromkeys(open_tensors(path / chosen).keys(), path / chosen)
+    weight_map = load_json(path / chosen).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{path / chosen} holds no 'weight_map'; it is not an index of weights")
+    shards = sorted(set(weight_map.values()))
+    if missing := [file for file in shards if not (path / file).is_file()]:
+        raise UserError(f"{path}/{chosen} names {missing[0]}, which is not there ({len(missing)} shards missing)")
+    indexed = {name: path / file for name, file in weight_map.items()}
+    if chosen in INDEX_FILES[1:]:
+        return indexed
+    # transformers reads whatever the shards hold; a tensor in two of them is that of the last
+    return indexed | {name: path / file for file in shards for name in open_tensors(path / file).keys()}

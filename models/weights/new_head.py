@@ -23,7 +23,7 @@ class WithNewHead:
     model, as in a model that is trained from scratch, so it is the same at every layout."""
 
     def __init__(self, base: WeightSource, head: Head, labels: Labels, seed: int) -> None:
-        self._base, self.path = base, base.path
+        self._base, self.path, self.config_dir = base, base.path, base.config_dir
         self.config = describe_head(base.config, head, labels)
         self.wrapper: Wrapper | None = None
         self._head, self._drawn = head, RandomWeights(self.config, seed)

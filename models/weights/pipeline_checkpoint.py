@@ -33,7 +33,7 @@ class PipelineCheckpoint:
 
     def __init__(self, path: Path, tag: str, trust_checkpoint: bool = False) -> None:
         """trust_checkpoint: accept a training checkpoint without a manifest. Raises UserError otherwise."""
-        self.path = path
+        self.path = self.config_dir = path
         self.step_dir = path / tag
         self._has_manifest = has_manifest(self.step_dir)
         if not (self._has_manifest or trust_checkpoint or is_converted(self.step_dir)):

@@ -22,7 +22,8 @@ class RandomWeights:
     """A `WeightSource` without files."""
 
     def __init__(self, config: PretrainedConfig, seed: int) -> None:
-        self.path, self.config, self._seed = Path("random weights"), config, seed
+        self.path = self.config_dir = Path("random weights")
+        self.config, self._seed = config, seed
         self.wrapper: Wrapper | None = None
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +30,7 @@ class ResizedVocabWeights:
     def __init__(self, base: StoredWeights, config: PretrainedConfig) -> None:
         """config: the base's, with another `vocab_size`."""
         self.base, self.config, self.wrapper, self.path = base, config, base.wrapper, base.path
+        self.config_dir = base.config_dir
         self._layers = build_layers(base.config, base.wrapper)
 
     def files(self) -> list[Path]:
@@ -58,6 +60,13 @@ class ResizedVocabWeights:
         tensors = self.base.read_layer(index, replace(self._layers[index], experts=layer.experts))
         shapes = layer.shapes() if tensors else {}
         return {name: resize_rows(tensor, shapes[name]) for name, tensor in tensors.items()}
+
+
+def with_rows(config: PretrainedConfig, rows: int) -> PretrainedConfig:
+    """Return a copy of a text model's config with another number of rows."""
+    resized = copy.deepcopy(config)
+    resized.vocab_size = rows
+    return resized
 
 
 def resize_copies(

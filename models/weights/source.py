@@ -18,8 +18,8 @@ from models.storage.safetensors_writer import TensorInfo
 class DescribedModel(Protocol):
     """A model as its config.json describes it.
 
-    path: the folder with config.json, and the tokenizer if there is one. config: of the text model. wrapper: the model
-    that it is a part of; None where it is all of it.
+    path: the folder with the tokenizer if there is one, and usually config.json. config: of the text model. wrapper:
+    the model that it is a part of; None where it is all of it.
     """
 
     path: Path
@@ -28,7 +28,12 @@ class DescribedModel(Protocol):
 
 
 class WeightSource(DescribedModel, Protocol):
-    """Where the weights of a model come from."""
+    """Where the weights of a model come from.
+
+    config_dir: the folder with config.json, where that is not `path`: an adapter may bring a tokenizer alone.
+    """
+
+    config_dir: Path
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         """Return the tensors of `layer`, named as in its module, checked against its shapes. Empty if the layer owns

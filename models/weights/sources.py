@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from errors import UserError
-from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
+from models.adapters.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    has_own_head,
+    load_adapter_tensors,
+    load_lora_config,
+    read_tensors,
+)
+from models.architecture.lookup import build_layers
 from models.further.table import count_trained
 from models.heads.head import Labels
 from models.heads.table import find_head, list_labels
@@ -24,19 +32,22 @@ from models.weights.further import FurtherWeights
 from models.weights.hugging_face_folder import WEIGHT_FILES, HuggingFaceFolder
 from models.weights.new_head import StoredWithNewHead
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
-from models.weights.resized_vocab import ResizedVocabWeights
+from models.weights.resized_vocab import ResizedVocabWeights, with_rows
 from models.weights.source import StoredWeights
+from models.weights.untied import UntiedWeights
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
-HUB_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+# What a tokenizer, a processor and the converter may need besides weights
+HUB_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.bpe", "*.spm", "tokenizer*", "vocab*", "merges*")
+# Subfolders hold weights in other formats; all but those that begin with the letters of `TEMPLATES_DIR` are left out
+HUB_SUBFOLDERS = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*")
 # Many repositories have weights in several formats, of which one is downloaded: patterns of its files, and of what is
 # left out then. `consolidated*` are the files of the model's authors, next to those for transformers.
 HUB_FORMATS = (
     (("*.safetensors",), ("consolidated*", "*.bin.index.json")),
     (("*.bin",), ("consolidated*",)),
-    (("*.safetensors",), ()),
 )
 
 
@@ -114,13 +125,15 @@ def _open_adapted(
         own_config, _ = load_config(path, trust_remote_code)
         copy_positions(own_config, base.config)
         if own_config.vocab_size > base.config.vocab_size:
-            base = ResizedVocabWeights(base, own_config)
+            base = ResizedVocabWeights(base, with_rows(base.config, own_config.vocab_size))
         if (head := find_head(own_config)) is not None and find_head(base.config) is None:
             labels = Labels(list_labels(own_config), own_config.num_labels, own_config.problem_type)
             base = StoredWithNewHead(base, head, labels)  # the adapter brings the trained head
             base.config.pad_token_id = own_config.pad_token_id
         if count_trained(own_config):  # the adapter is on further layers too
             base = FurtherWeights(base)
+    if has_own_head(tensors, build_layers(base.config, base.wrapper)):
+        base = UntiedWeights(base)
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
     files = [path / ADAPTER_CONFIG, *files]
     return AdaptedWeights(base, path, lora, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())
@@ -158,7 +171,10 @@ def _download_weights(name: str, revision: str | None) -> Path:
         try:
             folder = Path(
                 snapshot_download(
-                    name, revision=revision, allow_patterns=[*HUB_FILES, *files], ignore_patterns=["*/*", *others]
+                    name,
+                    revision=revision,
+                    allow_patterns=[*HUB_FILES, *files],
+                    ignore_patterns=[*HUB_SUBFOLDERS, *others],
                 )
             )
         except LocalEntryNotFoundError as error:

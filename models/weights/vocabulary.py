@@ -160,7 +160,7 @@ def trim_vocabulary(source: WeightSource) -> PretrainedConfig:
     unpadded = getattr(source.config, UNPADDED, None)
     if unpadded is None:
         raise UserError(
-            f"{source.path / 'config.json'} names no {UNPADDED}: the vocabulary was not padded here, so there is "
+            f"{source.config_dir / 'config.json'} names no {UNPADDED}: the vocabulary was not padded here, so there is "
             "nothing to remove"
         )
     return _replace_fields(source, {"vocab_size": unpadded, UNPADDED: unpadded})
@@ -168,7 +168,7 @@ def trim_vocabulary(source: WeightSource) -> PretrainedConfig:
 
 def _replace_fields(source: WeightSource, changed: dict[str, int | None]) -> PretrainedConfig:
     """Return the source's config with other values; None removes a field."""
-    file = source.path / "config.json"
+    file = source.config_dir / "config.json"
     fields = load_json(file)
     text_fields = fields.get(TEXT_CONFIG, fields) if source.wrapper is not None else fields
     text_fields |= {key: value for key, value in changed.items() if value is not None}

@@ -12,12 +12,15 @@ import pytest
 from support.adapters import build_lora
 from support.configs import build_config
 from support.tiny import save_llama, save_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from models.architecture.lookup import build_layers
+from models.conversion.convert import convert_to_pipeline, export_hugging_face
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.export import prepare_folder
+from training.resolution.architecture import complete_architecture
+from training.resolution.target import Target
 
 
 def test_a_model_stops_at_the_tokens_that_it_is_trained_to_stop_at(tmp_path: Path) -> None:
@@ -59,3 +62,72 @@ def test_files_that_all_checkpoints_share_are_replaced_whole_and_only_when_they_
         assert files[name].read_bytes() == content
         assert (tmp_path / name).read_text() == "half"  # another file has taken its name
     assert set(files) == {file.name for file in folder.checkpoints.iterdir()}
+
+
+SMALL = ("tekken.json", "emoji.json", "preprocessor_config.json", "LICENSE", "additional_chat_templates/tool_use.jinja")
+
+
+def test_every_small_file_of_the_source_is_next_to_the_checkpoints(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    (tmp_path / "hf/additional_chat_templates").mkdir()
+    for name in (*SMALL, "README.md", "optimizer.pt", "pytorch_model.bin.index.json", "modeling_x.py"):
+        (tmp_path / "hf" / name).write_text(name)
+    _prepare(tmp_path / "hf", tmp_path / "out")
+    checkpoints = tmp_path / "out/checkpoints"
+    assert all((checkpoints / name).read_text() == name for name in SMALL)
+    assert not any((checkpoints / name).exists() for name in ("README.md", "optimizer.pt", "modeling_x.py"))
+    _prepare(tmp_path / "hf", tmp_path / "other", f"tokenizer_name_or_path={tmp_path / 'hf'}")
+    others = {file.name for file in (tmp_path / "other/checkpoints").iterdir()}
+    assert {"LICENSE", "preprocessor_config.json"} <= others and not {"tekken.json", "emoji.json"} & others
+    convert_to_pipeline(open_weights(str(tmp_path / "hf")), tmp_path / "pipeline")
+    export_hugging_face(open_weights(str(tmp_path / "pipeline")), tmp_path / "back")
+    assert all((tmp_path / "back" / name).read_text() == name for name in SMALL)
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _prepare(source_dir: Path, output: Path, *overrides: str) -> dict[str, Any]:
+    """Returns the content of config.json next to the checkpoints."""
+    source = open_weights(str(source_dir))
+    architecture = complete_architecture(config := build_config(*overrides), source, Target(1, has_accelerator=False))
+    setup: Any = SimpleNamespace(source=source, architecture=architecture, adapter=None)
+    prepare_folder(config, setup, AutoTokenizer.from_pretrained(source_dir), folder := RunFolder(output))
+    return json.loads((folder.checkpoints / "config.json").read_text())
+
+
+def test_config_json_keeps_the_fields_of_the_source_under_the_names_of_transformers_4_and_5(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    file = tmp_path / "hf/config.json"
+    fields = json.loads(file.read_text())
+    for key in ("rope_parameters", "dtype"):
+        fields.pop(key)
+    own = {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE, "torch_dtype": "float32", "a_field_of_another_tool": [1]}
+    file.write_text(json.dumps(fields | own))
+    written = _prepare(tmp_path / "hf", tmp_path / "out")
+    assert own.items() <= written.items() and fields.items() <= written.items()
+    assert written["rope_parameters"] == {**LLAMA3_ROPE, "rope_theta": 5e5} and written["dtype"] == "float32"
+    assert AutoConfig.from_pretrained(tmp_path / "out/checkpoints").rope_parameters == written["rope_parameters"]
+
+
+def test_rotary_positions_of_the_run_are_written_under_the_names_of_transformers_4_and_5(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf", rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5})
+    save_tokenizer(tmp_path / "hf")
+    kept = _prepare(tmp_path / "hf", tmp_path / "kept")
+    assert kept["rope_theta"] == 5e5
+    assert kept["rope_scaling"] == LLAMA3_ROPE
+    (tmp_path / "hf/config.json").write_text(json.dumps(kept))
+    stretched = _prepare(
+        tmp_path / "hf", tmp_path / "out", "rope_parameters.rope_type=linear", "rope_parameters.factor=4"
+    )
+    assert stretched["rope_theta"] == 5e5 and stretched["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    assert stretched["rope_parameters"] == {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+    assert AutoConfig.from_pretrained(tmp_path / "out/checkpoints").rope_parameters == stretched["rope_parameters"]

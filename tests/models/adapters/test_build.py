@@ -140,6 +140,12 @@ def test_modules_to_save_are_around_the_decoder_layers() -> None:
     assert build_lora(LLAMA).config.modules_to_save is None
     with pytest.raises(UserError, match="no module around the decoder layers is named 'q_proj'; there are embed_tok"):
         build_lora(LLAMA, modules_to_save=["q_proj"])
+    tied = build_layers(build_family_config("llama", tied=True))
+    assert build_lora(tied, modules_to_save=chosen).config.modules_to_save == ["embed_tokens"]
+    with pytest.raises(
+        UserError, match=r"head of this model is its embedding.*modules_to_save=\[embed_tokens,lm_head\]"
+    ):
+        build_lora(tied, modules_to_save=["lm_head"])
 
 
 def test_olora_is_not_for_transposed_weights() -> None:

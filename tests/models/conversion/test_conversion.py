@@ -39,7 +39,13 @@ def test_a_round_trip_keeps_every_bit(kind: str, dtype: torch.dtype, tied: bool,
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (back / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
-    assert json.loads((back / "config.json").read_text()) == json.loads((tmp_path / "hf" / "config.json").read_text())
+    own, written = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", back))
+    of_version_4 = {
+        "rope_theta": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "torch_dtype": own["dtype"],
+    }
+    assert written == own | of_version_4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "pipeline"]
 
 
@@ -122,7 +128,7 @@ def test_the_older_dtype_key_follows_too(tmp_path: Path) -> None:
     written = json.loads(
         (convert(tmp_path / "hf", tmp_path / "pipeline", dtype=torch.bfloat16) / "config.json").read_text()
     )
-    assert written["torch_dtype"] == "bfloat16" and "dtype" not in written
+    assert written["torch_dtype"] == written["dtype"] == "bfloat16"
 
 
 def test_fp16_overflow_is_refused(tmp_path: Path) -> None:

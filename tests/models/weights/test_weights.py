@@ -17,10 +17,11 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from support.families import save_family
 from support.tiny import save_llama
+from transformers import AutoModelForCausalLM
 
 from errors import UserError
 from models.architecture.lookup import build_layers
-from models.conversion.convert import convert_to_pipeline, export_hugging_face
+from models.conversion.convert import WriteOptions, convert_to_pipeline, export_hugging_face
 from models.storage.hub import describe_place
 from models.weights import sources
 from models.weights.hugging_face_folder import HuggingFaceFolder
@@ -251,6 +252,58 @@ def test_other_safetensors_next_to_the_model_are_ignored(originals: dict[str, Pa
     read_everything(folder)
 
 
+def test_the_file_of_a_folder_is_the_one_that_transformers_reads(originals: dict[str, Path], tmp_path: Path) -> None:
+    """`save_pretrained` twice leaves one file and the shards of before, with their index."""
+    for folder in (tmp_path / "both", tmp_path / "strays"):
+        shutil.copytree(originals["sharded"], folder)
+    save_llama(tmp_path / "both", seed=1)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "both").state_dict()
+    source = open_weights(str(tmp_path / "both"))
+    for index, layer in enumerate(build_layers(source.config)):
+        for name, tensor in source.read_layer(index, layer).items():
+            assert torch.equal(tensor, theirs[layer.hf_prefix + name])
+    (tmp_path / "strays/model.safetensors.index.json").unlink()
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "strays")
+    with pytest.raises(UserError, match="transformers reads no files of other names"):
+        open_weights(str(tmp_path / "strays"))
+
+
+def test_a_tensor_that_the_index_places_elsewhere_is_found(originals: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(originals["sharded"], tmp_path / "folder"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    index["weight_map"] = {name: shards[number % len(shards)] for number, name in enumerate(index["weight_map"])}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    read_everything(folder)
+
+
+def test_a_stack_has_the_widest_dtype_of_its_experts(tmp_path: Path) -> None:
+    save_family(tmp_path / "hf", "deepseek_v3")
+    stored = load_file(tmp_path / "hf" / MODEL)
+    first = {name: t.bfloat16() if ".experts.0." in name else t for name, t in stored.items()}
+    save_file(first, tmp_path / "hf" / MODEL)
+    options = WriteOptions(verify=True)
+    convert_to_pipeline(open_weights(str(tmp_path / "hf")), tmp_path / "pipeline", options)
+    export_hugging_face(open_weights(str(tmp_path / "pipeline")), tmp_path / "back", options)
+    for name, tensor in load_file(tmp_path / "back" / MODEL).items():
+        assert torch.equal(tensor, first[name].to(tensor.dtype)), name
+    assert any(".experts.1." in name for name in stored)
+
+
+def test_verify_compares_with_the_files_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not with what the reader makes of them."""
+    save_llama(tmp_path / "hf")
+    read = HuggingFaceFolder.read_layer
+    monkeypatch.setattr(
+        HuggingFaceFolder,
+        "read_layer",
+        lambda self, *layer: {name: tensor.bfloat16().float() for name, tensor in read(self, *layer).items()},
+    )
+    with pytest.raises(UserError, match="is not what the source holds"):
+        convert_to_pipeline(open_weights(str(tmp_path / "hf")), tmp_path / "out", WriteOptions(verify=True))
+
+
 def test_custom_code_that_is_trusted_is_not_run(originals: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(originals["hf"], tmp_path / "folder"))
     edit_json(folder / "config.json", auto_map={"AutoConfig": "configuration_x.XConfig"})
@@ -282,7 +335,7 @@ SHARDED_BIN = ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin
         (["model.safetensors", *SHARDED_BIN], ["model.safetensors"]),
         (["model.safetensors", "consolidated.safetensors"], ["model.safetensors"]),
         (SHARDED_BIN, SHARDED_BIN),
-        (["consolidated.safetensors"], ["consolidated.safetensors"]),
+        (["consolidated.safetensors"], []),
         ([], []),
     ],
     ids=["both", "one sharded", "authors'", "bin", "authors' alone", "none"],
@@ -360,8 +413,8 @@ def test_of_a_stack_the_given_experts_are_read_alone(tmp_path: Path, monkeypatch
     layer = next(layer for layer in build_layers(source.config) if any("experts" in name for name in layer.shapes()))
     whole = source.read_layer(1, layer)
     stacks, names = [name for name in whole if "experts" in name], []
-    read = HuggingFaceFolder._read_stored
-    monkeypatch.setattr(HuggingFaceFolder, "_read_stored", lambda self, name: names.append(name) or read(self, name))
+    read = HuggingFaceFolder._read
+    monkeypatch.setattr(HuggingFaceFolder, "_read", lambda self, name: names.append(name) or read(self, name))
     own = range(2, 4)
     tensors = source.read_layer(1, replace(layer, experts=dict.fromkeys(stacks, own)))
     numbers = {int(match[1]) for name in names if (match := re.search(r"experts\.(\d+)\.", name))}

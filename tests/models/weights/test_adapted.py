@@ -1,0 +1,159 @@
+"""Adapters merged into their base, against peft's own merge of the whole model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from support.adapters import make_adapter
+from support.families import save_family
+from support.model_folders import convert, export
+from support.tiny import save_llama, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from errors import UserError
+from models.adapters.build import build_adapter
+from models.adapters.options import AdapterName, AdapterOptions
+from models.architecture.lookup import build_layers
+from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
+from models.weights.sources import open_weights
+
+BOUND = 1e-5
+
+
+def save_adapter(folder: Path, model_folder: Path, **options: Any) -> Path:
+    """A peft folder with random matrices, as peft writes it."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, **options})
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def merge_with_peft(folder: Path, model_folder: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    return PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+
+
+def assert_merged(adapter: Path, model_folder: Path, output: Path, bound: float = BOUND) -> None:
+    ours = AutoModelForCausalLM.from_pretrained(export(adapter, output)).state_dict()
+    theirs = merge_with_peft(adapter, model_folder)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() <= bound * tensor.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alpha_pattern": {"self_attn.q_proj": 64}, "rank_pattern": {"mlp.down_proj": 2}},
+        {"alpha_pattern": {"layers.1.self_attn.q_proj": 64, "^model.layers.2.mlp.down_proj": 1}},
+        {"alpha_pattern": {r"model.layers.(0|3)\..*": 64}, "rank_pattern": {"layers.[12].mlp.down_proj": 2}},
+    ],
+    ids=["a part", "a layer", "an expression"],
+)
+def test_patterns_match_the_names_of_the_whole_model(options: dict[str, Any], tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf")
+    assert_merged(save_adapter(tmp_path / "adapter", tmp_path / "hf", **options), tmp_path / "hf", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens", "lm_head"]])
+def test_a_head_that_was_trained_apart_from_its_embedding_is_merged(saved: list[str], tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf", tied=True)
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "hf", modules_to_save=saved)
+    ours = AutoModelForCausalLM.from_pretrained(export(adapter, tmp_path / "merged"))
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), adapter).eval()
+    input_ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        found, expected = ours(input_ids).logits, theirs(input_ids).logits
+    assert (found - expected).abs().max() < BOUND * expected.abs().max()
+    options = AdapterOptions(name=AdapterName.lora, name_or_path=str(adapter))
+    layers = build_layers(open_weights(str(tmp_path / "hf")).config)
+    with pytest.raises(UserError, match="has trained a head apart from the embedding"):
+        build_adapter(options, layers, seed=0, base_name="model")
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_an_adapter_is_merged_before_it_is_rounded(use_dora: bool, tmp_path: Path) -> None:
+    """The merged weights are those of an fp32 base, rounded once."""
+    model = save_llama(tmp_path / "fp32").bfloat16()
+    model.save_pretrained(tmp_path / "hf")
+    model.float().save_pretrained(tmp_path / "fp32")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "fp32", use_dora=use_dora, lora_alpha=1)
+    expected = merge_with_peft(adapter, tmp_path / "fp32")
+    fields = json.loads((adapter / "adapter_config.json").read_text())
+    fields["base_model_name_or_path"] = str(tmp_path / "hf")
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
+    for name, tensor in load_file(export(adapter, tmp_path / "merged") / "model.safetensors").items():
+        assert tensor.dtype == torch.bfloat16
+        assert (tensor.float() - expected[name]).abs().max() <= 2.0**-8 * expected[name].abs().max(), name
+        same = (tensor == expected[name].bfloat16()).float().mean()
+        assert same > 0.999, name  # a few sums lie next to the middle of two numbers
+
+
+def test_experts_are_merged_before_they_are_rounded(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "fp32", "deepseek_v3")
+    AutoModelForCausalLM.from_pretrained(folder).bfloat16().save_pretrained(tmp_path / "hf")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf").float().save_pretrained(folder)
+    make_adapter(tmp_path / "adapter", folder)
+    wide = load_file(export(tmp_path / "adapter", tmp_path / "wide") / "model.safetensors")
+    fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    fields["base_model_name_or_path"] = str(tmp_path / "hf")
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(fields))
+    merged = load_file(export(tmp_path / "adapter", tmp_path / "merged") / "model.safetensors")
+    for name, tensor in merged.items():
+        assert (tensor.to(torch.bfloat16) == wide[name].bfloat16()).float().mean() > 0.999, name
+
+
+def test_a_classifier_with_new_rows_keeps_its_trained_head(tmp_path: Path) -> None:
+    """Its base is tied, and has neither the head nor the rows."""
+    save_llama(tmp_path / "hf", tied=True)
+    save_tokenizer(tmp_path / "hf")
+    adapted = make_adapter(tmp_path / "adapter", tmp_path / "hf", ["q_proj"], SEQUENCE_CLASSIFICATION, num_labels=3)
+    config = adapted.config.to_dict() | {"architectures": ["LlamaForSequenceClassification"], "vocab_size": 330}
+    (tmp_path / "adapter/config.json").write_text(json.dumps(config))
+    merged = AutoModelForSequenceClassification.from_pretrained(export(tmp_path / "adapter", tmp_path / "merged"))
+    assert torch.equal(merged.score.weight, adapted.base_model.model.score.modules_to_save["default"].weight)
+    assert merged.get_input_embeddings().weight.shape[0] == 330
+    convert(tmp_path / "adapter", tmp_path / "pipeline", verify=True)
+
+
+def test_a_peft_folder_brings_its_own_tokenizer(tmp_path: Path) -> None:
+    """And chat template, as another trainer saves it."""
+    save_llama(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    (tmp_path / "hf/chat_template.jinja").write_text("base")
+    (tmp_path / "hf/preprocessor_config.json").write_text("{}")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "hf")
+    assert open_weights(str(adapter)).path == tmp_path / "hf"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokenizer.chat_template = {"default": "adapter's", "tool_use": "tools"}
+    tokenizer.save_pretrained(adapter)
+    assert open_weights(str(adapter)).path == adapter
+    merged = export(adapter, tmp_path / "merged")
+    assert AutoTokenizer.from_pretrained(merged).chat_template == tokenizer.chat_template
+    assert (merged / "preprocessor_config.json").is_file()
+    shutil.rmtree(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("lora_bias", True), ("alora_invocation_tokens", [1]), ("layer_replication", [[0, 2]]), ("bias", "all")],
+)
+def test_what_peft_would_compute_otherwise_is_refused(field: str, value: Any, tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "hf")
+    fields = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(fields | {field: value}))
+    with pytest.raises(UserError, match=f"has {field}=.*, which is not supported; merge the adapter with peft first"):
+        open_weights(str(adapter))
