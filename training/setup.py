@@ -31,10 +31,11 @@ from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 from models.weights.trained_adapter import check_same_adapter, read_trained_adapter
 from models.weights.vocabulary import fingerprint_tokenizer, resize_config
+from training.checkpoint.master_weights import MasterWeights, SourceInFp32
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, read_state
-from training.config.schema import Device, FlashKernels, Init, RunConfig
+from training.config.schema import Device, FlashKernels, Init, Precision, RunConfig
 from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
 from training.costs.hardware import GIB, Machine
@@ -197,11 +198,14 @@ def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None])
     if setup.resumable is None:
         return setup
     step_dir = choose_whole(setup.resumable, say)
+    masters = MasterWeights(step_dir) if config.precision is Precision.fp32 else None
     if setup.adapter is not None:
-        tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint)
+        restore = None if masters is None else masters.restore
+        tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint, restore)
         adapter = dataclasses.replace(setup.adapter, tensors=tensors)
         return dataclasses.replace(setup, resume_from=step_dir, adapter=adapter)
-    return dataclasses.replace(setup, resume_from=step_dir, source=_open_resized(config, str(step_dir)))
+    source = _open_resized(config, str(step_dir))
+    return dataclasses.replace(setup, resume_from=step_dir, source=SourceInFp32(source, masters) if masters else source)
 
 
 def describe_identity(setup: RunSetup, tokenizer: PreTrainedTokenizerBase) -> dict[str, Identity]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,15 +21,22 @@ if TYPE_CHECKING:
 
 
 def read_trained_adapter(
-    step_dir: Path, layers: Sequence[Layer], trust_checkpoint: bool = False
+    step_dir: Path,
+    layers: Sequence[Layer],
+    trust_checkpoint: bool = False,
+    restore: Callable[[Layer, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the adapter's tensors that a LoRA run has saved in `step_dir`, by peft's names. Raises UserError for a
-    file that cannot be read or is damaged, and without `trust_checkpoint` for a checkpoint without a manifest."""
+    """Returns the adapter's tensors that a LoRA run has saved in `step_dir`, by peft's names. restore: maps a layer's
+    tensors as they were saved, by their names in its module, to those that are returned.
+
+    Raises UserError for a file that cannot be read or is damaged, and without `trust_checkpoint` for a checkpoint
+    without a manifest."""
     checkpoint = PipelineCheckpoint(step_dir.parent, step_dir.name, trust_checkpoint)
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         if layer.owns_weights:
             parameters = checkpoint.read_parameters(index)
+            parameters = parameters if restore is None else restore(layer, parameters)
             tensors |= {to_peft_name(name, layer): tensor.contiguous() for name, tensor in parameters.items()}
     return tensors
 

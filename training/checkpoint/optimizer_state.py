@@ -226,7 +226,7 @@ def _survey(files: list[Path]) -> tuple[set[str], dict[str, float]]:
     for file in files:
         with safe_open(file, framework="pt") as saved:
             for key in saved.keys():
-                kind, name, _, _ = _parse(key)
+                kind, name, _, _ = parse_key(key)
                 if kind == SCALAR:
                     scalars[name] = saved.get_tensor(key).item()
                 else:
@@ -242,13 +242,13 @@ def _read_overlaps(
         keys = list(saved.keys())
         scales = {(key.partition(SCALE_MARK)[0], key.partition("/")[2]): key for key in keys if SCALE_MARK in key}
         for key in keys:
-            kind, name, shard, start = _parse(key)
+            kind, name, shard, start = parse_key(key)
             fragment = wanted.get((kind, name))
             if fragment is None:
                 continue
             source, target = saved.get_tensor(key), fragment.states[kind]  # mapped: only what is copied is read
             here, there = (shard, start, source.numel()), (fragment.shard, fragment.start, target.numel())
-            for low, to, length in _list_overlaps(here, there):
+            for low, to, length in list_overlaps(here, there):
                 if isinstance(target, torch.Tensor):
                     target[to : to + length].copy_(source[low : low + length])
                 else:
@@ -265,9 +265,9 @@ Restores = dict[tuple[int, str], BlockRestore]  # (partition, name of its blockw
 Run = tuple[ShardLayout | None, int, int]
 
 
-def _list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
-    """The elements of the whole tensor that two fragments have in common, run by run: (position in the first, in the
-    second, length)."""
+def list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
+    """Yield the elements of the whole tensor that two fragments have in common, run by run: their position in the
+    first and in the second, and their number."""
     one, other = (_list_runs(*fragment, is_same=first[0] == second[0]) for fragment in (first, second))
     mine, its = next(one, None), next(other, None)
     while mine is not None and its is not None:
@@ -289,8 +289,8 @@ def _list_runs(shard: ShardLayout | None, start: int, count: int, is_same: bool)
         yield low - start, whole, length
 
 
-def _parse(key: str) -> tuple[str, str, ShardLayout | None, int]:
-    """(kind, name, shard, start) of a key in a file."""
+def parse_key(key: str) -> tuple[str, str, ShardLayout | None, int]:
+    """Return kind, parameter's name, shard and first element of a key in a file."""
     kind, _, rest = key.partition("/")
     label, _, start = rest.rpartition("@")
     name, bracket, described = label.partition("[")

@@ -8,11 +8,12 @@ layout; a tied weight has one name on both of its stages.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from errors import UserError
 from models.adapters.adapter import Adapter
@@ -25,6 +26,8 @@ from training.pipeline.weight_sharding import whole_shape
 
 # Key of a group: its learning rate divided by the run's, whose schedule scales all groups.
 LR_RATIO = "lr_ratio"
+# Names of norms and biases, which do not decay: those of the Trainer of transformers (5.23, get_decay_parameter_names)
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 # The matrices B, and the vectors of DoRA
 LORA_PLUS = r"\blora_(B|magnitude_vector)\b"
 
@@ -49,17 +52,19 @@ def list_entries(config: GroupKeys) -> list[ParameterGroup]:
     return [*config.parameter_groups, *plus]
 
 
-def group_parameters(named: Named, config: GroupKeys) -> list[dict[str, Any]]:
-    """Return torch's parameter groups: matrices and vectors that no pattern matches, then those of each entry. A
-    parameter belongs to the first entry that matches it.
+def group_parameters(named: Named, config: GroupKeys, layer_norms: Collection[int] = ()) -> list[dict[str, Any]]:
+    """Return torch's parameter groups: what decays and what does not of those that no pattern matches, then the same of
+    each entry. A parameter belongs to the first entry that matches it.
 
-    named: the trained parameters of this rank, with their Hugging Face names. Vectors (norms, biases) do not decay
-    unless an entry gives a weight decay.
+    named: the trained parameters of this rank, with their Hugging Face names. Norms and biases, as their names or
+    `layer_norms` say, do not decay unless an entry gives a weight decay. layer_norms: the ids of the parameters of
+    `nn.LayerNorm`, whatever their names.
     """
     entries = list_entries(config)
     chosen: list[list[torch.Tensor]] = [[] for _ in range(2 * (len(entries) + 1))]
     for name, parameter in named:
-        chosen[2 * _find_entry(name, entries) + (len(whole_shape(parameter)) <= 1)].append(parameter)
+        stays = id(parameter) in layer_norms or _stays(name, parameter)
+        chosen[2 * _find_entry(name, entries) + stays].append(parameter)
     groups = []
     for number, parameters in enumerate(chosen):
         entry = entries[number // 2 - 1] if number >= 2 else None
@@ -73,11 +78,22 @@ def group_parameters(named: Named, config: GroupKeys) -> list[dict[str, Any]]:
     return groups
 
 
+def _stays(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a norm or a bias by its name; for one without a name its shape says it."""
+    return _UNDECAYED.search(name.lower()) is not None if name else len(whole_shape(parameter)) <= 1
+
+
+def list_layer_norms(module: nn.Module) -> set[int]:
+    """Return the ids of the parameters of the `nn.LayerNorm` in a module."""
+    norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
+    return {id(parameter) for norm in norms for parameter in norm.parameters()}
+
+
 def group_trained(module: StageModule, config: GroupKeys) -> list[dict[str, Any]]:
     """Return the parameter groups of a stage; some may be empty."""
     names = {id(parameter): name for name, parameter, _ in module.named_hf_parameters()}  # a loss's have no name
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return group_parameters([(names.get(id(each), ""), each) for each in trained], config)
+    return group_parameters([(names.get(id(each), ""), each) for each in trained], config, list_layer_norms(module))
 
 
 def separate_copies(groups: list[dict[str, Any]], module: StageModule) -> list[dict[str, Any]]:

@@ -296,6 +296,22 @@ def test_state_and_weights_are_the_saved_bits_at_another_layout(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+def test_a_run_in_bf16_that_continues_in_fp32_keeps_its_fp32_weights(run, kind: str) -> None:
+    """A step that changes nothing saves them as they were."""
+    model, overrides = KINDS[kind]
+    begun = run(f"bf16-{kind}", "pp2xdp2", model, *overrides, "precision=bf16", f"stop_after_steps={STEPS_BEFORE}")
+    step_dir = begun / "checkpoints" / f"global_step{STEPS_BEFORE}"
+    saved = join(load_file(file) for file in sorted(step_dir.glob(FILE_PATTERN)))
+    still = ("precision=fp32", "learning_rate=0", "stop_after_steps=1", "resume_allow_changes=true")
+    ended = run(f"fp32-{kind}", "pp2", model, *overrides, *still, f"resume={step_dir}")
+    files = sorted((ended / "checkpoints" / f"global_step{STEPS_BEFORE + 1}").glob("layer_*.pt"))
+    kept = {tensor.flatten().numpy().tobytes() for file in files for tensor in torch.load(file).values()}
+    masters = [tensor for name, tensor in saved.items() if name.startswith("weight/")]
+    assert masters and all(tensor.numpy().tobytes() in kept for tensor in masters)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changed", "named"),
     [(GROUPS, "parameter_groups was none, is \\["), ((STATE_IN_BF16,), "optimizer.state_dtype was none, is bf16")],

@@ -12,7 +12,8 @@ import torch
 from peft import get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from support.configs import build_config
-from transformers import AutoModelForCausalLM, LlamaConfig
+from support.families import build_family_config
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
 
 from errors import UserError
 from models.adapters.targets import build_lora_config
@@ -26,6 +27,7 @@ from training.optim.parameter_groups import (
     check_group_keys,
     check_parameter_groups,
     group_parameters,
+    list_layer_norms,
     separate_copies,
 )
 
@@ -64,6 +66,25 @@ def test_the_first_pattern_counts_and_every_rank_has_every_group(config: RunConf
     assert len(group_parameters(named, config)) == 2 and describe_updates(config) == {}
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "cohere", "gpt2", "mpt", "deepseek_v3", "mamba2"])
+def test_what_decays_is_what_decays_in_the_trainer_of_transformers(composed: RunConfig, family: str) -> None:
+    """Biases of stacked experts and norms of each head are no vectors; a state space's vectors are no norms."""
+    config = build_family_config(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = set(Trainer.get_decay_parameter_names(None, model))
+    decaying, others = set(), set()
+    for layer in build_layers(config):
+        module = layer.build_on_meta()
+        named = {f"{layer.hf_prefix}{name}": parameter for name, parameter in module.named_parameters()}
+        names = {id(parameter): name for name, parameter in named.items()}
+        groups = group_parameters(named.items(), composed, list_layer_norms(module))
+        decaying |= {names[id(parameter)] for parameter in groups[0]["params"]}
+        others |= {names[id(parameter)] for parameter in groups[1]["params"]}
+    known = {name for name, _ in model.named_parameters()}
+    assert decaying == expected & known and others == known - expected
+
+
 def test_lora_plus_trains_the_matrices_b_faster(composed: RunConfig) -> None:
     """After the entries that a user gives."""
     config = deepcopy(composed)
@@ -81,7 +102,7 @@ def test_lora_plus_trains_the_matrices_b_faster(composed: RunConfig) -> None:
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_lora_plus_has_the_groups_and_rates_of_peft(composed: RunConfig, layers: list[Layer], use_dora: bool) -> None:
-    """By the weight. Vectors do not decay here, while peft decays those of DoRA, by 0 unless another decay is given."""
+    """By the weight."""
     config = deepcopy(composed)
     config.adapter.loraplus_lr_ratio = 16.0
     llama = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)

@@ -1,0 +1,80 @@
+"""The fp32 master weights of a checkpoint that was saved in a 16-bit precision, for a run that continues in fp32: the
+layer files have them rounded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from errors import UserError
+from models.layers.layer import Layer
+from models.storage.safetensors_writer import TensorInfo
+from models.weights.source import WeightSource
+from training.checkpoint.optimizer_state import FILE_PATTERN, WEIGHT, list_overlaps, parse_key
+
+
+class MasterWeights:
+    """The master weights in the optimizer's files of a step; none of a run in fp32."""
+
+    def __init__(self, step_dir: Path) -> None:
+        self._step_dir = step_dir
+        self._places: defaultdict[str, list[tuple[Path, str]]] = defaultdict(list)  # parameter -> its fragments
+        for file in sorted(step_dir.glob(FILE_PATTERN)):
+            with safe_open(file, framework="pt") as saved:
+                for key in saved.keys():
+                    kind, name, _, _ = parse_key(key)
+                    if kind == WEIGHT:
+                        self._places[name].append((file, key))
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def restore(self, layer: Layer, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a layer, named as in its module, with the master weights in place of those that have
+        some. Raises UserError where a part is missing."""
+        return {name: self._read(layer.hf_prefix + name, tensor) for name, tensor in tensors.items()}
+
+    def _read(self, name: str, rounded: torch.Tensor) -> torch.Tensor:
+        if name not in self._places:
+            return rounded
+        flat, missing = torch.empty(rounded.numel()), rounded.numel()
+        for file, key in self._places[name]:
+            with safe_open(file, framework="pt") as saved:
+                fragment = saved.get_tensor(key)
+            _, _, shard, start = parse_key(key)
+            for low, to, length in list_overlaps((shard, start, fragment.numel()), (None, 0, flat.numel())):
+                flat[to : to + length] = fragment[low : low + length]
+                missing -= length
+        if missing:
+            raise UserError(
+                f"resume: {self._step_dir} lacks {missing} fp32 weights of '{name}'; copy the checkpoint again, or use "
+                "another one"
+            )
+        return flat.view(rounded.shape)
+
+
+class SourceInFp32:
+    """A `WeightSource`: the weights of a checkpoint with its master weights in place of the rounded ones."""
+
+    def __init__(self, base: WeightSource, masters: MasterWeights) -> None:
+        self._base, self._masters = base, masters
+        self.path, self.config_dir, self.config, self.wrapper = base.path, base.config_dir, base.config, base.wrapper
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        return self._masters.restore(layer, self._base.read_layer(index, layer))
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        self._base.check_complete(layers)
+
+    def files(self) -> list[Path]:
+        return self._base.files()
+
+    def list_passthrough(self) -> list[TensorInfo]:
+        return self._base.list_passthrough()
+
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return self._base.read_passthrough(name)
