@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,22 +28,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_parts.fast import Fast
 from benchmarks.gpu_parts.machine import Machine, find_machine
+from benchmarks.gpu_parts.processes import stop_on_signals
 from benchmarks.gpu_parts.report import Report, choose_folder
 from benchmarks.gpu_parts.right import Right
-from benchmarks.gpu_parts.rows import Row, run_rows
+from benchmarks.gpu_parts.rows import choose_rows, count_jobs, run_rows
 from benchmarks.gpu_parts.why import Why
 
 PARTS = {"right": Right, "fast": Fast, "why": Why}
 _MINUTES = {"cuda": 7.5, "cpu": 15.0}  # of a part: a session with a GPU is often cut into tens of minutes
 # Of right, whose rows say nothing of time and so run side by side; most of a row is imports, on one core a rank.
 _CORES_PER_ROW = {"cuda": 2, "cpu": 1}
-_MOST_AT_ONCE = 8
 
 
 def main() -> None:
     arguments = parse_arguments()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit from outside ends the rows too
-        signal.signal(number, stop_once)
+    stop_on_signals()
     machine = find_machine(arguments.device)
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # this process: the GPUs are for the rows
     folder = arguments.output or choose_folder(machine, arguments.tiny)
@@ -60,13 +57,6 @@ def main() -> None:
         sys.exit(f"no row of {', '.join(arguments.parts)} is or holds: {', '.join(arguments.rows)}")
     print(f"\nreport: {folder}/report.md", flush=True)
     sys.exit(1 if report.is_bad else 0)
-
-
-def stop_once(signum: int, frame: object) -> None:
-    """Launchers and `timeout` repeat their signals, and the first one is enough."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -92,18 +82,12 @@ def run_part(part: str, arguments: argparse.Namespace, machine: Machine, report:
     scratch.mkdir()
     measured = PARTS[part](machine, scratch, report.folder / "logs" / part, arguments.tiny)
     rows = choose_rows(measured.list_rows(), arguments.rows)
-    fitting = min(_MOST_AT_ONCE, (os.cpu_count() or 1) // _CORES_PER_ROW[machine.device])
     if arguments.row_seconds is not None:
         rows = [replace(row, limit=arguments.row_seconds) for row in rows]
-    jobs, minutes = max(1, fitting) if part == "right" else 1, arguments.minutes or _MINUTES[machine.device]
+    jobs = count_jobs(_CORES_PER_ROW[machine.device]) if part == "right" else 1
+    minutes = arguments.minutes or _MINUTES[machine.device]
     report.begin(part, measured.TITLE, measured.COLUMNS)
     return len(run_rows(rows, minutes * 60, lambda result: report.add(part, result), jobs))
-
-
-def choose_rows(rows: Sequence[Row], texts: Sequence[str]) -> list[Row]:
-    """Returns those of the names in `texts`; of a text that is the name of none, all whose name holds it."""
-    names = {row.name for row in rows}
-    return [row for row in rows if any(text == row.name or (text not in names and text in row.name) for text in texts)]
 
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ class Case:
     def data(self) -> str:
         return KINDS_OF_DATA[self.task]
 
+    @property
+    def has_routers_to_compare(self) -> bool:
+        """Returns whether what its routers choose can be compared: each rank sees the tokens of its samples."""
+        return self.model == "mixtral" and not any(key.startswith("num_stages") for key in self.overrides)
+
     def list_keys(self) -> Iterator[str]:
         """Yields what the case says of a run, as overrides; its model and batch are whose the material is."""
         yield from (f"task={self.task}", f"data={self.data}", f"data.packing={str(self.packed).lower()}")
@@ -73,6 +78,13 @@ CASES = (
     Case("pp2 dp2, bf16", PP2, 4, "bf16"),
     Case("pp2 tp2, bf16", (*PP2, *TP2), 4, "bf16"),
     Case("pp2 ep2 experts, bf16", (*PP2, "expert_parallel_size=2"), 4, "bf16", model="mixtral"),
+    Case("pp4, fp32", ("num_stages=4",), 4),
+    Case("pp2 dp2, fp32", PP2, 4),
+    Case("pp4 interleaved, fp32", ("num_stages=4", "schedule=interleaved"), 4),
+    Case("pp4 zero_bubble, fp32", ("num_stages=4", "schedule=zero_bubble"), 4),
+    Case("pp1 experts, fp32", model="mixtral"),
+    Case("dp2 experts, fp32", world_size=2, model="mixtral"),
+    Case("ep2 experts again, fp32", ("expert_parallel_size=2",), 2, model="mixtral"),
     Case("pp2 experts, fp32", PP2, 2, model="mixtral"),
     Case("ep2 experts, fp32", ("expert_parallel_size=2",), 2, model="mixtral"),
     Case("pp2 experts, bf16", PP2, 2, "bf16", model="mixtral"),

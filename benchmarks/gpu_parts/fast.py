@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu_parts.machine import Machine
-from benchmarks.gpu_parts.measured_runs import GIB, MeasuredRuns, Prediction, Speed, measure
+from benchmarks.gpu_parts.measured_runs import GIB, MARKS, MeasuredRuns, Prediction, Speed, list_needs, measure
 from benchmarks.gpu_parts.processes import Deadline, list_ranks, run, run_python
 from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status, check_needs
 from benchmarks.gpu_parts.trainer_peer import Job
@@ -25,11 +25,6 @@ from benchmarks.gpu_parts.training_runs import write_name
 _SECONDS = {"cuda": (25, 150), "cpu": (15, 120)}  # expected of a run of 1B, and at most
 # At most of what is expected, for longer ones: offloaded, 8B first fills some 130 GB of host memory
 _MOST_OF_EXPECTED = 4
-# What others report for 8B at a sequence of 4,096: tokens/s, and on what. Of 70B: docs/performance.md.
-MARKS = {
-    "8b full": (10_471, "one H200, all recomputed, 57.8% MFU"),
-    "8b LoRA": (12_473, "an H100"),
-}
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,6 @@ _OPTIONS = {
     "packing": ("data.packing=true",),
     "offload": ("offload_optimizer=cpu",),
 }
-_NEEDS = {"compile": ("compiler",), "fused kernels": ("gpu", "compiler", "liger_kernel")}
 # All of 8B: as it is, or with the smallest change that makes it fit; its fp32 weights alone take 30 GiB
 _FITTING = ((), ("optimizer.state_dtype=bf16",), ("optimizer=adamw_8bit",), ("offload_optimizer=cpu",))
 _PP2 = ("num_stages=2", "activation_checkpoint_interval=0")
@@ -73,7 +67,7 @@ CASES = (
     Case("8b full", "8b", choices=_FITTING, size=2.5),
     Case(_STAGE, _STAGE),
     *(
-        Case(f"{_STAGE}, {name}", _STAGE, keys, baseline=_STAGE, needs=_NEEDS.get(name, ()))
+        Case(f"{_STAGE}, {name}", _STAGE, keys, baseline=_STAGE, needs=list_needs(keys))
         for name, keys in _OPTIONS.items()
     ),
     Case(f"{_STAGE}, pp2", _STAGE, _PP2, baseline=_STAGE, needs=("2 GPUs",), world_size=2),

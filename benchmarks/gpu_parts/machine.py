@@ -87,7 +87,7 @@ def find_machine(device: str) -> Machine:
     found = json.loads(asked.stdout.splitlines()[-1])
     if device == "cuda" and "names" not in found:
         sys.exit(
-            f"torch {found['torch']} finds no GPU here: {found.get('obstacle', 'unknown reason')}\n"
+            f"torch {found['torch']} finds no GPU here: {' '.join(found.get('obstacle', 'unknown reason').split())}; "
             "--device cpu --tiny shows that all of this runs"
         )
     return _build(device, found)

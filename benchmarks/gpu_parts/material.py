@@ -21,7 +21,8 @@ _WORDS = 500  # of the tokenizer; the model's vocabulary may be larger
 # micro-batches of 2.
 LENGTHS = (128, 110, 100, 90, 90, 70, 64, 64, 60, 50, 40, 36, 30, 28, 20, 12)
 
-_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+PADDING = _SPECIAL.index("<pad>")
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": PADDING}
 # The name of a model -> its model_type, and fields that are not those of its size
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -41,17 +42,18 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def save_records(file: Path, lengths: Sequence[int], kind: str = "sft", seed: int = 0) -> None:
+def save_records(file: Path, lengths: Sequence[int], kind: str = "sft", prompt: int | None = None) -> None:
     """Records of a kind of data. lengths: of the samples in tokens, the end among them; of a pair, that of the chosen
-    answer. Preferences have short answers: their gradient grows with the sum over the answer's tokens."""
-    numbers = random.Random(seed)
+    answer. Preferences have short answers: their gradient grows with the sum over the answer's tokens. prompt: tokens
+    of each prompt; None: a half, a quarter or an eighth of the sample."""
+    numbers = random.Random(0)
 
     def draw(count: int) -> str:
         return " ".join(f"w{numbers.randrange(len(_SPECIAL), _WORDS)}" for _ in range(count))
 
     with open(file, "w") as output:
         for index, length in enumerate(lengths):
-            answer = length - 1 - max(1, (length - 1) // numbers.choice((2, 4, 8)))
+            answer = length - 1 - (prompt or max(1, (length - 1) // numbers.choice((2, 4, 8))))
             if kind != "sft":
                 answer = max(2, length // 16)
             record: dict[str, object] = {"prompt": draw(length - 1 - answer)}

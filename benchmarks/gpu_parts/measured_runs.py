@@ -20,9 +20,30 @@ from benchmarks.gpu_parts.shapes import find_shape
 from benchmarks.gpu_parts.training_runs import Record, read_metrics, train
 
 WARM_UP, STEPS = 2, 4
+TRACED_STEP = WARM_UP + 2  # from 1
 GIB = 2**30
+# What others report for 8B, and for 70B by its tenth layers, at a sequence of 4,096: tokens/s, and on what; the rest of
+# it: docs/performance.md
+_MARK_OF_8B = (10_471, "one H200, all recomputed, bf16 without fp32 weights, 57.8% MFU")
+MARKS = {
+    "8b full": _MARK_OF_8B,
+    "8b full, all recomputed": _MARK_OF_8B,
+    "8b LoRA": (12_473, "an H100, nothing recomputed"),
+    "10 layers of 70B, LoRA, qkv": (8 * 1_797, "1,797 per H100 of 8, times the 8 parts of ten layers"),
+}
+_NEEDS = {
+    "compile=true": ("compiler",),
+    "fused_kernels=auto": ("gpu", "compiler", "liger_kernel"),
+    "optimizer=adamw_8bit": ("bitsandbytes",),
+    "flash_kernels=fa3": ("hopper", "flash_attn_interface"),
+}
 _SCRIPT = Path(__file__).with_name("unsaved_trainer.py")
 _DOCUMENTS_A_ROW = 4  # of packed data
+
+
+def list_needs(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Returns what a run needs, as in `cases.Case`."""
+    return tuple(dict.fromkeys(need for key in overrides for need in _NEEDS.get(key, ())))
 
 
 @dataclass(frozen=True)
@@ -37,9 +58,11 @@ class Speed:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The plan of the same run. efficiency: with which the plan's tokens/s would be the measured ones."""
+    """The plan of the same run. mfu: of the planned step. efficiency: with which the plan's tokens/s would be the
+    measured ones."""
 
     tokens_per_second: float
+    mfu: float
     peak: float
     efficiency: float | None
 
@@ -81,7 +104,8 @@ class MeasuredRuns:
         file = self.folder / f"records_{'packed' if packed else 'full'}.jsonl"
         if not file.exists():
             parts = _DOCUMENTS_A_ROW if packed else 1
-            save_records(file, [self.seq_length // parts] * (parts * 2 * self.global_batch_size))
+            lengths = [self.seq_length // parts] * (parts * 2 * self.global_batch_size)
+            save_records(file, lengths, prompt=1)  # all other tokens are targets, as in what others measure
         return file
 
     def list_overrides(self, model: Path, overrides: Sequence[str]) -> list[str]:
@@ -199,7 +223,7 @@ def _predict(hardware: str, overrides: Sequence[str], measured: float | None) ->
     peak = max(stage.memory.peak for stage in plan.stages)
     times_layers = config.hardware.peak_flops is None  # then no efficiency is assumed
     fitting = None if measured is None or times_layers else fit_efficiency(predict_rate, measured)
-    return Prediction(plan.tokens_per_second, peak, fitting)
+    return Prediction(plan.tokens_per_second, plan.mfu, peak, fitting)
 
 
 def fit_efficiency(predict_rate: Any, measured: float) -> float | None:

@@ -4,7 +4,7 @@
 
 Each step takes every sample of the data set, one after the other and each alone. Weights and passes are in the dtype of
 the run; gradients are summed, and weights kept, in fp32, as a run's optimizer does it. 8-bit and bf16 states are
-compared with states in fp32.
+compared with states in fp32. What routers choose for each token is kept (`routers.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_parts.oracle_losses import Sample, Terms, build_terms
+from benchmarks.gpu_parts.routers import RouterChoices
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,13 @@ def main() -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters = [nn.Parameter(parameter.detach().float().clone()) for parameter in trained]
     optimizer, terms = _build_optimizer(job, masters), build_terms(job.task, model, _load_samples(job))
-    margins = watch_routers(model)
+    choices = RouterChoices()
+    choices.watch(model)
+    model.register_forward_pre_hook(lambda _, __, named: choices.start(named["input_ids"]), with_kwargs=True)
     for step in range(1, job.steps + 1):
         loss, gradients = compute_gradients(trained, terms)
         norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
-        figures.append({"loss": loss, "grad_norm": norm.item(), "router_margin": min(margins, default=None)})
+        figures.append({"loss": loss, "grad_norm": norm.item()})
         for master, gradient in zip(masters, gradients):
             master.grad = gradient
         if step not in job.skipped:
@@ -66,6 +69,7 @@ def main() -> None:
         parameter.data = master.data
     model.save_pretrained(job.output)
     (Path(job.output) / "figures.json").write_text(json.dumps(figures))
+    choices.save(Path(job.output) / "routers.pt")
 
 
 def build_model(job: Job) -> Any:
@@ -87,23 +91,6 @@ def build_model(job: Job) -> Any:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return model
-
-
-def watch_routers(model: nn.Module) -> list[float]:
-    """Returns a list that each pass through a router extends by the smallest distance, of all its tokens, between the
-    logits of the last expert that a token goes to and of the first that it does not."""
-    margins: list[float] = []
-
-    def note(module: nn.Module, _: Any, outputs: Any) -> None:
-        logits, chosen = outputs[0].detach().float(), outputs[-1].shape[-1]
-        ordered = logits.sort(dim=-1, descending=True).values
-        if chosen < logits.shape[-1]:
-            margins.append((ordered[:, chosen - 1] - ordered[:, chosen]).min().item())
-
-    for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
-            module.register_forward_hook(note)
-    return margins
 
 
 def _round_projections(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu_parts.machine import ROOT, Machine
 from training.distributed.ranks import find_free_port
@@ -27,6 +29,19 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of 
 
 
 STOPPED = threading.Event()  # the user has asked to end: every wait ends, and its processes
+
+
+def stop_on_signals() -> None:
+    """Raise KeyboardInterrupt at SIGTERM too: a time limit from outside ends the rows as well."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop_once)
+
+
+def _stop_once(signum: int, frame: object) -> None:
+    """Launchers and `timeout` repeat their signals, and the first one is enough."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 class RowFailed(Exception):
@@ -91,7 +106,58 @@ def run_python(machine: Machine, words: Sequence[str], log: Path, deadline: Dead
     return run([Command([sys.executable, *words], machine.environment())], log, deadline)
 
 
-def _start(command: Command, mark: str, output: object) -> subprocess.Popen[bytes]:
+class Worker:
+    """A process that is kept: it reads jobs, one per line, and writes the result of each to the job's file.
+
+    A job that fails or does not end in time ends the process, and the next one starts another.
+    """
+
+    def __init__(self, command: Callable[[], Command], logs: Path) -> None:
+        """command: makes what is started; a process that is restarted needs a port of its own. logs: the folder of its
+        output and of the results."""
+        self._command, self._logs = command, logs
+        self._process: subprocess.Popen[bytes] | None = None
+        self._count = 0  # of jobs
+
+    def send(self, job: dict[str, object]) -> None:
+        """Start a job; `receive` must come next."""
+        self._count += 1
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps({**job, "result": str(self._result)}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def receive(self, deadline: Deadline) -> dict[str, Any]:
+        """Return the result of the job. Raises RowFailed, TimeLimit."""
+        assert self._process is not None
+        try:
+            _wait([self._process], self._log, deadline, self._result.exists)
+            if not self._result.exists():
+                raise RowFailed("ended without a result", read_tail(self._log))
+        except BaseException:
+            self.end()
+            raise
+        return json.loads(self._result.read_text())
+
+    def end(self) -> None:
+        """End the process, and what it has started."""
+        if self._process is not None:
+            _end([self._process], self._mark)
+            self._process = None
+
+    @property
+    def _result(self) -> Path:
+        return self._logs / f"result_{self._count}.json"
+
+    def _start(self) -> None:
+        self._mark, self._log = uuid.uuid4().hex, self._logs / f"worker_{self._count}.log"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with open(self._log, "a") as output:
+            self._process = _start(self._command(), self._mark, output, stdin=subprocess.PIPE)
+
+
+def _start(command: Command, mark: str, output: object, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     folder = Path(sys.executable).parent
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
@@ -99,7 +165,7 @@ def _start(command: Command, mark: str, output: object) -> subprocess.Popen[byte
     }  # fmt: skip
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ['PYTHONPATH']}" if "PYTHONPATH" in os.environ else str(ROOT)
     return subprocess.Popen(
-        list(command.words), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        list(command.words), cwd=ROOT, env=environment, stdin=stdin, stdout=output, stderr=output,
         start_new_session=True,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -14,11 +15,13 @@ from benchmarks.gpu_parts.rows import Result, Status
 
 
 def choose_folder(machine: Machine, tiny: bool) -> Path:
-    """Returns the folder of a report without --output: a real one is kept, one that only shows that everything runs is
-    not."""
+    """Returns the folder of a report without --output: a real one is kept, also when another one is made on the same
+    day; one that only shows that everything runs is not."""
     name = re.sub(r"[^a-z0-9]+", "-", machine.name.lower()).strip("-")
-    kept = ROOT / ("outputs/gpu" if tiny or machine.is_cpu else "benchmarks/results")
-    return kept / f"{name}-{date.today().isoformat()}"
+    is_kept = not (tiny or machine.is_cpu)
+    first = ROOT / ("benchmarks/results" if is_kept else "outputs/gpu") / f"{name}-{date.today().isoformat()}"
+    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([first], others) if not (is_kept and folder.exists()))
 
 
 def render_line(result: Result, columns: Sequence[str]) -> str:
@@ -27,11 +30,11 @@ def render_line(result: Result, columns: Sequence[str]) -> str:
         cells = [result.cells.get(column, "-") for column in columns]
     else:
         cells = ["-"] * len(columns)
-    verdict = result.status.value + (f": {_one_line(result.note)}" if result.note else "")
+    verdict = result.status.value + (f": {one_line(result.note)}" if result.note else "")
     return f"| {' | '.join([result.name, *cells, verdict, f'{result.seconds:.0f} s'])} |"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "/")[:200]
 
 

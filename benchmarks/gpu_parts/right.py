@@ -26,7 +26,8 @@ from benchmarks.gpu_parts.figures import compare_records, compare_weights, find_
 from benchmarks.gpu_parts.machine import ROOT, Machine
 from benchmarks.gpu_parts.material import LENGTHS, save_adapter, save_model, save_records
 from benchmarks.gpu_parts.oracle import Job
-from benchmarks.gpu_parts.processes import Command, Deadline, RowFailed, run, run_python
+from benchmarks.gpu_parts.processes import TRAINER, Command, Deadline, RowFailed, run, run_python
+from benchmarks.gpu_parts.routers import compare_choices, load_choices
 from benchmarks.gpu_parts.rows import Cells, Row, Status, check_needs
 from benchmarks.gpu_parts.training_runs import read_metrics, train, write_name
 from training.distributed.ranks import find_free_port
@@ -41,17 +42,18 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
-TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4}
+TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
 # Expected of a run, and at most: the first ones import from a cold disk, and some compile
 _SECONDS = {"cuda": (20, 180), "cpu": (15, 240)}
 _STEPS_TO_RESUME = 20
+_WATCHED_TRAINER = Path(__file__).with_name("watched_trainer.py")
 
 
 class Right:
     """The rows of one machine, and what they share: models, adapter, samples, and the oracle of each kind."""
 
     TITLE = "right: relative differences to the plain Hugging Face model"
-    COLUMNS = ("ranks", "loss", "gradient norm", "weights", "bound")
+    COLUMNS = ("ranks", "loss", "gradient norm", "weights", "bound", "routers")
 
     def __init__(self, machine: Machine, folder: Path, logs: Path, tiny: bool) -> None:
         """folder: for what is thrown away. logs: for what the report keeps."""
@@ -64,7 +66,7 @@ class Right:
 
     def list_rows(self) -> list[Row]:
         expected, limit = _SECONDS[self.machine.device]
-        rows = [Row(case.name, partial(self._check_case, case), expected, limit) for case in CASES]
+        rows = [Row(case.name, partial(self.check_case, case), expected, limit) for case in CASES]
         rows.append(Row("save, kill, resume, fp32", self._check_resume, 3 * expected, 3 * limit))
         rows.append(Row("make demo", self._check_demo, 4 * expected, 3 * limit))
         return rows
@@ -93,9 +95,10 @@ class Right:
                 save_records(file, [length * self._scale for length in LENGTHS], kind)
         return file
 
-    def _check_case(self, case: Case, deadline: Deadline) -> tuple[Status, Cells]:
+    def check_case(self, case: Case, deadline: Deadline) -> tuple[Status, Cells]:
         check_needs(case.needs, self.machine)
-        output = self._train(case.name, self._list_overrides(case), case.world_size, deadline)
+        script = _WATCHED_TRAINER if case.has_routers_to_compare else TRAINER
+        output = self._train(case.name, self._list_overrides(case), case.world_size, deadline, script=script)
         records = read_metrics(output)
         skipped = find_skipped_steps(records) if case.precision == "fp16" else ()
         oracle = self._find_oracle(case, skipped, deadline)
@@ -103,9 +106,9 @@ class Right:
         figures = compare_records(records, expected, skipped)
         figures["weights"] = compare_weights(output / "hf", oracle)
         status, cells = self._judge(figures, case.precision, case.world_size)
-        margins = [step["router_margin"] for step in expected if step["router_margin"] is not None]
-        if margins:  # rounding may send a token to another expert, which fp32's bound would call wrong
-            cells["bound"] += f"; routers' smallest margin {min(margins):.0e}"
+        if case.has_routers_to_compare:
+            chosen = load_choices(output.glob("routers_*.pt"))
+            cells["routers"] = str(compare_choices(chosen, load_choices([oracle / "routers.pt"])))
         return status, cells
 
     def _judge(self, figures: dict[str, float], precision: str, world_size: int) -> tuple[Status, Cells]:
@@ -139,13 +142,14 @@ class Right:
         world_size: int,
         deadline: Deadline,
         until: Callable[[Path], bool] | None = None,
+        script: Path = TRAINER,
     ) -> Path:
-        """The output_dir of the run. until: of that folder; what the run is killed at."""
+        """The output_dir of the run. until: of that folder; what the run is killed at. script: as in `train`."""
         output = self.folder / "runs" / write_name(name)
         killed = None if until is None else lambda: until(output)
         train(
             self.machine, [*overrides, f"output_dir={output}"], world_size=world_size,
-            log=self.logs / f"{write_name(name)}.log", deadline=deadline, until=killed,
+            log=self.logs / f"{write_name(name)}.log", deadline=deadline, until=killed, script=script,
         )  # fmt: skip
         return output
 

@@ -5,16 +5,20 @@ Out of memory, a crash, a hang and no time left are results like any other.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol, TypeVar
 
 from benchmarks.gpu_parts.machine import Machine, is_installed
 from benchmarks.gpu_parts.processes import STOPPED, Deadline, RowFailed, TimeLimit
 
 Cells = dict[str, str]  # column -> text
+NO_TIME = "time"  # the beginning of the note of a row that was left out, or ended, for lack of time
+_MOST_AT_ONCE = 8
 
 
 class Status(Enum):
@@ -80,9 +84,30 @@ class Result:
     tail: str = ""  # of the log of a row that failed
 
 
+def count_jobs(cores: int) -> int:
+    """Returns how many rows run side by side. cores: of this host, for one of them."""
+    return max(1, min(_MOST_AT_ONCE, (os.cpu_count() or 1) // cores))
+
+
+class Named(Protocol):
+    """What has a name by which a user chooses it."""
+
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def choose_rows(rows: Sequence[N], texts: Sequence[str]) -> list[N]:
+    """Returns those of the names in `texts`; of a text that is the name of none, all whose name holds it."""
+    names = {row.name for row in rows}
+    return [row for row in rows if any(text == row.name or (text not in names and text in row.name) for text in texts)]
+
+
 def run_row(row: Row, seconds_left: float) -> Result:
     if seconds_left < row.expected:
-        return Result(row.name, Status.not_run, note="time")
+        return Result(row.name, Status.not_run, note=NO_TIME)
     started = time.monotonic()
 
     def conclude(status: Status, cells: Cells | None = None, note: str = "", tail: str = "") -> Result:
@@ -95,6 +120,8 @@ def run_row(row: Row, seconds_left: float) -> Result:
     except NotRun as reason:
         return conclude(Status.not_run, note=str(reason))
     except TimeLimit as failure:
+        if deadline.seconds < row.limit:  # it may have been about to end
+            return conclude(Status.not_run, note=f"{NO_TIME} was up after {deadline.seconds:.0f} s", tail=failure.tail)
         return conclude(Status.timed_out, note=f"ended after {deadline.seconds:.0f} s", tail=failure.tail)
     except RowFailed as failure:
         status = Status.out_of_memory if failure.out_of_memory else Status.failed

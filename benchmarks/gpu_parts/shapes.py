@@ -1,4 +1,4 @@
-"""The models of *fast* and *why*: of Llama 3.2 and 3, and a quarter of the largest."""
+"""The models whose speed is measured: of Llama 3.2 and 3, and parts of the larger ones."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b": _8B,
     # A stage of four from the middle: its decoder layers, with an embedding and a head too small to count
     "8b stage": {**_8B, "num_hidden_layers": 8, "vocab_size": 512},
+    # The same of 70B, of eight
+    "70b stage": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 512,
+    },
 }
 _TINY = {
     "hidden_size": 64,

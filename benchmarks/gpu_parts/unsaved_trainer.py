@@ -9,37 +9,37 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from benchmarks.gpu_parts.processes import TRAINER
 
 
-def main() -> None:
+def run_trainer(change: Callable[[], None]) -> None:
+    """Run the command of this process's arguments. change: called once all of it is imported."""
     spec = importlib.util.spec_from_file_location("trainer_base_ds_mp", TRAINER)
     assert spec is not None and spec.loader is not None
     trainer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trainer)
-    trainer.import_run = leave_out_saving(trainer)
+    import_run = trainer.import_run
+
+    def import_changed_run() -> Any:
+        """The command's own `import_run`, which imports torch when it is time to."""
+        run = import_run()
+        change()
+        return run
+
+    trainer.import_run = import_changed_run
     sys.argv[0] = str(TRAINER)
     trainer.main()
 
 
-def leave_out_saving(trainer: ModuleType) -> Callable[[], Any]:
-    """The command's own `import_run`, which imports torch when it is time to."""
-    import_run = trainer.import_run
+def leave_out_saving() -> None:
+    import training.run
+    from training.checkpoint.writer import CheckpointWriter
 
-    def import_changed_run() -> Any:
-        run = import_run()
-        import training.run
-        from training.checkpoint.writer import CheckpointWriter
-
-        CheckpointWriter.save = CheckpointWriter.check_room = lambda *arguments, **named: None  # type: ignore
-        training.run.export = lambda *arguments: None
-        return run
-
-    return import_changed_run
+    CheckpointWriter.save = CheckpointWriter.check_room = lambda *arguments, **named: None  # type: ignore
+    training.run.export = lambda *arguments: None
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(leave_out_saving)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu_parts.machine import Machine
-from benchmarks.gpu_parts.measured_runs import WARM_UP, MeasuredRuns
+from benchmarks.gpu_parts.measured_runs import TRACED_STEP, MeasuredRuns
 from benchmarks.gpu_parts.processes import Deadline, RowFailed
 from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status, check_needs
 from benchmarks.gpu_parts.training_runs import write_name
@@ -20,7 +20,6 @@ from benchmarks.gpu_parts.training_runs import write_name
 if TYPE_CHECKING:
     from training.observability.trace_summary import StepProfile
 
-_STEP = WARM_UP + 2
 _TOP = 5
 _SECONDS = {"cuda": (45, 200), "cpu": (20, 150)}  # expected of a run, and at most
 
@@ -48,7 +47,7 @@ CASES = (
 class Why:
     """The rows of one machine."""
 
-    TITLE = f"why: step {_STEP} under the profiler"
+    TITLE = f"why: step {TRACED_STEP} under the profiler"
     COLUMNS = ("step", "computing", "communicating only", "idle", "waits and copies", "most time in")
 
     def __init__(self, machine: Machine, folder: Path, logs: Path, tiny: bool) -> None:
@@ -65,9 +64,9 @@ class Why:
         if "compile=true" in case.overrides:
             check_needs(("compiler",), self.machine)
         name = write_name(case.name)
-        overrides = (*case.overrides, f"profile_trace={_STEP}")
+        overrides = (*case.overrides, f"profile_trace={TRACED_STEP}")
         _, output = self.runs.run(name, case.shape, overrides, deadline, case.world_size)
-        shutil.copyfile(output / f"profile_step_{_STEP}.txt", self.logs / f"{name}_profile.txt")
+        shutil.copyfile(output / f"profile_step_{TRACED_STEP}.txt", self.logs / f"{name}_profile.txt")
         profiles = list(read_profiles(output))
         if not profiles:
             raise RowFailed("the run has left no trace")
@@ -80,7 +79,7 @@ def read_profiles(output: Path) -> Iterator[StepProfile]:
 
     for rank in range(len(list((output / "traces").glob("rank_*.json.gz")))):
         with gzip.open(output / "traces" / f"rank_{rank}.json.gz", "rt") as file:
-            yield summarize_trace(json.load(file)["traceEvents"], f"optimizer step {_STEP}")
+            yield summarize_trace(json.load(file)["traceEvents"], f"optimizer step {TRACED_STEP}")
 
 
 def render(profiles: list[StepProfile]) -> Cells:
