@@ -117,6 +117,15 @@ class Selection:
         """Return the selection with its bound. list_smallest: see `HoldOut.compute_bound`."""
         return self if self.hold_out is None else replace(self, bound=self.hold_out.compute_bound(list_smallest))
 
+    def estimate_trained(self, num_samples: float) -> float:
+        """Return how many of the samples are trained on, where each record is one."""
+        if self.hold_out is None:
+            return num_samples
+        if self.hold_out.fraction is not None:
+            return num_samples * (1 - self.hold_out.fraction)
+        assert self.hold_out.count is not None
+        return max(0.0, num_samples - self.hold_out.count)
+
     def list_keys(self) -> list[str]:
         """Return the config keys that were given."""
         given = {"data.filter": self.filter, "data.max_samples": self.max_records}

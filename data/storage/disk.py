@@ -1,19 +1,26 @@
-"""The disk space that a tokenized folder will need, estimated before it is written."""
+"""What files become, estimated before they are tokenized: the disk space of the tokenized folder, and its rows."""
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from data.options import OnBadRecord
+from data.sources.formats import RawRecord
+from data.sources.indexed import PREFIX as INDEXED_PREFIX
 from data.sources.records import estimate_num_records, read_records
 from data.storage.encoding import Encoding, encode_batch
-from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN, HASH_DTYPE
+from data.storage.rows import RowPlan, build_pieces, lay_samples
+from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN, HASH_DTYPE, TokenizedDataset, find_damage
 from errors import UserError
 
 SAMPLE_RECORDS = 200  # of each entry of `train_file`
+# To count rows: the first records of an entry, up to either limit, which take about a second to tokenize.
+ROW_SAMPLE_RECORDS, ROW_SAMPLE_CHARACTERS = 2000, 2**21
 
 
 @dataclass(frozen=True)
@@ -24,33 +31,96 @@ class SizeEstimate:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class RowEstimate:
+    """The rows of an epoch, or the groups of rows that stay together. is_exact: every record was counted."""
+
+    num_rows: int
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """The first records of an entry. num_records: of the entry, estimated. columns: as `encode_batch` returns them."""
+
+    num_first: int
+    num_records: float
+    columns: dict[str, np.ndarray]
+    is_whole: bool
+
+
 def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeEstimate | None:
     """Estimate the size of the tokenized folder; None where the number or the size of the records cannot be known.
 
     sources: the files of each entry.
     """
-    skipping = replace(encoding, on_bad_record=OnBadRecord.skip)
     num_records = num_bytes = 0.0
+    for entry in _sample_entries(sources, encoding, SAMPLE_RECORDS, sys.maxsize):
+        if entry is None:
+            return None
+        num_first_bytes = (
+            BYTES_PER_TOKEN * len(entry.columns["input_ids"])
+            + BYTES_PER_SAMPLE * len(entry.columns["length"])
+            + HASH_DTYPE.itemsize * entry.num_first
+        )
+        num_records += entry.num_records
+        num_bytes += entry.num_records * num_first_bytes / entry.num_first
+    return SizeEstimate(round(num_records), round(num_bytes))
+
+
+def estimate_rows(
+    sources: Sequence[Sequence[str]], encoding: Encoding, plan: RowPlan, cache_dir: str | Path
+) -> RowEstimate | None:
+    """Estimate the rows of files: from their tokens where these are cached, else from their first records.
+
+    None where the number of records cannot be known or none of the first becomes a sample, and, of what is not cached,
+    for a mixture and for corpora that are tokenized already. Raises UserError for files that cannot be read.
+    """
+    path = Path(cache_dir) / encoding.compute_key(sources)
+    if find_damage(path, compares_bytes=False) is None:
+        windows = build_pieces(TokenizedDataset(path, False, True), plan)
+        return RowEstimate(sum(pieces.num_rows for pieces in windows) // plan.group_size, True)
+    if plan.mixture is not None or any(source.startswith(INDEXED_PREFIX) for group in sources for source in group):
+        return None
+    num_rows, is_exact = 0.0, encoding.selection.hold_out is None
+    for entry in _sample_entries(sources, encoding, ROW_SAMPLE_RECORDS, ROW_SAMPLE_CHARACTERS):
+        if entry is None:
+            return None
+        lengths = entry.columns["length"]
+        laid = lay_samples(np.arange(len(lengths)), lengths, plan).num_rows / plan.group_size
+        num_samples = entry.num_records * len(lengths) / entry.num_first
+        num_rows += encoding.selection.estimate_trained(num_samples) * laid / len(lengths)
+        is_exact = is_exact and entry.is_whole
+    return RowEstimate(round(num_rows), is_exact)
+
+
+def _sample_entries(
+    sources: Sequence[Sequence[str]], encoding: Encoding, most_records: int, most_characters: int
+) -> Iterator[_Sampled | None]:
+    """Yield the first records of each entry that has any, up to either limit; None where too little is known."""
+    skipping = replace(encoding, on_bad_record=OnBadRecord.skip)
     limit = encoding.selection.max_records or sys.maxsize
     for group in sources:
-        first = list(islice(read_records(group[0]), min(SAMPLE_RECORDS, limit)))
+        records = islice(read_records(group[0]), limit)
+        first = list(_take_first(records, most_records, most_characters))
         if not first:
             continue
+        is_whole = len(group) == 1 and next(records, None) is None
         counts = [count for source in group if (count := estimate_num_records(source, first)) is not None]
-        if len(counts) < len(group):
-            return None
         columns = encode_batch(first, skipping).columns
-        num_group = min(sum(counts), limit)
-        if not len(columns["length"]):
-            return None  # none of them becomes a sample: tokenizing reports why
-        num_first_bytes = (
-            BYTES_PER_TOKEN * len(columns["input_ids"])
-            + BYTES_PER_SAMPLE * len(columns["length"])
-            + HASH_DTYPE.itemsize * len(first)
-        )
-        num_records += num_group
-        num_bytes += num_group * num_first_bytes / len(first)
-    return SizeEstimate(round(num_records), round(num_bytes))
+        if len(counts) < len(group) or not len(columns["length"]):
+            yield None  # of the latter tokenizing reports why
+        else:
+            yield _Sampled(len(first), len(first) if is_whole else min(sum(counts), limit), columns, is_whole)
+
+
+def _take_first(records: Iterator[RawRecord], most_records: int, most_characters: int) -> Iterator[RawRecord]:
+    num_characters = 0
+    for record in islice(records, most_records):
+        yield record
+        num_characters += len(record.text)
+        if num_characters >= most_characters:
+            return
 
 
 def check_room(num_bytes: int, folder: Path, key: str) -> int:

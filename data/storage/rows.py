@@ -86,7 +86,7 @@ def prepare_rows(
         with lock_folder(path, log or (lambda text: None)):
             if not _is_whole(folder, compares_bytes):
                 dataset = TokenizedDataset(path, False, True)
-                _write_index(folder, _build_pieces(dataset, plan), dataset)
+                _write_index(folder, build_pieces(dataset, plan), dataset)
     if log is not None:
         _describe_rows(path, plan, key, log, names=names)
 
@@ -140,7 +140,7 @@ def _sum_groups(counts: np.ndarray, group_size: int) -> np.ndarray:
     return counts.reshape(-1, group_size).sum(axis=1, dtype=np.int64)
 
 
-def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Iterator[Pieces]:
+def build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Iterator[Pieces]:
     """Yield the rows of each window of samples."""
     chosen, size = None, plan.group_size
     if plan.mixture is not None:
@@ -151,12 +151,16 @@ def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Iterator[Pieces]:
     for start in range(0, count, WINDOW):
         stop = min(start + WINDOW, count)
         sample_ids = np.arange(start, stop) if chosen is None else chosen[start:stop]
-        if plan.packing is Packing.BEST_FIT:
-            yield pack_best_fit(sample_ids, dataset.lengths, plan.max_seq_length)
-        elif plan.packing is Packing.CONCATENATE:
-            yield concatenate(sample_ids, dataset.lengths, plan.max_seq_length)
-        else:
-            yield lay_singly(sample_ids, dataset.lengths)
+        yield lay_samples(sample_ids, dataset.lengths, plan)
+
+
+def lay_samples(sample_ids: np.ndarray, lengths: np.ndarray, plan: RowPlan) -> Pieces:
+    """Lay the samples `sample_ids` [P] into rows. lengths: of all samples, [N]."""
+    if plan.packing is Packing.BEST_FIT:
+        return pack_best_fit(sample_ids, lengths, plan.max_seq_length)
+    if plan.packing is Packing.CONCATENATE:
+        return concatenate(sample_ids, lengths, plan.max_seq_length)
+    return lay_singly(sample_ids, lengths)
 
 
 def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 
+# Bytes of an element in nf4 with double quantization (2305.14314): 4 bits, for each block of 64 a scale in 8 bits, and
+# for each 256 of those one in fp32.
+NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
+# Bytes of an element of a projection that is dequantized for a product, besides the result: the fp32 scales of blocks.
+NF4_SCALE_BYTES = 4 / 64
+
 # On CPUs with bf16, bitsandbytes (0.50.2), which peft imports, warns about a 4-bit kernel that is not used here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
@@ -72,8 +78,8 @@ class Adapter:
         if not list_targets(module, layer, self.config):
             return
         is_meta = next(module.parameters()).is_meta
-        if self.in_4bit and not is_meta:  # a plan counts on meta, where nothing can be quantized
-            quantize_projections(module)
+        if self.in_4bit:
+            (mark_projections if is_meta else quantize_projections)(module)
         self._inject_random(module, index, layer)
         tensors = (
             {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)}
@@ -171,6 +177,19 @@ def quantize_projections(module: nn.Module) -> None:
         quantized.bias = linear.bias
         module.set_submodule(name, quantized)
     module.is_loaded_in_4bit = True  # type: ignore[assignment]  # peft asks for it before it puts an adapter on such a projection
+
+
+def mark_projections(module: nn.Module) -> None:
+    """Mark the projections of a layer on the meta device, where nothing can be quantized, as held in 4 bits, for
+    `list_quantized`."""
+    for linear in list_projections(module).values():
+        linear.is_in_4bit = True  # type: ignore[assignment]
+
+
+def list_quantized(module: nn.Module) -> list[torch.Tensor]:
+    """Returns the weights, at full size, of the projections of a layer on the meta device that a run holds in 4
+    bits."""
+    return [child.weight for child in module.modules() if getattr(child, "is_in_4bit", False)]  # type: ignore[misc]
 
 
 def adapter_names(module: nn.Module) -> list[str]:

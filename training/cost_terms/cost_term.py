@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from models.adapters.adapter import NF4_BYTES
 from training.config.schema import AttnImplementation, FlashKernels, Precision, RunConfig
 from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
 from training.costs.hardware import Machine
@@ -150,6 +151,7 @@ class Chunk:
         return PassCost(
             backward_flops=sum(layer.forward_flops for layer in layers),
             backward_seconds=sum(self.time_forward(layer) for layer in layers),
+            recomputed_seconds=sum(self.time_forward(layer) for layer in layers),
             excess_seconds=sum(map(self.run.time_excess, layers)),
         )
 
@@ -218,6 +220,12 @@ class Stage:
     @cached_property
     def num_parameters(self) -> int:
         return count_distinct("num_parameters", self.layers)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, whole on this rank."""
+        in_4bit = count_distinct("num_in_4bit", self.layers)
+        return self.run.weight_bytes * (self.num_parameters - in_4bit) + round(NF4_BYTES * in_4bit)
 
     @cached_property
     def num_trainable(self) -> int:

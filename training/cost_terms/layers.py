@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from models.adapters.adapter import NF4_SCALE_BYTES
 from training.config.schema import Device
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.costs.memory import Memory
@@ -21,9 +22,13 @@ def compute_passes(chunk: Chunk) -> PassCost:
 
 
 def compute_gradients_in_pass(stage: Stage) -> Memory:
-    """Return the bytes of the two gradients that flow through a layer, and of the largest in flight inside one."""
+    """Return the bytes of the two gradients that flow through a layer, of the largest in flight inside one, and of the
+    dequantized weight that makes it."""
     blocks = max(layer.num_blocks for layer in stage.layers)
-    return Memory(buffers=2 * blocks * stage.chunks[0].block_bytes + count_on_the_way(stage))
+    dequantized = (stage.run.weight_bytes + NF4_SCALE_BYTES) * max(layer.largest_in_4bit for layer in stage.layers)
+    return Memory(
+        buffers=2 * blocks * stage.chunks[0].block_bytes + count_on_the_way(stage) + round(dequantized),
+    )
 
 
 def count_on_the_way(stage: Stage) -> int:

@@ -26,7 +26,7 @@ def compute_model_states(stage: Stage) -> Memory:
     held = Memory(optimizer=4 * _part(stage) + _moments(stage))
     if config.shards_weights:
         return held + _allocate_zero3(stage)
-    weights = Memory(weights=stage.run.weight_bytes * stage.num_parameters)
+    weights = Memory(weights=stage.weight_bytes)
     if config.offload_optimizer is Offload.cpu:
         held = _allocate_on_host(stage)
     return weights + held + _allocate_sums(stage)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from models.adapters.adapter import Adapter
+from models.adapters.adapter import NF4_BYTES, NF4_SCALE_BYTES, Adapter, list_quantized
 from models.adapters.base_inits import count_starts
 from models.adapters.freeze import choose_trained
 from models.adapters.targets import names_layers
@@ -72,7 +72,8 @@ class LayerCost:
     the passes move besides products. num_blocks: see `Layer`. num_divided: of num_trainable, those of experts that
     ranks divide. sent_rows: of a token, those that are sent to the ranks of their experts, where ranks divide them;
     divided_flops: of forward_flops, those of such experts. num_starts: of the frozen parameters, those that adapters
-    have started as, which are saved with them.
+    have started as, which are saved with them. num_in_4bit: of num_parameters, those of projections that are held in
+    nf4; largest_in_4bit: those of the largest such projection, which is dequantized for each of its products.
     """
 
     name: str
@@ -109,6 +110,8 @@ class LayerCost:
     sent_rows: int = 0
     divided_flops: float = 0
     num_starts: int = 0
+    num_in_4bit: int = 0
+    largest_in_4bit: int = 0
 
     @property
     def backward_flops(self) -> float:
@@ -247,6 +250,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     active = {name: p.numel() * shares.get(name, 1) * active_share(name, config) for name, p in parameters.items()}
     multiplied = list(_multiplied(layer, module))
     times = 1 if layer.is_further else layer.num_blocks  # the head has the tokens of all depths
+    in_4bit = [weight.numel() for weight in list_quantized(module)]
     width, wholes = _attention_width(module, built.own_config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
     length = built.batch.seq_length * built.parts.size
@@ -293,6 +297,8 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         sent_rows=count_experts(config)[0] * len(list(list_stacks(module))) if shares else 0,
         divided_flops=2 * sum(active[name] for name in multiplied if name in shares),
         num_starts=count_starts(module),
+        num_in_4bit=sum(in_4bit),
+        largest_in_4bit=max(in_4bit, default=0),
         forward_sums=forward_sums,
         backward_sums=backward_sums,
         regathers=_count_regathers(built),
@@ -431,8 +437,22 @@ def _count_deferred(built: _BuiltLayer) -> int:
 
 
 def _count_traffic(built: _BuiltLayer) -> tuple[Traffic, Traffic]:
-    """Returns what the forward and the backward pass move. A layer that does not run on the meta device moves what it
-    is estimated to keep, once forward and twice back."""
+    """Returns what the forward and the backward pass move; each dequantizes the projections in 4 bits. A layer that
+    does not run on the meta device moves what it is estimated to keep, once forward and twice back."""
+    dequantizing = _count_dequantizing(built)
+    forward, backward = _count_passes(built)
+    return forward + dequantizing, backward + dequantizing
+
+
+def _count_dequantizing(built: _BuiltLayer) -> Traffic:
+    """Returns what a pass moves to dequantize its projections: a kernel for the scales, and one for the weight."""
+    weights = list_quantized(built.module)
+    moved = NF4_BYTES + 2 * NF4_SCALE_BYTES + built.batch.dtype.itemsize
+    return Traffic(round(moved * sum(weight.numel() for weight in weights)), 2 * len(weights))
+
+
+def _count_passes(built: _BuiltLayer) -> tuple[Traffic, Traffic]:
+    """Returns what the forward and the backward pass of a layer move with its weights in full precision."""
     counter = TrafficCounter(built.passes.fuses)
     try:
         with WithoutData(), counter:

@@ -42,7 +42,8 @@ def _add(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, flo
 class PassCost(Summed):
     """One micro-batch through one chunk of layers. FLOPs are of a token; seconds of the micro-batch, without sending.
 
-    deferred_seconds: those of backward_seconds that a schedule can put off. excess_seconds: those of both passes that
+    deferred_seconds: those of backward_seconds that a schedule can put off. recomputed_seconds: those in which layers
+    run forward again. excess_seconds: those of both passes that
     the GPU's fastest attention kernels would save. forward_sent, backward_sent: waited for in
     the pass. boundary_bytes: to the next chunk and back, between the passes.
     """
@@ -52,6 +53,7 @@ class PassCost(Summed):
     forward_seconds: float = 0
     backward_seconds: float = 0
     deferred_seconds: float = 0
+    recomputed_seconds: float = 0
     excess_seconds: float = 0
     forward_sent: Sent = field(default_factory=Sent)
     backward_sent: Sent = field(default_factory=Sent)

@@ -30,6 +30,9 @@ class Traffic:
     kernels: int = 0
     products: tuple[tuple[int, int, int], ...] = ()
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.moved + other.moved, self.kernels + other.kernels, self.products + other.products)
+
 
 NO_TRAFFIC = Traffic()
 

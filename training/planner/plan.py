@@ -34,9 +34,9 @@ class ChunkPlan:
     first_layer, last_layer: counted with the embedding, both included. backward_flops: with what is recomputed.
     sum_seconds: of the two passes, those in which the ranks that share layers sum activations. boundary_bytes: to the
     next chunk, forward and backward together; sent: by a rank in both passes, to those that share its layers or
-    sequences; transfer_seconds: either way. deferred_seconds: of the backward pass,
-    those that the schedule can put off. excess_seconds: of both passes, those that the GPU's fastest attention kernels
-    would save. Nothing is sent to a chunk of the same rank.
+    sequences; transfer_seconds: either way. deferred_seconds: of the backward pass, those that the schedule can put
+    off; recomputed_seconds: those in which layers run forward again. excess_seconds: of both passes, those that the
+    GPU's fastest attention kernels would save. Nothing is sent to a chunk of the same rank.
     """
 
     first_layer: int
@@ -46,6 +46,7 @@ class ChunkPlan:
     forward_seconds: float
     backward_seconds: float
     deferred_seconds: float
+    recomputed_seconds: float
     excess_seconds: float
     sum_seconds: float
     boundary_bytes: int
@@ -85,6 +86,10 @@ class StagePlan:
     @property
     def backward_seconds(self) -> float:
         return sum(chunk.backward_seconds for chunk in self.chunks)
+
+    @property
+    def recomputed_seconds(self) -> float:
+        return sum(chunk.recomputed_seconds for chunk in self.chunks)
 
     @property
     def excess_seconds(self) -> float:
@@ -303,6 +308,7 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
         forward_seconds=cost.forward_seconds + forward_sending,
         backward_seconds=cost.backward_seconds + backward_sending,
         deferred_seconds=cost.deferred_seconds,
+        recomputed_seconds=cost.recomputed_seconds,
         excess_seconds=cost.excess_seconds,
         sum_seconds=forward_sending + backward_sending,
         sent=cost.forward_sent + cost.backward_sent,

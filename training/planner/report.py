@@ -29,11 +29,12 @@ def render_plan(
     hardware: Machine,
     total_steps: int | None,
     *,
+    note: str = "",
     width: int | None = None,
     remedies: Sequence[Remedy] = (),
 ) -> str:
-    """Return the report of a plan, without a newline at the end. width: of the table, as in `render_rows`. remedies:
-    for a plan that does not fit."""
+    """Return the report of a plan, without a newline at the end. note: on `total_steps`. width: of the table, as in
+    `render_rows`. remedies: for a plan that does not fit."""
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
@@ -48,6 +49,7 @@ def render_plan(
             "",
             *render_step(plan, hardware),
             *render_run(plan, total_steps, hardware.price_per_hour),
+            *([note] if note else []),
             f"on disk: {render_disk(plan.checkpoint, config)}",
             "",
             *render_verdict(plan, config, remedies),
@@ -177,7 +179,8 @@ def render_run(plan: Plan, total_steps: int | None, price_per_hour: float | None
     `total_steps` is not known."""
     if total_steps is None:
         billion = [] if price_per_hour is None else [f"1B tokens cost {_render_price(plan, 1e9, price_per_hour)}"]
-        return ["; ".join(["whole run: not known; give max_steps, or a train_file of JSON lines", *billion])]
+        unknown = "whole run: not known; give max_steps, or a train_file, with a tokenizer where its samples are packed"
+        return ["; ".join([unknown, *billion])]
     tokens = total_steps * plan.tokens_per_step
     cost = [] if price_per_hour is None else [_render_price(plan, tokens, price_per_hour)]
     return [
@@ -274,14 +277,14 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
     waiting = plan.idle * plan.pipeline_seconds / step
     uneven = plan.imbalance / (1 + plan.imbalance) * plan.pipeline_seconds / step
     also = "" if plan.layout.num_chunks > 1 else ", schedule=interleaved"
-    recomputed = sum(s.backward_flops - 2 * s.forward_flops for s in plan.stages) / sum(
-        s.backward_flops + s.forward_flops for s in plan.stages
-    )
+    computing = sum(plan.busy_seconds)
+    again = plan.layout.gradient_accumulation_steps * sum(stage.recomputed_seconds for stage in plan.stages)
+    recomputed = again / computing
     optimizer, exchange, sums = plan.optimizer_seconds / step, plan.reduce_seconds / step, _share_of_sums(plan)
     excess = plan.layout.gradient_accumulation_steps * max(stage.excess_seconds for stage in plan.stages) / step
     losses = [
         (
-            recomputed,
+            again / (len(plan.stages) * step),
             f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_mode=selective or "
             "activation_checkpoint_interval=0 saves it where activations fit",
         ),

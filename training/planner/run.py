@@ -15,7 +15,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from console import fit, measure_width
+from data.options import LengthPolicy
+from data.sources.records import resolve_sources
+from data.storage.disk import RowEstimate, estimate_rows
 from errors import UserError
+from models.architecture.lookup import warn_of_length
 from models.layers.wrapped import Wrapper
 from models.weights.config_file import load_config, parse_config
 from models.weights.further import add_further
@@ -26,7 +30,16 @@ from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
 from training.distributed.topology import PIPE, Layout, name_sizes, read_sizes
-from training.inputs.datasets import count_added_rows, has_tokenizer
+from training.inputs.datasets import (
+    build_encoding,
+    build_row_plan,
+    build_selection,
+    complete_labels,
+    count_added_rows,
+    has_tokenizer,
+    list_entries,
+    load_extended,
+)
 from training.planner.disk import measure_passthrough
 from training.planner.plan import Plan, plan_resolved
 from training.planner.profile_machine import profile_layers
@@ -62,6 +75,8 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     machine = complete_hardware(config.hardware, config.precision, check_world_size(config))
     if (wrapper := model.wrapper) is not None:
         yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; the rest is on no GPU"
+    if warning := warn_of_length(model.architecture, config.max_seq_length):
+        yield f"warning: {warning}"
     if config.plan == "search":
         yield from _search(config, model, machine, width)
         return
@@ -73,11 +88,11 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     again = partial(build_plan, model=model, machine=machine, teacher=teacher)
     plan = again(config)
     plan = replace(plan, checkpoint=replace(plan.checkpoint, passthrough=find_passthrough_bytes(config)))
-    steps = count_steps(config, plan.layout.global_batch_size)
+    steps, note = estimate_steps(config, plan.layout.global_batch_size, model.architecture)
     if teacher is not None:
         yield "\n".join(describe_teacher(config, teacher, plan, machine))
     remedies = [] if plan.fits else find_remedies(plan, config, again)
-    yield render_plan(plan, config, machine, steps, width=width, remedies=remedies)
+    yield render_plan(plan, config, machine, steps, note=note, width=width, remedies=remedies)
     yield f"picture of the schedule: {save_picture(plan, config)}"
 
 
@@ -90,7 +105,7 @@ def _search(config: RunConfig, model: ResolvedModel, machine: Machine, width: in
         again = partial(build_plan, model=models.get(nearest.sharing), machine=machine)
         remedies = find_remedies(nearest.plan, replace(nearest.keys, plan=True), again)
         yield render_search(found, machine, width, remedies=remedies)  # an error
-    steps = count_steps(config, nearest.plan.layout.global_batch_size)
+    steps = count_steps(config, nearest.plan.layout.global_batch_size, model.architecture)
     yield render_search(found, machine, width, total_steps=steps)
     others = _try_other_updates(config, models, machine, found)
     if others:
@@ -126,11 +141,13 @@ def _search_sizes(config: RunConfig, width: int | None) -> Iterator[str]:
     for each in sizes:
         check_world_size(each)
     machines = [complete_hardware(each.hardware, each.precision, each.world_size) for each in sizes]
-    shared = SharedModels(sizes[0], resolve_planned(sizes[0]))
+    model = resolve_planned(sizes[0])
+    shared = SharedModels(sizes[0], model)
     found = {
         each.world_size: search_plans(each, shared, machine) for each, machine in zip(sizes, machines, strict=True)
     }
-    yield render_sizes(found, machines[0], width, total_steps=count_steps(config, config.global_batch_size))
+    steps = count_steps(config, config.global_batch_size, model.architecture)
+    yield render_sizes(found, machines[0], width, total_steps=steps)
 
 
 def resolve_planned(config: RunConfig) -> ResolvedModel:
@@ -185,9 +202,8 @@ def describe_model(config: RunConfig, group: str = "model") -> ModelFolder:
 
     Raises UserError when there is neither.
     """
-    path = Path(config.model_name_or_path).expanduser()
+    path, folder = Path(config.model_name_or_path).expanduser(), _find_folder(config)
     if path.exists():
-        folder = path.parent if path.name.startswith("global_step") else path
         architecture, wrapper = load_config(folder, config.trust_remote_code)
     elif config.model:
         folder = Path("conf/model")
@@ -206,6 +222,12 @@ def describe_model(config: RunConfig, group: str = "model") -> ModelFolder:
     if has_tokenizer(config, str(folder)):
         architecture.vocab_size = count_added_rows(config, architecture, str(folder)) or architecture.vocab_size
     return ModelFolder(folder, architecture, wrapper)
+
+
+def _find_folder(config: RunConfig) -> Path:
+    """The folder that has the config and the tokenizer of the model, if it is there."""
+    path = Path(config.model_name_or_path).expanduser()
+    return path.parent if path.name.startswith("global_step") else path
 
 
 def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine, teacher: ResolvedModel | None = None) -> Plan:
@@ -272,15 +294,43 @@ def find_passthrough_bytes(config: RunConfig) -> int:
         return 0
 
 
-def count_steps(config: RunConfig, global_batch_size: int) -> int | None:
-    """Return the optimizer steps of the whole run, from max_steps or the lines of a JSONL train_file; None without
-    either."""
+def count_steps(config: RunConfig, global_batch_size: int, architecture: PretrainedConfig) -> int | None:
+    """Return the optimizer steps of the whole run: max_steps, or those of as many epochs of its rows; None where
+    neither is known."""
+    return estimate_steps(config, global_batch_size, architecture)[0]
+
+
+def estimate_steps(config: RunConfig, global_batch_size: int, architecture: PretrainedConfig) -> tuple[int | None, str]:
+    """Return the result of `count_steps`, and a note where it is an estimate; empty where it is not."""
     if config.max_steps is not None:
-        return config.max_steps
-    num_samples = count_lines(config)
-    if num_samples is None:
-        return None
-    return max(1, round(config.num_train_epochs * (num_samples // global_batch_size)))
+        return config.max_steps, ""
+    rows = count_rows(config, architecture)
+    if rows is None:
+        return None, ""
+    steps = max(1, round(config.num_train_epochs * (rows.num_rows // global_batch_size)))
+    return steps, "" if rows.is_exact else "steps: estimated from the first records of train_file"
+
+
+def count_rows(config: RunConfig, architecture: PretrainedConfig) -> RowEstimate | None:
+    """Return the rows of train_file in the unit of `micro_batch_size`: its lines where each is one, else as the first
+    records are tokenized and packed. None where they depend on tokens and there is no tokenizer."""
+    if _takes_a_row_per_record(config):
+        lines = count_lines(config)
+        return None if lines is None else RowEstimate(lines, True)
+    folder = str(_find_folder(config))
+    with suppress(UserError):  # of the data: the run reports it
+        if has_tokenizer(config, folder):
+            labelled = complete_labels(config, architecture)
+            encoding = build_encoding(labelled, "train_file", load_extended(labelled, folder))
+            sources = [resolve_sources(entry, "train_file") for entry in list_entries(config, "train_file")]
+            return estimate_rows(sources, encoding, build_row_plan(config, "train_file"), config.data.cache_dir)
+    return None
+
+
+def _takes_a_row_per_record(config: RunConfig) -> bool:
+    chooses = build_selection(config.data, "train_file").list_keys()
+    changes_number = config.data.length_policy is not LengthPolicy.truncate or bool(chooses)
+    return build_row_plan(config, "train_file").is_trivial and not changes_number
 
 
 def count_lines(config: RunConfig) -> int | None:

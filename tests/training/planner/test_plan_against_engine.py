@@ -242,6 +242,14 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
             )
         ),
         pytest.param(1, ("precision=fp32", *RECOMPUTED, LORA), marks=pytest.mark.full),
+        *(
+            pytest.param(stages, (precision, *recomputation, LORA, "adapter.load_in_4bit=true"), marks=pytest.mark.full)
+            for stages, precision, recomputation in (
+                (1, "precision=bf16", ("activation_checkpoint_interval=0",)),
+                (2, "precision=bf16", RECOMPUTED),
+                (1, "precision=fp32", RECOMPUTED),
+            )
+        ),
         pytest.param(2, ("precision=bf16", *PACKED, LORA, "schedule=zero_bubble"), marks=pytest.mark.full),
         pytest.param(2, ("precision=bf16", *PACKED, "schedule=zero_bubble"), marks=pytest.mark.full),
         (2, ("precision=bf16", *RECOMPUTED, *EAGER)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ from support.configs import CONF, compose_config
 from support.launching import run_alone
 from support.planned import describe_machine, plan_config
 from support.quantized import FP8, write_config
-from support.tiny import save_llama
+from support.tiny import save_llama, save_records, save_tokenizer
 
+from data.storage.rows import count_rows
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import complete_hardware
+from training.inputs.datasets import build_row_plan, load_extended, prepare_file
 from training.planner.formatting import render_rows, render_seconds
 from training.planner.prediction import find_machine
 from training.planner.report import render_plan
@@ -27,6 +30,7 @@ from training.planner.run import (
     build_plan,
     check_world_size,
     count_steps,
+    estimate_steps,
     place_teacher,
     plan_run,
     resolve_planned,
@@ -326,9 +330,98 @@ def test_steps_of_the_whole_run(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text('{"prompt": "a"}\n\n' * 130)
     config = build("llama_7b_pp4", f"train_file={file}", "num_train_epochs=3")
-    assert count_steps(config, 64) == 6
-    assert count_steps(build("llama_7b_pp4", "max_steps=5"), 64) == 5
-    assert count_steps(build("llama_7b_pp4"), 64) is None
+    architecture = resolve_planned(build("llama_7b_pp4", "plan=true", "world_size=4")).architecture
+    assert count_steps(config, 64, architecture) == 6
+    assert count_steps(build("llama_7b_pp4", "max_steps=5"), 64, architecture) == 5
+    assert count_steps(build("llama_7b_pp4"), 64, architecture) is None
+    packed = build("llama_7b_pp4", f"train_file={file}", "data.packing=true")
+    assert count_steps(packed, 64, architecture) is None  # there is no tokenizer, and rows depend on tokens
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("data.packing=true",),
+        ("data.packing=true", "data.max_samples=120"),
+        ("data.eval_samples=40",),
+        ("data.length_policy=split", "max_seq_length=24"),
+    ],
+    ids=lambda keys: keys[0] + keys[-1][-3:],
+)
+def test_steps_of_the_plan_are_those_of_the_run(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    save_llama(tmp_path / "model")
+    tokenizer = save_tokenizer(tmp_path / "model")
+    file = save_records(tmp_path / "train.jsonl", 300)
+    size = ("world_size=1", "plan=true", "max_seq_length=256", "micro_batch_size=1", "global_batch_size=4")
+    config = build(
+        "base", f"model_name_or_path={tmp_path}/model", f"train_file={file}", f"data.cache_dir={tmp_path}/cache",
+        *size, *keys,
+    )  # fmt: skip
+    architecture = resolve_planned(config).architecture
+    estimated = estimate_steps(config, 4, architecture)
+    rows = count_rows(prepare_file(config, "train_file", tokenizer, None), build_row_plan(config, "train_file"))
+    assert estimated[0] == rows // 4 != 300 // 4
+    assert estimate_steps(config, 4, architecture) == (rows // 4, "")  # of the cached tokens
+
+
+def test_steps_of_a_large_file_are_estimated_from_its_first_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.storage.disk.ROW_SAMPLE_RECORDS", 100)
+    save_llama(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    file = save_records(tmp_path / "train.jsonl", 1000)
+    keys = ("data.packing=true", "max_seq_length=256", "max_steps=null", f"data.cache_dir={tmp_path}/cache")
+    config = build("base", f"model_name_or_path={tmp_path}/model", f"train_file={file}", "hardware=h100", *keys)
+    architecture = resolve_planned(replace(config, plan=True, world_size=1)).architecture
+    steps, note = estimate_steps(config, 1, architecture)
+    tokenizer = load_extended(config, f"{tmp_path}/model")
+    rows = count_rows(prepare_file(config, "train_file", tokenizer, None), build_row_plan(config, "train_file"))
+    assert steps == pytest.approx(rows, rel=0.05) and note == "steps: estimated from the first records of train_file"
+
+
+def test_a_length_beyond_the_positions_is_warned_of(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", max_position_embeddings=64)
+    size = ("world_size=1", "micro_batch_size=1", "global_batch_size=4", "hardware=h100", f"output_dir={tmp_path}/out")
+    texts = [
+        list(
+            plan_run(
+                build("base", f"model_name_or_path={tmp_path}/model", f"max_seq_length={length}", *size, "plan=true")
+            )
+        )
+        for length in (64, 65)
+    ]
+    assert not any(text.startswith("warning") for text in texts[0])
+    assert texts[1][0] == (
+        "warning: max_seq_length=65 is more than the 64 positions that the model is made for (max_position_embeddings)"
+    )
+
+
+def test_projections_in_4_bits_take_4_bits(tmp_path: Path) -> None:
+    """70B on two GPUs of 48 GB: their weights are a quarter and what the embeddings and norms take."""
+    keys = ("model=llama_70b", "max_seq_length=512", "micro_batch_size=1", "global_batch_size=16", "num_stages=2")
+    keys += ("world_size=2", "hardware=l40s", "plan=true", "adapter=lora")
+    whole, quantized = (
+        plan_config(build("base", *keys, f"adapter.load_in_4bit={value}")) for value in ("false", "true")
+    )
+    assert not whole.fits and quantized.fits
+    projections = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    before, after = (sum(stage.memory.weights for stage in plan.stages) for plan in (whole, quantized))
+    assert before - after == pytest.approx((2 - 1 / 2 - 1 / 64) * projections, rel=0.001)
+    assert quantized.step_seconds > whole.step_seconds  # each product dequantizes its weight
+
+
+@pytest.mark.parametrize(("adapter", "share"), [("none", 0.25), ("lora", 0.31)])
+def test_the_share_of_recomputation(adapter: str, share: float) -> None:
+    """Of four passes as long as a forward one recomputation is one; of frozen weights there is no gradient, so of
+    three, with the head, which is not recomputed, and the adapters."""
+    keys = ("model=llama_70b", "max_seq_length=2048", "micro_batch_size=1", "global_batch_size=64", "num_stages=8")
+    keys += ("world_size=8", "hardware=b300", "plan=true", "activation_checkpoint_interval=1")
+    config = build("base", *keys, f"adapter={adapter}", "schedule=zero_bubble", "gradient_reduce_dtype=bf16")
+    report = render_plan(plan_config(config), config, describe_machine(config), None)
+    found = re.search(r"^what limits speed: recomputation takes (\d+)% of the work", report, re.MULTILINE)
+    assert found is not None, report
+    assert int(found[1]) / 100 == pytest.approx(share, abs=0.03)
 
 
 def test_a_search_takes_any_number_of_ranks() -> None:
