@@ -38,7 +38,7 @@ from training.inputs.datasets import (
 )
 from training.inputs.stream import StreamStart, compare_shards, resume_stream
 from training.objectives.registry import describe_objective, get_objective
-from training.optim.optimizer import describe_optimizer, describe_updates
+from training.optim.optimizer import describe_optimizer, describe_updates, recall_updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _resume(
     """Return `start` advanced to the step of the checkpoint, whose state `saved` is."""
     before, after = ({}, {}) if stream is None or not saved.stream else compare_shards(saved.stream, stream)
     differences = check_resumable(
-        dataclasses.replace(saved, data=saved.data | before),
+        dataclasses.replace(saved, data=recall_updates(saved.data, start.data) | before),
         dataclasses.replace(start, data=start.data | after),
         resume_from,
         config.resume_allow_changes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -18,11 +18,12 @@ from training.optim import lion, rounded_adamw
 from training.optim.chunks import count_buffer_bytes
 from training.optim.elementwise_probe import probe_optimizer
 from training.optim.lion import Lion
-from training.optim.parameter_groups import GroupKeys, group_parameters, list_entries
+from training.optim.parameter_groups import LORA_PLUS, GroupKeys, group_parameters
 from training.optim.rounded_adamw import RoundedAdamW
 from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, check_state
 
 Groups = list[dict[str, Any]]
+LORA_PLUS_RATIO = "adapter.loraplus_lr_ratio"
 
 ELEMENTWISE = StateTensor(StateKind.elementwise)
 STEP = StateTensor(StateKind.scalar)
@@ -91,12 +92,25 @@ def describe_optimizer(config: OptimizerKeys) -> str:
 
 def describe_updates(config: OptimizerKeys) -> dict[str, str]:
     """Return the settings that a run must keep, in addition to the optimizer, to continue with the same loss:
-    name -> value."""
-    entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in list_entries(config)]
-    dtype = config.optimizer.state_dtype
-    return ({"parameter_groups": json.dumps(entries)} if entries else {}) | (
-        {} if dtype is StateDtype.fp32 else {"optimizer.state_dtype": dtype.value}
+    name -> value. Its learning rate may change, and what LoRA+ multiplies with it."""
+    entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
+    dtype, ratio = config.optimizer.state_dtype, config.adapter.loraplus_lr_ratio
+    return (
+        ({"parameter_groups": json.dumps(entries)} if entries else {})
+        | ({} if ratio is None else {LORA_PLUS_RATIO: f"{ratio:g}"})
+        | ({} if dtype is StateDtype.fp32 else {"optimizer.state_dtype": dtype.value})
     )
+
+
+def recall_updates(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
+    """Return what a checkpoint says of the run that saved it in the form of `describe_updates`. Version 1.1 wrote
+    LoRA+'s rate as an entry of `parameter_groups`; its ratio is not known, so the one of the current run is assumed."""
+    entries = json.loads(saved.get("parameter_groups", "[]"))
+    if not entries or entries[-1][0] != LORA_PLUS:
+        return dict(saved)
+    others = {name: value for name, value in saved.items() if name != "parameter_groups"}
+    given = {"parameter_groups": json.dumps(entries[:-1])} if entries[:-1] else {}
+    return others | given | {LORA_PLUS_RATIO: current.get(LORA_PLUS_RATIO, "another number")}
 
 
 def check_optimizer(config: OptimizerKeys) -> None:

@@ -20,7 +20,7 @@ from models.adapters.targets import build_lora_config
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from training.config.schema import ParameterGroup, RunConfig
-from training.optim.optimizer import describe_updates
+from training.optim.optimizer import describe_updates, recall_updates
 from training.optim.parameter_groups import (
     LORA_PLUS,
     LR_RATIO,
@@ -94,10 +94,24 @@ def test_lora_plus_trains_the_matrices_b_faster(composed: RunConfig) -> None:
     groups = group_parameters([(name, matrix) for name in names], config)
     assert [len(group["params"]) for group in groups] == [2, 0, 1, 0]
     assert groups[2]["lr"] == pytest.approx(16e-3) and groups[2][LR_RATIO] == pytest.approx(16)
-    assert describe_updates(config) == {"parameter_groups": json.dumps([[LORA_PLUS, 0.016, None]])}
+    described = describe_updates(config)
+    assert described == {"adapter.loraplus_lr_ratio": "16"}
+    config.learning_rate *= 2
+    assert describe_updates(config) == described, "a resumed run may have another learning rate, and keeps the ratio"
     config.parameter_groups = [ParameterGroup("q_proj", 1e-4)]
     check_group_keys(config)
     assert [len(group["params"]) for group in group_parameters([(names[1], matrix)], config)] == [0, 0, 1, 0, 0, 0]
+
+
+def test_the_rate_of_lora_plus_in_a_checkpoint_of_version_1_1_is_not_compared() -> None:
+    groups, ratio = [["mlp", 0.0001, None]], {"adapter.loraplus_lr_ratio": "16"}
+    saved = {"seed": "1", "parameter_groups": json.dumps([*groups, [LORA_PLUS, 0.016, None]])}
+    assert recall_updates(saved, ratio) == {"seed": "1", "parameter_groups": json.dumps(groups), **ratio}
+    saved = {"parameter_groups": json.dumps([[LORA_PLUS, 0.016, None]])}
+    assert recall_updates(saved, ratio) == ratio
+    assert recall_updates(saved, {}) == {"adapter.loraplus_lr_ratio": "another number"}, "LoRA+ is off now"
+    for given in (ratio, {}, {"parameter_groups": json.dumps(groups)}):
+        assert recall_updates(given, ratio) == given
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
