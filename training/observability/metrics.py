@@ -15,6 +15,8 @@ from typing import Any
 from console import Progress, is_terminal, say
 from filesystem import write_atomically
 
+# What an evaluation of a language model reports.
+_OF_TOKENS = re.compile(r"eval_(loss|tokens|token_accuracy|distill_loss|mtp_loss_\d+)")
 # Field -> number, a list of one number per stage, or None, such as the gradient norm when all steps were skipped.
 Record = dict[str, Any]
 
@@ -23,7 +25,7 @@ Record = dict[str, Any]
 class Event:
     """Something that happened after `step` optimizer steps.
 
-    kind: resumed, save, skipped, warning, picture or end. text: one line; of a picture the name of its file in
+    kind: resumed, abandoned, save, skipped, warning, picture or end. text: one line; of a picture its file in
     output_dir. time: seconds since the epoch.
     """
 
@@ -167,23 +169,34 @@ def _describe_routers(record: Record) -> list[str]:
 def describe_evaluation(record: Record) -> str:
     """Return an evaluation in words: the loss, and the perplexity, or the share of pairs whose chosen answer has the
     higher reward, or the metrics of labels or queries; then the same for each named file."""
-    names = [match[1] for key in record if (match := re.fullmatch("eval_(.+)_tokens", key))]
-    described = [f"{name}: {_describe_file(_take_file(record, f'eval_{name}_'))}" for name in names]
-    return "; ".join([_describe_file(record), *described])
+    files = _split_files(record)
+    reported = {key for file in (files.values() or [record]) for key in file if key.startswith("eval_")}
+    predicts_tokens = all(_OF_TOKENS.fullmatch(key) for key in reported)
+    described = [f"{name}: {_describe_file(file, predicts_tokens)}" for name, file in files.items()]
+    return "; ".join([_describe_file(record, predicts_tokens), *described])
 
 
-def _take_file(record: Record, prefix: str) -> Record:
-    return {f"eval_{key.removeprefix(prefix)}": value for key, value in record.items() if key.startswith(prefix)}
+def _split_files(record: Record) -> dict[str, Record]:
+    """Return the results of each named file under the keys of a single one; empty for a single one."""
+    files: dict[str, Record] = {match[1]: {} for key in record if (match := re.fullmatch("eval_(.+)_tokens", key))}
+    for key, value in record.items():
+        name = max((name for name in files if key.startswith(f"eval_{name}_")), key=len, default=None)
+        if name is not None:
+            files[name][f"eval_{key.removeprefix(f'eval_{name}_')}"] = value
+    return files
 
 
-def _describe_file(record: Record) -> str:
-    loss = f"eval_loss {record['eval_loss']:.4f}  "
+def _describe_file(record: Record, predicts_tokens: bool) -> str:
+    """predicts_tokens: whether the loss is the cross entropy of tokens, which has a perplexity."""
+    figures = [f"eval_loss {record['eval_loss']:.4f}", *_describe_labels(record, "eval_")]
+    if predicts_tokens:
+        figures.append(f"perplexity {perplexity(record['eval_loss']):.2f}")
+    if "eval_token_accuracy" in record:
+        figures.append(f"token accuracy {record['eval_token_accuracy']:.1%}")
     if "eval_rewards_accuracy" in record:
-        return loss + f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
-    if labels := _describe_labels(record, "eval_"):
-        return loss + "  ".join(labels)
-    accuracy = f"  token accuracy {record['eval_token_accuracy']:.1%}" if "eval_token_accuracy" in record else ""
-    return loss + f"perplexity {perplexity(record['eval_loss']):.2f}{accuracy}"
+        figures.append(f"accuracy {record['eval_rewards_accuracy']:.1%}")
+        figures.append(f"margin {record['eval_rewards_margin']:.4f}")
+    return "  ".join(figures)
 
 
 def perplexity(loss: float) -> float:

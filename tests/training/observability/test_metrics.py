@@ -130,6 +130,14 @@ def test_perplexity_of_a_loss_that_diverged() -> None:
     assert math.isfinite(perplexity(1e6))
 
 
+def test_only_a_cross_entropy_of_tokens_has_a_perplexity() -> None:
+    """A score of each class has a binary one; where several files are evaluated, the mean of theirs."""
+    assert "perplexity" in describe_evaluation({"step": 4, "eval_loss": 1.0, "eval_mtp_loss_1": 2.0, "eval_tokens": 9})
+    assert describe_evaluation({"eval_loss": 1.0, "eval_kl": 2.0, "eval_tokens": 9}) == "eval_loss 1.0000"
+    record = {"eval_loss": 0.7, "eval_a_loss": 0.7, "eval_a_accuracy": 0.5, "eval_a_tokens": 3, "eval_tokens": 3}
+    assert describe_evaluation(record) == "eval_loss 0.7000; a: eval_loss 0.7000  accuracy 50.0%"
+
+
 def test_an_evaluation_of_named_files_shows_each() -> None:
     record = {"step": 4, "eval_loss": 1.0, "eval_a_loss": 2.0, "eval_a_tokens": 3, "eval_a_b_loss": 0.5}
     shown = describe_evaluation({**record, "eval_a_b_tokens": 6, "eval_tokens": 9})
