@@ -21,5 +21,5 @@ def explain_refusal(error: OSError) -> UserError | None:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UserError(f"{where}: {error.strerror}; ask its owner, or take another path")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{where} cannot be written: {error.strerror}; make room, then continue with resume=latest")
+        return UserError(f"{where} cannot be written: {error.strerror}; make room, then continue with resume=auto")
     return None

@@ -37,7 +37,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import UserError
+from models.storage.steps import list_checkpoints
 from scripts.elastic import Elastic, ElasticError
+from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.timeline import name_start
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "conf"
 
@@ -158,18 +161,29 @@ def _signal(pids: Iterable[int], signum: int) -> None:
 
 
 def build_restart(command: Sequence[str], output_dir: Path) -> list[str]:
-    """Returns the command with `resume=latest` if there is a checkpoint, and without `overwrite_output_dir`: what the
-    first start has saved is never deleted."""
+    """Returns the command with `resume=auto` if a run is in `output_dir`, and without `overwrite_output_dir`: what the
+    first start has saved is never deleted. A checkpoint that the command names is where the run starts, until it has
+    recorded that it did."""
     kept = [word for word in command if not _is_key(word, "overwrite_output_dir")]
-    if not list_steps(output_dir):
+    folder = RunFolder(output_dir)
+    start = name_start(read_resume(kept))
+    if start is not None and folder.read_started().get("resume") != start:
         return kept
-    return [*(word for word in kept if not _is_key(word, "resume")), "resume=latest"]
+    if not list_steps(output_dir) and not folder.read_completed():
+        return kept
+    return [*(word for word in kept if not _is_key(word, "resume")), "resume=auto"]
+
+
+def read_resume(command: Sequence[str]) -> str | None:
+    """Returns the value of `resume` in a command; None without one."""
+    given = [word.partition("=")[2].strip("'\"") for word in command if _is_key(word, "resume")]
+    return given[-1] if given and given[-1] not in ("", "null") else None
 
 
 def list_steps(output_dir: Path) -> dict[str, int]:
     """Returns name -> inode of the checkpoints in `output_dir`, whole or not."""
     found = {}
-    for path in (output_dir / "checkpoints").glob("global_step*"):
+    for path in list_checkpoints(RunFolder(output_dir).checkpoints):
         with suppress(FileNotFoundError):
             found[path.name] = path.stat().st_ino
     return found
@@ -188,11 +202,9 @@ def overwrites(command: Sequence[str]) -> bool:
 
 
 def build_start(command: Sequence[str], output_dir: Path) -> list[str]:
-    """Returns the command of the first start. It resumes an existing run (the whole job may have been restarted) unless
-    it has `resume` or `overwrite_output_dir` itself."""
-    if overwrites(command) or any(_is_key(word, "resume") for word in command):
-        return list(command)
-    return build_restart(command, output_dir)
+    """Returns the command of the first start. It continues an existing run (the whole job may have been restarted)
+    unless it has `overwrite_output_dir`, or names a checkpoint that the run has not started from yet."""
+    return list(command) if overwrites(command) else build_restart(command, output_dir)
 
 
 def find_output_dir(command: Sequence[str]) -> Path | None:

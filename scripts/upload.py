@@ -55,7 +55,7 @@ def find_remedy(run: RunFolder) -> str:
         return f"give --folder, of {', '.join(exports)}"
     if has_latest(run.checkpoints):
         export = f"python convert2ckpt.py --to_hf --model_name_or_path {run.checkpoints} --output_dir {run.export}"
-        return f"a run exports when it ends: continue it with resume=latest, or export its newest checkpoint: {export}"
+        return f"a run exports when it ends: continue it with resume=auto, or export its newest checkpoint: {export}"
     return "give the output_dir of a run that has finished"
 
 

@@ -9,7 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from scripts.supervise import build_restart, build_start, find_output_dir
+from training.checkpoint.run_folder import RunFolder
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "supervise.py"
 
@@ -101,7 +104,7 @@ def test_a_failed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     code, said, starts = run(tmp_path, "fail,save,finish", arguments=("seed=1", "overwrite_output_dir=true"))
     assert code == 0 and "start 3 of 4" in said and "ended with code -9" in said
     # nothing to resume after the first start; after the second nothing may be deleted
-    assert starts == [["seed=1", "overwrite_output_dir=true"], ["seed=1"], ["seed=1", "resume=latest"]]
+    assert starts == [["seed=1", "overwrite_output_dir=true"], ["seed=1"], ["seed=1", "resume=auto"]]
 
 
 def test_old_checkpoints_are_neither_deleted_nor_resumed_by_a_restart(tmp_path: Path) -> None:
@@ -174,11 +177,30 @@ def test_a_signal_before_the_start_starts_nothing(tmp_path: Path) -> None:
 
 def test_a_supervisor_that_is_started_again_continues_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)  # without `latest`, as after a copy
-    assert run(tmp_path, "confirm", arguments=("x=1",)) == (0, "", [["x=1", "resume=latest"]])
+    assert run(tmp_path, "confirm", arguments=("x=1",)) == (0, "", [["x=1", "resume=auto"]])
     for given in ("resume=elsewhere", "overwrite_output_dir=true"):
         assert build_start(["run", given], tmp_path) == ["run", given]
 
 
+def test_a_finished_run_without_checkpoints_is_left_to_the_run_itself(tmp_path: Path) -> None:
+    assert build_start(["run"], tmp_path) == ["run"]
+    RunFolder(tmp_path).write_completed({"step": 4})
+    assert build_start(["run"], tmp_path) == ["run", "resume=auto"]
+
+
+@pytest.mark.parametrize("where", ["other/global_step2", "out/checkpoints/global_step2"])
+def test_a_named_checkpoint_is_the_start_until_the_run_has_started_from_it(tmp_path: Path, where: str) -> None:
+    """Before that, `latest` may be of the steps that the run is to leave; afterwards it is of its own."""
+    out, start = tmp_path / "out", tmp_path / where
+    (out / "checkpoints" / "global_step9").mkdir(parents=True)
+    command = ["run", f"resume={start}", "x=1"]
+    assert build_start(command, out) == build_restart(command, out) == command
+    RunFolder(out).write_started({"resume": str(start), "stop_after_steps": None, "last_step": 9})
+    assert build_start(command, out) == build_restart(command, out) == ["run", "x=1", "resume=auto"]
+    other = ["run", f"resume={tmp_path}/another"]
+    assert build_start(other, out) == other
+
+
 def test_resume_is_never_said_twice(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)
-    assert build_restart(["run", "resume=elsewhere", "x=1"], tmp_path) == ["run", "x=1", "resume=latest"]
+    assert build_restart(["run", "resume=latest", "x=1"], tmp_path) == ["run", "x=1", "resume=auto"]

@@ -114,7 +114,7 @@ class Callbacks:
                 error = UserError(
                     f"callbacks: {name}.{method} has failed at step {self._run.step} ({type(mistake).__name__}: "
                     f"{mistake}); its stack trace is in {self._run.output_dir}/logs/rank_{self._run.rank}.log. Saved "
-                    "checkpoints are complete: fix it, and continue with resume=latest"
+                    "checkpoints are complete: fix it, and continue with resume=auto"
                 )
                 break
         failed, *asked = self._agree(error is not None, self._run.asks_to_stop, self._run.asks_to_save)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from console import progress, say
+from errors import UserError
 from filesystem import publish_changed, write_atomically
+from models.adapters.folder import load_adapter_tensors
 from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import WriteOptions, export_hugging_face
 from models.conversion.model_files import write_json
@@ -99,12 +102,13 @@ def _save_model_files(
         set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
 
 
-def export_step(setup: RunSetup, folder: RunFolder, uploader: Uploader | None, step: int) -> None:
-    """Export the checkpoint of a step of `export_steps` or `hub.every`, while the run continues. A step of `hub.every`
-    becomes `hf/`, which is uploaded; it is skipped while the upload before has not ended."""
+def export_steps(setup: RunSetup, folder: RunFolder, uploader: Uploader | None, step: int) -> None:
+    """Export the steps of `export_steps` up to this one, just saved, while the run continues; and this one, if it is
+    one of `hub.every`. That one becomes `hf/`, which is uploaded; it is skipped while the upload before has not
+    ended."""
     config, source = setup.config, folder.find_checkpoint(step)
-    if step in config.export_steps:
-        export(setup, source, folder.find_export(step), shows=False)
+    for due in list_unexported(setup, folder, step):
+        export(setup, folder.find_checkpoint(due), folder.find_export(due), shows=False)
     if uploader is None or not config.hub.is_due(step):
         return
     if uploader.is_busy:
@@ -114,15 +118,58 @@ def export_step(setup: RunSetup, folder: RunFolder, uploader: Uploader | None, s
     uploader.start(folder.export, f"step {step}")
 
 
-def export(setup: RunSetup, step_dir: Path, output_dir: Path, shows: bool = True) -> None:
-    """Export the trained weights of a checkpoint to a Hugging Face model, or to a peft folder.
+def export_end(setup: RunSetup, folder: RunFolder, step: int, best_step: int | None) -> Path | None:
+    """Export the model that a run ends with, after the steps of `export_steps` that still lack their export. Returns
+    the folder; None for a run that saved nothing at its end.
 
-    shows: whether to show progress.
+    step: the last one. best_step: that of `load_best_model_at_end`, or None. Raises UserError where the checkpoint to
+    export is not there.
+    """
+    for due in list_unexported(setup, folder, step):
+        export(setup, folder.find_checkpoint(due), folder.find_export(due))
+    lost = [str(due) for due in setup.config.export_steps if due <= step and not folder.find_export(due).exists()]
+    if lost:
+        say(f"export_steps: no checkpoint of step {', '.join(lost)} is there, so it is not exported")
+    source = folder.find_checkpoint(step if best_step is None else best_step)
+    if source.is_dir():
+        export(setup, source, folder.export)
+        return folder.export
+    if best_step is None and not setup.config.save_final:
+        return None
+    raise UserError(
+        f"{source}, which this run ends with, has been removed, so nothing is exported; continue with resume=auto, or "
+        "export another checkpoint with convert2ckpt.py --to_hf"
+    )
+
+
+def list_unexported(setup: RunSetup, folder: RunFolder, step: int) -> list[int]:
+    """Return the steps of `export_steps` up to `step` that are saved and not exported: this one, and earlier ones whose
+    export has failed or was interrupted."""
+    due = [each for each in sorted(set(setup.config.export_steps)) if each <= step]
+    return [each for each in due if folder.find_checkpoint(each).is_dir() and not folder.find_export(each).exists()]
+
+
+def export(setup: RunSetup, step_dir: Path, output_dir: Path, shows: bool = True) -> None:
+    """Export the trained weights of a checkpoint to a Hugging Face model, or to a peft folder, and read them back.
+
+    shows: whether to show progress. Raises UserError where the folder cannot be written, or holds something else.
     """
     if setup.adapter is not None:
         tensors = read_trained_adapter(step_dir, setup.layers)
         export_adapter(step_dir.parent, tensors, setup.layers, output_dir)
+        _check_exported(tensors, output_dir)
         return
     with progress("exporting", unit="B", shown=shows) as bar:
-        options = WriteOptions(overwrite=True, progress=bar.reach, export_unused=setup.config.export_unused)
+        unused = setup.config.export_unused
+        options = WriteOptions(overwrite=True, verify=True, progress=bar.reach, export_unused=unused)
         export_hugging_face(open_weights(str(step_dir)), output_dir, options)
+
+
+def _check_exported(tensors: Mapping[str, torch.Tensor], output_dir: Path) -> None:
+    """Raise UserError unless a peft folder holds these tensors, bit by bit."""
+    written = load_adapter_tensors(output_dir)
+    for name, tensor in tensors.items():
+        if name not in written or not torch.equal(written[name], tensor):
+            raise UserError(
+                f"{output_dir}: '{name}' is not what the checkpoint holds; the disk or the memory is at fault"
+            )

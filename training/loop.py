@@ -17,7 +17,7 @@ from training.callbacks import Callbacks, RunView
 from training.checkpoint.best import describe_patience, has_lost_patience, update_best
 from training.checkpoint.retention import Retention
 from training.checkpoint.run_folder import RunFolder
-from training.checkpoint.state import TrainerState
+from training.checkpoint.state import TrainerState, record_evaluation
 from training.checkpoint.writer import CheckpointWriter
 from training.config.criterion import Criterion
 from training.config.schema import OnNonfinite, Precision, RunConfig
@@ -53,12 +53,12 @@ class Reporting:
 class Hooks:
     """Functions that the loop calls at its events.
 
-    callbacks: user-defined, each with its name. export_step: called in the save thread of the main rank, at the steps
-    of `export_steps` and `hub.every`.
+    callbacks: user-defined, each with its name. export_steps: called in the save thread of the main rank with each step
+    that is saved.
     """
 
     callbacks: Sequence[tuple[str, Any]] = ()
-    export_step: Callable[[int], None] = lambda step: None
+    export_steps: Callable[[int], None] = lambda step: None
 
 
 class TrainingLoop:
@@ -83,10 +83,9 @@ class TrainingLoop:
         self._trace = StepTrace(config.profile_trace, folder.path)
         self.last_eval: Record | None = {"step": state.step, **state.evaluation} if state.evaluation else None
         self._criterion = Criterion.of(config)
-        self._hooks = hooks
         self._writer = CheckpointWriter(
             engine, folder.checkpoints, Retention.of(config), config.async_save,
-            weights_only=config.save_weights_only, export=self._export,
+            weights_only=config.save_weights_only, export=hooks.export_steps,
         )  # fmt: skip
         self._probe = NonfiniteProbe(engine.module, engine.device)
         group = make_host_group()
@@ -99,7 +98,10 @@ class TrainingLoop:
         self._totals = SharedTotals(self.train_loader, budget.last_step, group, at_once)
         self.signum = 0  # the signal that ended the run early
         self.ended_by = ""
-        view = RunView(folder.path, engine.rank, engine.layout.world_size, budget.last_step, engine.module)
+        view = RunView(
+            folder.path, engine.rank, engine.layout.world_size, budget.last_step, engine.module, state.step,
+            state.num_tokens,
+        )  # fmt: skip
         self._callbacks = Callbacks(hooks.callbacks, view, wait_for_save=self._wait_for_save, group=group)
         self._interval = Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
         objective = get_objective(config)
@@ -117,6 +119,7 @@ class TrainingLoop:
         self._writer.check_room(count_state_bytes(self.config))
         if self._lacks_evaluation():
             self._evaluate()
+            self._record_evaluation()
         micro_batches = self._iterate(self.train_loader)
         self._first_batches = self._iterate(self.train_loader.first) if self._first_pass is not None else None
         self._interval.start()
@@ -127,15 +130,19 @@ class TrainingLoop:
             # A run that died before its export only exports
             self.ended_by = self.ended_by or self._find_end(Interrupt())
             self._stop_early()
+            if self.budget.starts_elsewhere and (self._is_final() or self._is_best_to_keep()):
+                self._save()  # what the run exports is a checkpoint of its own
             while not self.ended_by:
                 self._step_and_after(micro_batches)
             self._wait_for_save()
             self._notice_signal()
             self._callbacks.finish_save()
-            self._note("end", self.ended_by)
             self._callbacks.update_view(ended_by=self.ended_by)
             self._callbacks.call("on_end")
+            self._notice_signal()
+            self._note("end", self.ended_by)
         finally:
+            self._writer.finish()
             self.train_loader.close()
             if self.signum:
                 self._interrupts.keep_until_exit()
@@ -211,11 +218,14 @@ class TrainingLoop:
             tolerate_dead_workers()  # no further step needs one
             self._report_interval()  # where an evaluation or a callback has ended the run
         is_asked = request.save or asks_to_save or self._is_best_to_keep()
-        is_final = bool(self.ended_by) and (self.config.save_final or bool(self.signum))
-        if is_due(step, self._save_every) or is_final or is_asked or self._is_exported(step):
+        if is_due(step, self._save_every) or self._is_final() or is_asked or self._is_exported(step):
             self._untimed(self._save)
             self._interrupts.saved()
             self._notice_signal()
+
+    def _is_final(self) -> bool:
+        """Returns whether the run ends with this step and saves it for that."""
+        return bool(self.ended_by) and (self.config.save_final or bool(self.signum))
 
     def _find_end(self, request: Interrupt) -> str:
         """Return why the run ends with this step; empty when it continues."""
@@ -226,7 +236,7 @@ class TrainingLoop:
         return "the last step" if self.budget.last_step == self.budget.total_steps else "stop_after_steps"
 
     def _notice_signal(self) -> None:
-        """End the run with this step when a signal has arrived during an evaluation or a save."""
+        """End the run with this step when a signal has arrived during an evaluation, a save or a callback."""
         self.signum = self._interrupts.agree_on_signal()
         if self.signum:
             self.ended_by = signal.Signals(self.signum).name
@@ -289,7 +299,7 @@ class TrainingLoop:
             else:
                 error = UserError(
                     f"{text}. Neither weights nor checkpoints include this step; check the samples or lower "
-                    "learning_rate, and continue with resume=latest; on_nonfinite=skip skips such steps"
+                    "learning_rate, and continue with resume=auto; on_nonfinite=skip skips such steps"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
             self._wait_for_save()
@@ -342,9 +352,11 @@ class TrainingLoop:
             self._stop_early()
         self._callbacks.call("on_evaluate", self.last_eval)
 
-    def _export(self, step: int) -> None:
-        if self._is_exported(step):
-            self._hooks.export_step(step)
+    def _record_evaluation(self) -> None:
+        """Record the evaluation of the step that the run resumes from in its checkpoint."""
+        step_dir = self.folder.find_checkpoint(self.state.step)
+        if self.reporters and self.state.evaluation and not self.budget.starts_elsewhere:
+            record_evaluation(step_dir, self.state)
 
     def _is_exported(self, step: int) -> bool:
         return step in self.config.export_steps or self.config.hub.is_due(step)

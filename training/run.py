@@ -15,15 +15,16 @@ from models.architecture.lookup import warn_of_length
 from training.build import build_engine, build_eval_loaders, build_loaders, build_online_teacher, prepare_teacher
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
+from training.checkpoint.timeline import find_abandoned, record_start, set_aside
 from training.config.schema import Init, RunConfig, to_typed
 from training.config.validate import check_config
 from training.distributed import process
-from training.distributed.interrupts import exit_code, leave_on_signals
+from training.distributed.interrupts import discard_requests, exit_code, leave_on_signals
 from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks
 from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
-from training.export import export, export_step, prepare_folder
+from training.export import export_end, export_steps, prepare_folder
 from training.hub.upload import Uploader, check_upload, open_uploader
 from training.inputs.datasets import check_same_tokens, complete_labels, list_trained_stops, load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
@@ -46,7 +47,7 @@ from training.setup import (
     open_source,
     predict_run,
 )
-from training.summary import RunTotals, show_end, show_evaluation, show_start
+from training.summary import RunEnd, RunTotals, show_end, show_evaluation, show_start
 
 # Ranks wait this long for rank 0 of their host to tokenize.
 PREPARATION_TIMEOUT = timedelta(hours=12)
@@ -111,6 +112,7 @@ def train(
     rank."""
     if ranks.is_main:
         folder.acquire_lock()
+        discard_requests(folder.path)
     tokenizer = prepare_data(config, setup, ranks)
     with ranks.phase("measuring this machine"):
         machine = find_run_machine(config, ranks) if ranks.is_main else None  # while the other ranks wait
@@ -149,23 +151,27 @@ def train(
         totals = RunTotals(start)
         reporters: list[Reporter] = []
         if prediction is not None:
-            folder.reopen()
-            # Only now: a run that could not start deletes nothing.
+            # Only now: a run that could not start deletes nothing, and sets nothing aside.
+            notes = begin_line(config, setup, folder)
             stops = list_trained_stops(config, tokenizer, datasets.get("train_file"))
             prepare_folder(config, setup, tokenizer, folder, stops)
+            record_start(folder, config, setup.resume_from, budget.last_step)
+            folder.reopen()
             with ranks.phase("opening the loggers"):
                 opened = open_reporters(
                     config, prediction, folder=folder, datasets=datasets, budget=budget, first_step=start.step,
                     hosts=hosts,
                 )  # fmt: skip
             reporters = [totals, *opened]
-            note_warnings(config, setup, start.step, reporters)
+            for event in [*notes, *list_warnings(config, setup, start.step)]:
+                for reporter in reporters:
+                    reporter.note(event)
         timer = StageTimer(engine, memory)
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = TrainingLoop(
             engine, config, budget, start, folder, loaders=loaders, reporting=Reporting(reporters, telemetry),
-            hooks=Hooks(setup.callbacks, partial(export_step, setup, folder, uploader)),
+            hooks=Hooks(setup.callbacks, partial(export_steps, setup, folder, uploader)),
         )  # fmt: skip
         watchdog.limit_collectives()  # including those of the loop's group
         with watchdog.following(engine.module):
@@ -257,11 +263,19 @@ def agree_on_steps(
         )
 
 
-def note_warnings(config: RunConfig, setup: RunSetup, step: int, reporters: list[Reporter]) -> None:
-    """Pass what the panel at the start warns of to the reporters."""
-    if text := warn_of_length(setup.architecture, config.max_seq_length):
-        for reporter in reporters:
-            reporter.note(Event(step, "warning", text))
+def begin_line(config: RunConfig, setup: RunSetup, folder: RunFolder) -> list[Event]:
+    """Set aside the steps that the run abandons where it starts. Main rank only. Returns the event of it, if any."""
+    abandoned = find_abandoned(folder, setup.resume_from)
+    if config.overwrite_output_dir or not abandoned:
+        return []
+    place = set_aside(folder, abandoned)
+    return [Event(abandoned.first_step, "abandoned", f"set aside in {place}: {abandoned.describe()}")]
+
+
+def list_warnings(config: RunConfig, setup: RunSetup, step: int) -> list[Event]:
+    """Return what the panel at the start warns of."""
+    text = warn_of_length(setup.architecture, config.max_seq_length)
+    return [Event(step, "warning", text)] if text else []
 
 
 def conclude(
@@ -287,21 +301,19 @@ def conclude(
         return
     state = loop.state
     best = state.best if config.load_best_model_at_end else None
+    exported = None
     if not loop.signum:
-        source = folder.find_checkpoint(state.step if best is None else best.step)
         if uploader is not None:
             uploader.wait()  # it may be reading hf/
-        if source.is_dir():  # not with save_final=false
-            export(setup, source, folder.export)
+        exported = export_end(setup, folder, state.step, None if best is None else best.step)
         chosen = {} if best is None else {"best_step": best.step, "best_metric": best.value}
         evaluation = {"step": state.step, "num_tokens": state.num_tokens, **state.evaluation}
         folder.write_completed({**evaluation, **chosen, "ended_by": loop.ended_by})
     records = loop.train_loader.describe_records()
-    show_end(
-        totals, setup, folder, records=records, step=state.step, last_eval=loop.last_eval, best=best, signum=loop.signum
-    )
-    if uploader is not None and not loop.signum and source.is_dir():
-        uploader.start(folder.export, f"step {state.step if best is None else best.step}")
+    end = RunEnd(state.step, state.total_steps, loop.ended_by, loop.signum, loop.last_eval, best, exported)
+    show_end(totals, setup, folder, end, records)
+    if uploader is not None and exported is not None:
+        uploader.start(exported, f"step {state.step if best is None else best.step}")
         uploader.wait()
     for reporter in closed_last:
         reporter.close()

@@ -35,6 +35,7 @@ from training.checkpoint.master_weights import MasterWeights, SourceInFp32
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, read_state
+from training.checkpoint.timeline import find_abandoned
 from training.config.schema import Device, FlashKernels, Init, Precision, RunConfig
 from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
@@ -84,7 +85,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
         check_compiler(has_accelerator())
     folder = RunFolder(config.output_dir)
     resume = choose_resume(config.resume, folder.checkpoints)
-    folder.check_usable(resume is not None or config.evaluate_only, config.overwrite_output_dir)
+    folder.check_usable(config.resume is not None or config.evaluate_only, config.overwrite_output_dir)
     resumable = find_resume(resume, folder.checkpoints, config.trust_checkpoint) if resume else None
     resume_from = resumable.candidates[0] if resumable else None
     source = open_source(config, resume_from)
@@ -95,12 +96,17 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     if not config.evaluate_only:
         check_same_adapter(setup.adapter, resume_from, _find_saved_init(resume_from))
     reference = open_reference(config, setup, resume_from)
-    return dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
+    setup = dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
+    if not config.evaluate_only and not config.overwrite_output_dir:
+        find_abandoned(folder, resume_from).check_inputs(_list_inputs(setup))
+    return setup
 
 
 def _list_inputs(setup: RunSetup) -> Iterator[tuple[str, Path]]:
     """Yield the paths that a run reads, each with its key. The base model of an adapter may be in another folder."""
     sources = {"model_name_or_path": setup.source}
+    if setup.reference is not None:
+        sources["model_name_or_path"] = setup.reference
     if setup.teacher is not None:
         sources["distill.teacher"] = setup.teacher.source
     for key, source in sources.items():

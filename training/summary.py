@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from models.weights.source import WeightSource
 from training.checkpoint.best import Best
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
+from training.checkpoint.timeline import find_abandoned
 from training.config.schema import CheckpointMode, RunConfig
 from training.config.sources import list_evaluations
 from training.costs.hardware import GIB
@@ -31,7 +32,7 @@ from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, Reporter, describe_evaluation
 from training.pipeline.schedules import build_schedule
 from training.planner.disk import measure_passthrough, render_disk
-from training.planner.formatting import render_count, render_seconds
+from training.planner.formatting import render_bytes, render_count, render_seconds
 from training.planner.prediction import Prediction
 from training.setup import RunSetup
 
@@ -76,7 +77,18 @@ def show_start(
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
     if setup.resume_from is not None:
         facts["resumed from"] = str(setup.resume_from)
+    facts |= describe_abandoned(config, setup)
     show_panel(f"{Path(config.output_dir).name}: training on {setup.layout.describe_ranks()}", facts)
+
+
+def describe_abandoned(config: RunConfig, setup: RunSetup) -> Facts:
+    """Return what the run sets aside before its first step; empty if that is nothing."""
+    folder = RunFolder(config.output_dir)
+    abandoned = find_abandoned(folder, setup.resume_from)
+    if config.overwrite_output_dir or not abandoned:
+        return {}
+    size, place = render_bytes(abandoned.measure()), folder.abandoned
+    return {"set aside": f"in {place}: {abandoned.describe()} ({size}, which rm -r {place} frees)"}
 
 
 def show_evaluation(
@@ -234,37 +246,55 @@ class RunTotals(Reporter):
         return [f"{model}: {facts['trained']} on {ranks} in {facts['time'].partition(',')[0]}", f"{losses}{evaluated}"]
 
 
-def show_end(
-    totals: RunTotals,
-    setup: RunSetup,
-    folder: RunFolder,
-    *,
-    records: str,
-    step: int,
-    last_eval: Record | None,
-    best: Best | None,
-    signum: int,
-) -> None:
-    """Show the panel at the end of a run. records: what became of those of a stream; else empty. best: the checkpoint
-    exported in place of the last step. signum: the signal that ended the run, which is not exported then; else 0."""
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended.
+
+    step: the last one. total_steps: those of the schedule. ended_by: the reason, in words. signum: the signal that
+    ended it early; 0 without one. last_eval: the last evaluation. best: the evaluation whose checkpoint is exported in
+    place of the last step; None if that is the last step's. exported: the folder of the model; None if there is none.
+    """
+
+    step: int
+    total_steps: int
+    ended_by: str
+    signum: int = 0
+    last_eval: Record | None = None
+    best: Best | None = None
+    exported: Path | None = None
+
+    def describe(self, is_saved: bool) -> str:
+        """Return the title of the panel. is_saved: whether there is a checkpoint of the last step."""
+        if self.signum:
+            how = "continue with resume=latest" if is_saved else "it is not saved; continue with resume=auto"
+            return f"stopped by {signal.Signals(self.signum).name} at step {self.step}; {how}"
+        if self.step == self.total_steps:
+            title = f"done: {self.step} steps"
+        else:
+            title = f"ended by {self.ended_by} at step {self.step} of {self.total_steps}"
+        if not is_saved:
+            return f"{title}, not saved (save_final=false)"
+        return title + (
+            "; resume=latest continues" if self.ended_by in ("STOP", "stop_after_steps", "a callback") else ""
+        )
+
+
+def show_end(totals: RunTotals, setup: RunSetup, folder: RunFolder, end: RunEnd, records: str) -> None:
+    """Show the panel at the end of a run. records: what became of those of a stream; else empty."""
     facts = totals.describe() | ({"data": records} if records else {})
-    if last_eval is not None:
-        facts["evaluation"] = f"{describe_evaluation(last_eval)} at step {last_eval['step']}"
+    best, exported = end.best, end.exported
+    if end.last_eval is not None:
+        facts["evaluation"] = f"{describe_evaluation(end.last_eval)} at step {end.last_eval['step']}"
     if best is not None:
-        facts["best"] = f"{best.metric} {best.value:.4f} at step {best.step}" + ("" if signum else ", exported")
-    if (checkpoint := folder.find_checkpoint(step)).is_dir():  # not with save_final=false
+        facts["best"] = f"{best.metric} {best.value:.4f} at step {best.step}" + (", exported" if exported else "")
+    if is_saved := (checkpoint := folder.find_checkpoint(end.step)).is_dir():
         facts["checkpoint"] = str(checkpoint)
-    if signum:
-        title = f"stopped by {signal.Signals(signum).name} at step {step}; continue with resume=latest"
-    elif not checkpoint.is_dir() and best is None:
-        title = f"done: {step} steps, not saved (save_final=false)"
-    else:
-        title = f"done: {step} steps"
-        facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
+    if exported is not None:
+        facts["exported"] = f"{exported}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
         if find_head(setup.architecture) is None:
-            facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
-        resume = "latest" if best is None or best.step == step else folder.checkpoints / f"global_step{best.step}"
+            facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {exported}"
+        resume = "latest" if best is None or best.step == end.step else folder.find_checkpoint(best.step)
         facts["evaluate it"] = f"the same command with evaluate_only=true resume={resume} eval_file=FILE"
-    show_panel(title, facts)
-    for line in totals.summarize(setup.architecture.model_type, setup.layout.describe_ranks(), last_eval):
+    show_panel(end.describe(is_saved), facts)
+    for line in totals.summarize(setup.architecture.model_type, setup.layout.describe_ranks(), end.last_eval):
         say(line)

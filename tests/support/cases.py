@@ -156,7 +156,11 @@ def train_run(case: Case) -> None:
     work = evaluate_only if config.evaluate_only else train
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     setup = check_run(config, ranks)
-    work(setup.config, setup, RunFolder(config.output_dir), ranks)
+    folder = RunFolder(config.output_dir)
+    try:
+        work(setup.config, setup, folder, ranks)
+    finally:
+        folder.release_lock()  # after an error too: the process lives on
     for signum, handler in handlers.items():  # a run that a signal has ended keeps its own, until its process ends
         signal.signal(signum, handler)
     signal.set_wakeup_fd(-1)

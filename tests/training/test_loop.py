@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -38,6 +39,7 @@ TOKENS = [100, 200, 300, 400, 500]
 
 class Engine:
     device, rank = torch.device("cpu"), 0
+    loop: TrainingLoop
     layout = Layout(Topology.of(1), 2, 4)
 
     def __init__(self) -> None:
@@ -99,6 +101,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         start: int = 0,
         last: int = 5,
         evaluates: bool = False,
+        evaluated: bool = True,
+        elsewhere: bool = False,
         engine: Engine | None = None,
         asked: dict[int, Interrupt] | None = None,
         eval_losses: list[float] | None = None,
@@ -114,6 +118,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 save=lambda state: events.append(f"save {state.step}"),
                 wait=lambda: None,
                 check_room=lambda state_bytes: None,
+                finish=lambda: setattr(engine, "has_finished_saves", True),
                 is_writing=False,
             ),
         )
@@ -151,21 +156,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             total_steps=5,
             seed=42,
             best=best,
-            evaluation={"eval_loss": 7.0} if evaluates and start else {},
+            evaluation={"eval_loss": 7.0} if evaluates and start and evaluated else {},
         )
         eval_loaders = {"": Loader()} if evaluates else {}
-        budget = StepBudget(40, 5, last, evaluations={"": EvalSize(rows=3, targets=12, terms=12)})
+        sizes = {"": EvalSize(rows=3, targets=12, terms=12)}
+        budget = StepBudget(40, 5, last, evaluations=sizes, starts_elsewhere=elsewhere)
         telemetry = SimpleNamespace(
             start_step=lambda profiled: None,
             finish_step=nothing,
             gather=object,
             describe=lambda measured, tokens_per_second: {},
         )
-        final = TrainingLoop(
+        engine.loop = TrainingLoop(
             engine, config, budget, state, RunFolder(tmp_path), loaders=Loaders(Loader(), eval_loaders),
             reporting=Reporting([Recorder(events)], telemetry), hooks=Hooks(callbacks),
-        ).run()  # fmt: skip
-        return events, engine, final
+        )  # fmt: skip
+        return events, engine, engine.loop.run()
 
     return start
 
@@ -368,3 +374,65 @@ def test_an_evaluation_that_asks_to_stop_ends_the_run_there(run) -> None:
     given = ("logging_steps=5", "eval_file=e", "eval_steps=1")
     events, _, final = run(*given, evaluates=True, eval_losses=[3.0, 1.0], callbacks=[("my.Enough", Enough())])
     assert words(events) == ["eval 1", "eval 2", "save 2"] and final.step == 2
+
+
+def test_an_evaluation_at_a_resumed_start_is_of_that_step_and_recorded_in_its_checkpoint(run, tmp_path: Path) -> None:
+    """A signal had interrupted it. `keep_best` and the next start know its result."""
+    seen = []
+
+    class Watcher:
+        def on_evaluate(self, view: RunView, metrics: dict[str, Any]) -> None:
+            seen.append((view.step, view.num_tokens, metrics["step"]))
+
+    step_dir = RunFolder(tmp_path).find_checkpoint(3)
+    step_dir.mkdir(parents=True)
+    given = ("logging_steps=5", "eval_file=e", "eval_steps=3")
+    run(
+        *given,
+        start=3,
+        evaluates=True,
+        evaluated=False,
+        eval_losses=[6.99, 7.25],
+        callbacks=[("my.Watcher", Watcher())],
+    )
+    assert seen == [(3, 600, 3), (5, 1500, 5)]
+    recorded = json.loads((step_dir / "evaluation.json").read_text())
+    assert recorded["evaluation"]["eval_loss"] == recorded["best"]["value"] == 6.99 and recorded["best"]["step"] == 3
+    (step_dir / "evaluation.json").unlink()
+    run(*given, start=3, evaluates=True, eval_losses=[7.25])
+    assert not list(step_dir.iterdir()), "it was evaluated when it was saved"
+
+
+def test_a_start_in_another_folder_is_saved_where_the_run_ends_with_it(run) -> None:
+    given = ("logging_steps=5", "eval_file=e", "eval_steps=1")
+    assert run(*given, start=5, elsewhere=True)[0] == ["save 5"] and run(*given, start=5)[0] == []
+    assert run(*given, "save_final=false", start=5, elsewhere=True)[0] == []
+    best = Best("eval_loss", False, 1.0, step=3)
+    keys = {"start": 3, "best": best, "evaluates": True, "eval_losses": [2.0, 3.0], "elsewhere": True}
+    assert [word for word in words(run(*given, "load_best_model_at_end=true", **keys)[0]) if "save" in word] == [
+        "save 3", "save 5",
+    ]  # fmt: skip
+    assert "save 3" not in words(run(*given, **keys | {"eval_losses": [2.0, 3.0]})[0])
+
+
+def test_a_signal_during_the_last_callback_ends_the_run(run) -> None:
+    asked: dict[int, Interrupt] = {}
+
+    class Slow:
+        def on_end(self, view: RunView) -> None:
+            asked[5] = Interrupt(signum=15)
+
+    _, engine, _ = run("logging_steps=5", asked=asked, callbacks=[("my.Slow", Slow())])
+    assert (engine.loop.signum, engine.loop.ended_by) == (15, "SIGTERM")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_save_under_way_is_finished_whatever_ends_the_run(run, error: type[BaseException]) -> None:
+    class Broken(Engine):
+        def train_step(self, micro_batches: Any, learning_rate: float, seed: int) -> torch.Tensor:
+            raise error
+
+    engine = Broken()
+    with pytest.raises(error):
+        run(engine=engine)
+    assert engine.has_finished_saves

@@ -134,7 +134,7 @@ def read_steps(out: Path) -> list[float]:
         ({"step": 9, "ended_by": "the last step"}, ("resume=latest",), "has finished: step 9 of 9, not saved"),
         ({"step": 9, "ended_by": "the last step"}, ("resume=somewhere",), ""),
         ({"step": 9, "ended_by": "the last step"}, ("resume=null",), ""),
-        ({"step": 9, "ended_by": "the last step"}, ("resume=auto", "save_final=true"), ""),
+        ({"step": 9, "ended_by": "the last step"}, ("resume=auto", "save_final=true"), ""),  # it has left nothing
         ({"step": 7, "ended_by": "STOP"}, ("resume=auto",), ""),
         (
             {"step": 7, "ended_by": "early stopping"},

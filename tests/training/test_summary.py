@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import LlamaConfig
 
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
-from training.summary import RunTotals, show_end
+from training.summary import RunEnd, RunTotals, show_end
 
 START = TrainerState(
     step=2,
@@ -44,14 +45,23 @@ def test_totals_count_from_the_start_of_the_run_and_only_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "is_saved", "title"),
+    ("end", "is_saved", "title"),
     [
-        (0, True, "done: 5 steps"), (0, False, "done: 5 steps, not saved (save_final=false)"),
-        (signal.SIGTERM, True, "stopped by SIGTERM at step 5; continue with resume=latest"),
+        (RunEnd(5, 5, "the last step"), True, "done: 5 steps"),
+        (RunEnd(5, 5, "the last step"), False, "done: 5 steps, not saved (save_final=false)"),
+        (RunEnd(5, 9, "stop_after_steps"), True, "ended by stop_after_steps at step 5 of 9; resume=latest continues"),
+        (RunEnd(5, 9, "STOP"), False, "ended by STOP at step 5 of 9, not saved (save_final=false)"),
+        (RunEnd(5, 9, "early stopping"), True, "ended by early stopping at step 5 of 9"),
+        (RunEnd(5, 9, "", signal.SIGTERM), True, "stopped by SIGTERM at step 5; continue with resume=latest"),
+        (
+            RunEnd(5, 9, "", signal.SIGINT),
+            False,
+            "stopped by SIGINT at step 5; it is not saved; continue with resume=auto",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_two_lines_come_however_a_run_ends(
-    signum: int, is_saved: bool, title: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    end: RunEnd, is_saved: bool, title: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path)
     if is_saved:
@@ -61,9 +71,11 @@ def test_the_two_lines_come_however_a_run_ends(
     setup: Any = SimpleNamespace(adapter=None, architecture=config, layout=layout)
     totals = RunTotals(START)
     totals.report({"step": 5, "loss": 2.5, "step_time": 2.0, "num_tokens": 400})
-    show_end(totals, setup, folder, records="", step=5, last_eval=None, best=None, signum=signum)
+    if is_saved and not end.signum:
+        end = replace(end, exported=folder.export)
+    show_end(totals, setup, folder, end, records="")
     shown = capfd.readouterr()
     lines = (shown.out + shown.err).splitlines()
-    assert any(title in line for line in lines)
+    assert title in lines
     assert lines[-2].startswith("llama: 3 steps, 300 tokens") and lines[-1] == "loss 2.500 -> 2.500"
-    assert any("exported" in line for line in lines) is (is_saved and not signum)
+    assert any("exported" in line for line in lines) is (is_saved and not end.signum)

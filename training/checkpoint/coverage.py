@@ -56,7 +56,7 @@ def check_coverage(
     if gap is not None:
         error = UserError(
             f"saving: {gap}, so step {step} is not saved; the checkpoints before it are untouched. It is a fault of "
-            "the project, or of a package: pip install -r requirements.txt, then continue with resume=latest"
+            "the project, or of a package: pip install -r requirements.txt, then continue with resume=auto"
         )
     raise_together(error)
 

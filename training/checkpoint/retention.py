@@ -59,14 +59,13 @@ def prune_checkpoints(newest: Path, retention: Retention) -> None:
     """Delete the checkpoints next to `newest`, just completed, that `retention` does not keep. The newest one that a
     run can continue from stays too, which is an older one under `save_weights_only`.
 
-    Incomplete checkpoints are not counted, and are left for a person to look at. So are steps after `newest`: the run
-    went back to a step before them, and they may be the reason.
+    Incomplete checkpoints are not counted, and are left for a person to look at.
     """
     metrics: dict[int, float | None] = {}
     last = read_state(newest)
     resumable = set[int]()
     for step_dir in list_checkpoints(newest.parent):
-        if step_of(step_dir) <= step_of(newest) and find_wrong_size(step_dir) is None:
+        if find_wrong_size(step_dir) is None:
             try:
                 state = read_state(step_dir)
             except UserError:  # not ours to delete

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,14 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
+        self.abandoned = self.checkpoints / "abandoned"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.facts = self.path / "run.json"
         self.report = self.path / "report.html"
         self.export = self.path / "hf"
         self.plan = self.path / "plan.txt"
+        self.started = self.path / "started.json"
         self.completed = self.path / "completed.json"
         self.tracker_id = self.path / "tracker_run_id"
         self._lock: BaseFileLock | None = None
@@ -40,6 +44,14 @@ class RunFolder:
         """Return the path of the export of a step of `export_steps`, which need not exist."""
         return self.path / f"{self.export.name}-step{step}"
 
+    def list_exports(self) -> dict[int, Path]:
+        """Return the exports of steps of `export_steps` that exist, by step."""
+        found = {int(match[1]): path for path in self.path.glob("*") if (match := self._match_export(path))}
+        return dict(sorted(found.items()))
+
+    def _match_export(self, path: Path) -> re.Match[str] | None:
+        return re.fullmatch(rf"{self.export.name}-step(\d+)", path.name)
+
     def check_writable(self) -> None:
         """Check permissions. Raises UserError for a folder that cannot be written."""
         existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
@@ -51,27 +63,28 @@ class RunFolder:
 
     def check_usable(self, resuming: bool, overwrite: bool) -> None:
         """Check the folder for a run. Raises UserError when it cannot be written, or when this run would overwrite its
-        checkpoints."""
+        checkpoints, or the export of a finished run whose checkpoints were removed."""
         self.check_writable()
-        is_used = has_latest(self.checkpoints) or bool(list_checkpoints(self.checkpoints))
-        if is_used and not resuming and not overwrite:
+        if resuming or overwrite:
+            return
+        if has_latest(self.checkpoints) or list_checkpoints(self.checkpoints):
             raise UserError(
                 f"output_dir={self.path} holds checkpoints of an earlier run; continue with resume=latest, "
                 "or start over with overwrite_output_dir=true (deletes them), or give another output_dir"
             )
+        if self.read_completed() and self.export.exists():
+            raise UserError(
+                f"output_dir={self.path} holds the export of a finished run, whose checkpoints are not there; give "
+                "another output_dir, or start over with overwrite_output_dir=true (deletes it)"
+            )
 
     def check_keeps(self, sources: Iterable[tuple[str, Path]]) -> None:
         """Check what the run starts from, each with its key. Raises UserError when starting over would delete it."""
-        folders = list(self._list_folders())
-        for key, source in sources:
-            for doomed in folders:
-                if source.absolute().is_relative_to(doomed.absolute()) or source.resolve().is_relative_to(
-                    doomed.resolve()
-                ):
-                    raise UserError(
-                        f"overwrite_output_dir=true would delete {doomed}, where {key} is; give another output_dir, or "
-                        "move it"
-                    )
+        if found := find_inside(sources, list(self._list_folders())):
+            key, doomed = found
+            raise UserError(
+                f"overwrite_output_dir=true would delete {doomed}, where {key} is; give another output_dir, or move it"
+            )
 
     def acquire_lock(self) -> None:
         """Lock the folder for this process until `release_lock`. Main rank only.
@@ -101,7 +114,7 @@ class RunFolder:
         try:
             for folder in self._list_folders():
                 _delete_folder(folder)
-            for file in (self.metrics, self.events, self.facts, self.report, self.tracker_id):
+            for file in (self.metrics, self.events, self.facts, self.report, self.started, self.tracker_id):
                 file.resolve().unlink(missing_ok=True)
         except OSError as error:
             raise UserError(
@@ -124,13 +137,21 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
 
+    def read_started(self) -> dict[str, Any]:
+        """Return the record of how the run here was started; empty if there is none. See `write_started`."""
+        return _read_record(self.started, "last_step")
+
+    def write_started(self, record: dict[str, Any]) -> None:
+        """Write how the run was started, for its restarts.
+
+        record: `resume`, the path of the checkpoint that it was told to start from, or None; `stop_after_steps`;
+        `last_step`, the step that it ends with.
+        """
+        write_atomically(self.started, json.dumps(record, indent=2) + "\n")
+
     def read_completed(self) -> dict[str, Any]:
         """Return the completion record of a run that has ended here, its export included; empty where there is none."""
-        try:
-            record = json.loads(self.completed.read_text())
-        except (OSError, ValueError):
-            return {}
-        return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {}
+        return _read_record(self.completed, "step")
 
     def confirm_completed(self) -> None:
         """Update the completion record's modification time, for processes that wait for a new one."""
@@ -143,6 +164,23 @@ class RunFolder:
     def write_completed(self, record: dict[str, Any]) -> None:
         """Write the completion record: supervisors of the run read this, not the launcher's exit code."""
         write_atomically(self.completed, json.dumps(record, indent=2) + "\n")
+
+
+def _read_record(file: Path, number: str) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if it cannot be read, or has no integer `number`."""
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) and isinstance(record.get(number), int) else {}
+
+
+def find_inside(sources: Iterable[tuple[str, Path]], folders: Iterable[Path]) -> tuple[str, Path] | None:
+    """Return the first source, by its key, that is in one of the folders, and that folder; None when none is."""
+    for (key, source), folder in product(sources, list(folders)):
+        if source.absolute().is_relative_to(folder.absolute()) or source.resolve().is_relative_to(folder.resolve()):
+            return key, folder
+    return None
 
 
 def _delete_folder(folder: Path) -> None:

@@ -6,6 +6,7 @@
                   mp_rank_00_model_states.pt     empty; DeepSpeed's own load_checkpoint(load_module_only=True) requires
                                                  it
                   trainer_state.json             the run's progress
+                  evaluation.json                of a step that was evaluated after it had been saved
                   manifest.json                  size and hash of each file; see models/storage/manifest.py
 
 No file depends on the layout that wrote it, so a run resumes at any other. Random numbers, learning rate and sample
@@ -19,16 +20,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from filesystem import write_atomically
 from models.storage.manifest import STATE_NAME
 from training.checkpoint import optimizer_state
 from training.checkpoint.best import Best
 from training.engine.engine import Engine
 
+EVALUATION_NAME = "evaluation.json"
 TEMPORARY_PREFIX = "tmp-"
 FORMAT = 6  # increase it when an older version of the project could not read what this one writes
 
@@ -70,11 +73,13 @@ class TrainerState:
 
 
 def read_state(step_dir: Path) -> TrainerState:
-    """Read a checkpoint's trainer_state.json. Raises UserError when it cannot be read, or was written by a newer
-    version of this project."""
+    """Read a checkpoint's trainer_state.json, and evaluation.json in place of its evaluation. Raises UserError when one
+    cannot be read, or was written by a newer version of this project."""
     file = step_dir / STATE_NAME
     try:
         content = json.loads(file.read_text())
+        if (step_dir / EVALUATION_NAME).is_file():
+            content |= json.loads((step_dir / EVALUATION_NAME).read_text())
         if content.get("format", FORMAT) > FORMAT:
             raise UserError(
                 f"{file} was written by a newer version of this project (format {content['format']}, this one reads "
@@ -87,6 +92,13 @@ def read_state(step_dir: Path) -> TrainerState:
         raise UserError(
             f"{file} cannot be read ({error}); the checkpoint is damaged, resume from another one"
         ) from None
+
+
+def record_evaluation(step_dir: Path, state: TrainerState) -> None:
+    """Record the evaluation of a step that is saved already: a signal had interrupted it, or it was not due then."""
+    fields = asdict(state)
+    found = {name: fields[name] for name in ("evaluation", "evaluated_on", "best")}
+    write_atomically(step_dir / EVALUATION_NAME, json.dumps(found, indent=2) + "\n")
 
 
 def _modernize(content: dict[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class CheckpointWriter:
         export: Callable[[int], None] = lambda step: None,
     ) -> None:
         """weights_only: without the optimizer's state. export: called on rank 0, in the thread, once the checkpoint of
-        a step is complete."""
+        a step is complete, and before older ones are deleted."""
         self._engine, self._checkpoints, self._retention = engine, checkpoints, retention
         self._asynchronous, self._weights_only, self._export = asynchronous, weights_only, export
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -145,7 +145,7 @@ class CheckpointWriter:
 
         Raises UserError when this or the last save could not be written, or when a weight is not finite.
         """
-        self.wait()
+        self._wait_before(f", before step {state.step}")
         share = plan_whole_share(self._engine, state.step, self._group, self._weights_only)
         state = replace(state, weights_only=self._weights_only)
         folder = self._checkpoints / f"{TEMPORARY_PREFIX}global_step{state.step}"
@@ -172,15 +172,25 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises UserError when the save failed."""
+        self._wait_before("")
+
+    def _wait_before(self, what: str) -> None:
+        """what: what waits for the save, for the bar that shows it."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        with progress(self._what, self._num_bytes, "B", shown=self._rank == 0) as bar:
+        with progress(f"{self._what}{what}", self._num_bytes, "B", shown=self._rank == 0) as bar:
             while not self._is_share_written.wait(_SECONDS_BETWEEN_POLLS):
                 bar.reach(self._written)
             wait_for([self._has_ended])
         thread.join()
         raise_together(self._error)
+
+    def finish(self) -> None:
+        """Let this rank's share of a save that is being written reach the disk, however the run ends. Raises
+        nothing."""
+        if self._thread is not None:
+            wait_for([self._has_ended])
 
     def _count(self, num_bytes: int) -> None:
         self._written += num_bytes
@@ -270,7 +280,7 @@ def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 return UserError(
                     f"saving: '{name}' of {file.name} is not finite after step {step}, so that step is not saved; the "
-                    "checkpoints before it are untouched. Lower learning_rate and continue with resume=latest"
+                    "checkpoints before it are untouched. Lower learning_rate and continue with resume=auto"
                 )
     return None
 
@@ -313,7 +323,7 @@ def publish(folder: Path, checkpoints: Path, state: TrainerState, records: dict[
     write_manifest(folder, {**records, STATE_NAME: record})
     sync_to_disk(folder)
     final = checkpoints / folder.name.removeprefix(TEMPORARY_PREFIX)
-    if final.exists():  # the run went back and reached this step again: swap, so that the name always exists
+    if final.exists():  # a step that is saved once more: swap, so that the name always exists
         exchange(folder, final)
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -341,5 +351,5 @@ def _explain(error: Exception, folder: Path) -> UserError:
         )
     return UserError(
         f"saving: {reason}; the checkpoints before it are untouched. Make room or fix the disk, then continue with "
-        "resume=latest"
+        "resume=auto"
     )

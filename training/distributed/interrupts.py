@@ -54,6 +54,15 @@ class EvaluationInterrupted(Exception):
     """A signal ends the run during an evaluation; raised on all ranks at the same point."""
 
 
+def discard_requests(output_dir: Path) -> None:
+    """Remove the files STOP and SAVE that are there before a run starts: they were for an earlier one. Main rank
+    only."""
+    for name in (STOP_NAME, SAVE_NAME):
+        if (output_dir / name).exists():
+            (output_dir / name).unlink()
+            console.say(f"{output_dir / name} was there before this run has started: removed, and not acted on")
+
+
 class SignalListener:
     """Calls `act` in a thread with the number of the first signal that this process receives, from `start` to `close`.
     One that starts later takes its place until it closes."""
@@ -215,7 +224,7 @@ class Interrupts:
         if not self._is_agreed_in_time():
             _say(
                 f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without "
-                "a save, continue with resume=latest"
+                "a save, continue with resume=auto"
             )
             os._exit(exit_code(self._signum))
 

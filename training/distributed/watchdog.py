@@ -204,7 +204,7 @@ class Watchdog:
         )
 
     def _report(self, text: str) -> None:
-        console.say_last(f"\nerror: {text}; continue with resume=latest\n")
+        console.say_last(f"\nerror: {text}; continue with resume=auto\n")
 
 
 def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from training.checkpoint.best import Best, has_lost_patience
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, TrainerState, read_state
+from training.checkpoint.timeline import CONTINUES, find_last_step, find_own
 from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
@@ -61,6 +62,7 @@ class StepBudget:
         `stop_after_steps`. evaluations: by the names of the evaluation files.
     stream: of a run that streams its training data.
     finished: a message that the run to resume has nothing left to do; empty when it has steps left.
+    starts_elsewhere: whether the checkpoint that the run resumes from is in another folder than its own.
     """
 
     num_samples: int
@@ -69,6 +71,7 @@ class StepBudget:
     evaluations: Mapping[str, EvalSize] = dataclasses.field(default_factory=dict)
     finished: str = ""
     stream: StreamStart | None = None
+    starts_elsewhere: bool = False
 
 
 def compute_step_budget(
@@ -115,12 +118,12 @@ def compute_step_budget(
         saved = read_state(resume_from)
         start = _resume(start, saved, resume_from, config, stream)
         stream = stream and resume_stream(saved.stream, stream, start.step, console.say)
-    last_step = total_steps
-    if config.stop_after_steps is not None:
-        last_step = min(total_steps, start.step + config.stop_after_steps)
+    folder = RunFolder(config.output_dir)
+    last_step = find_last_step(folder, config, start.step, total_steps)
+    is_elsewhere = resume_from is not None and find_own(folder, resume_from) is None
     _check_steps_left(config, start, resume_from)
     evaluations, finished = measure_evaluations(config, layout, datasets), find_finished(config, start)
-    return StepBudget(num_samples, total_steps, last_step, evaluations, finished, stream), start
+    return StepBudget(num_samples, total_steps, last_step, evaluations, finished, stream, is_elsewhere), start
 
 
 def _describe_adapter(config: RunConfig) -> dict[str, str]:
@@ -151,19 +154,22 @@ def _resume(
         step=saved.step,
         num_tokens=saved.num_tokens,
         evaluation=saved.evaluation if comparable else {},
-        best=_recall_best(saved, config) if comparable else None,
+        best=_recall_best(saved, config, resume_from) if comparable else None,
         identity=saved.identity | start.identity,  # what only the first run has read stays on record
     )
 
 
-def _recall_best(saved: TrainerState, config: RunConfig) -> Best | None:
+def _recall_best(saved: TrainerState, config: RunConfig, resume_from: Path) -> Best | None:
     """Return the best evaluation of the run so far; None when the criterion has changed, or when the best checkpoint is
-    to be loaded at the end and is not complete."""
-    best = saved.best
+    to be loaded at the end and is not a complete one of this run. The start itself may be in another folder: the run
+    saves it in its own."""
+    best, folder = saved.best, RunFolder(config.output_dir)
     if best is None or best.criterion != Criterion.of(config):
         return None
-    step_dir = RunFolder(config.output_dir).checkpoints / f"global_step{best.step}"
-    if config.load_best_model_at_end and find_wrong_size(step_dir) is not None:
+    if not config.load_best_model_at_end or best.step == saved.step:
+        return best
+    step_dir = folder.find_checkpoint(best.step)
+    if find_own(folder, resume_from) is None or find_wrong_size(step_dir) is not None:
         console.say(
             f"resume: the best checkpoint, {step_dir}, is missing or incomplete; the search for the best starts again"
         )
@@ -175,9 +181,10 @@ def find_finished(config: RunConfig, start: TrainerState) -> str:
     """Return a message when the run has finished before, else an empty string. A run that died between its last save
     and the end of its export has not finished: it still exports."""
     stopped_early = has_lost_patience(start.best, config.early_stopping_patience)
-    completed = RunFolder(config.output_dir).read_completed()
-    if not config.save_final and completed.get("step", 0) > start.step:
-        return _find_finished_unsaved(config, start, completed)
+    folder = RunFolder(config.output_dir)
+    completed = folder.read_completed()
+    if completed.get("step", 0) > start.step and (not config.save_final or folder.export.exists()):
+        return _find_finished_further(config, start, completed)
     if completed.get("step") != start.step:
         return ""
     if start.step < start.total_steps and not stopped_early:
@@ -189,26 +196,29 @@ def find_finished(config: RunConfig, start: TrainerState) -> str:
     )
 
 
-def _find_finished_unsaved(config: RunConfig, start: TrainerState, completed: Mapping[str, Any]) -> str:
-    """Return the same message for a run that saved nothing at its end, known from completed.json only.
+def _find_finished_further(config: RunConfig, start: TrainerState, completed: Mapping[str, Any]) -> str:
+    """Return the same message for a run that ended at a later step than that of its newest checkpoint, known from
+    completed.json only: it saved nothing at its end, or its checkpoints were removed afterwards.
 
     A scheduler or a supervisor restarts a run with `resume=auto` or `latest`; a run that names a checkpoint, or does
     not resume, is meant to train the steps after it."""
-    if config.resume not in ("auto", "latest"):
+    if config.resume not in CONTINUES:
         return ""
     last, ended_by = completed["step"], completed.get("ended_by")
     stopped_early = ended_by == "early stopping" and config.early_stopping_patience is not None
+    why = "its checkpoint is not there" if config.save_final else "not saved (save_final=false)"
     if last < start.total_steps and not stopped_early:
         console.say(
-            f"resume: the previous run ended at step {last} ({ended_by}), which was not saved (save_final=false); "
-            f"training continues from step {start.step}"
+            f"resume: the previous run ended at step {last} ({ended_by}), {why}; training continues from step "
+            f"{start.step}"
         )
         return ""
-    checkpoint = RunFolder(config.output_dir).find_checkpoint(start.step)
-    again = f"give resume={checkpoint}" if start.step else "omit resume"
+    folder = RunFolder(config.output_dir)
+    afresh = "give overwrite_output_dir=true" if folder.export.exists() else "omit resume"
+    again = f"give resume={folder.find_checkpoint(start.step)}" if start.step else afresh
     return (
-        f"{config.output_dir} has finished: step {last} of {start.total_steps}, not saved (save_final=false); nothing "
-        f"is left to do. To train from step {start.step} again, {again}"
+        f"{config.output_dir} has finished: step {last} of {start.total_steps}, {why}; nothing is left to do. To train "
+        f"from step {start.step} again, {again}"
     )
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from test_checkpoint import STATE
 
-from models.storage.manifest import HashedFile, write_manifest
+from models.storage.manifest import HashedFile, find_wrong_size, write_manifest
 from models.storage.steps import list_checkpoints
 from training.checkpoint import retention
 from training.checkpoint.best import Best
 from training.checkpoint.retention import Retention, prune_checkpoints
-from training.checkpoint.state import remove_leftovers
+from training.checkpoint.state import read_state, record_evaluation, remove_leftovers
 from training.config.criterion import Criterion
 
 LOSSES = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: 1.0, 6: math.nan, 7: 2.5}
@@ -114,9 +114,15 @@ def test_what_is_broken_counts_for_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["6", "4"] and not whole.exists()
 
 
-def test_steps_after_the_newest_are_another_way_that_the_run_went(tmp_path: Path) -> None:
-    _, newest, _ = save(tmp_path, 2), save(tmp_path, 4), save(tmp_path, 6)
-    prune_checkpoints(newest, Retention(keep_last=1))
+def test_an_evaluation_that_came_after_the_save_counts(tmp_path: Path) -> None:
+    """A signal had interrupted it, and the run that continues has made up for it."""
+    for step, loss in ((2, 7.25), (4, None), (6, 16.51)):
+        newest = save(tmp_path, step, loss, evaluated_on="these")
+    evaluated = {"evaluation": {"eval_loss": 6.99}, "evaluated_on": "these"}
+    at_4 = replace(STATE, step=4, best=Best("eval_loss", False, 6.99, 4), **evaluated)
+    record_evaluation(tmp_path / "global_step4", at_4)
+    assert find_wrong_size(tmp_path / "global_step4") is None and read_state(tmp_path / "global_step4") == at_4
+    prune_checkpoints(newest, Retention(keep_last=1, keep_best=1))
     assert names(tmp_path) == ["6", "4"]
 
 

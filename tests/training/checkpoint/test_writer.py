@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -315,6 +316,23 @@ def test_an_error_during_training_is_reported_at_the_end(
         with pytest.raises(UserError, match="saving: .*tmp-global_step2 could not be written .ZeroDivisionError"):
             writer.wait()
     writer.wait()  # reported once
+
+
+def test_a_save_under_way_reaches_the_disk_whatever_ends_the_run(
+    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.finish()  # nothing is being written
+    writer._asynchronous, write_share = True, checkpoint_writer.write_share
+
+    def write_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        return write_share(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_writer, "write_share", write_slowly)
+    save(writer, 2)
+    assert find_checkpoints(tmp_path) == []
+    writer.finish()
+    assert latest(tmp_path) == tmp_path / "global_step2"
 
 
 def test_where_a_copy_does_not_fit_the_save_is_waited_for(

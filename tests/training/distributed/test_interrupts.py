@@ -22,6 +22,7 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
 from training.checkpoint.state import TrainerState
+from training.distributed.interrupts import discard_requests
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER = 100_000  # steps
@@ -97,6 +98,23 @@ def test_a_signal_to_any_rank_saves_and_leaves(run, rank: int, name: str) -> Non
         not (out / "hf").exists() and not (out / "completed.json").exists()
     )  # no time for an export, and not finished
     assert (out / "checkpoints" / "latest").read_text() == f"global_step{trained[-1]}"
+
+
+def test_files_from_before_the_start_ask_nothing_of_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("STOP", "SAVE"):
+        (tmp_path / name).touch()
+    discard_requests(tmp_path)
+    assert list(tmp_path.iterdir()) == [] and f"{tmp_path}/STOP was there before" in capfd.readouterr().err
+    discard_requests(tmp_path)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.full
+def test_a_stale_stop_does_not_end_the_next_run(run, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "STOP").touch()
+    trained, saved = steps_of(run({}, steps=3))
+    assert trained == [1, 2, 3] and saved == [3]
 
 
 def test_the_file_stop_ends_the_run_as_its_last_step_would(run) -> None:

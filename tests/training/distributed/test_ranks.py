@@ -107,7 +107,7 @@ def test_what_the_disk_or_its_owner_refuse_is_one_line_too(
     assert fail(OSError(errno.ENOSPC, "No space left on device", "/o/metrics.jsonl"), MAIN) == 1
     assert (
         "error: /o/metrics.jsonl cannot be written: No space left on device; make room, then continue with "
-        "resume=latest" in capfd.readouterr().err
+        "resume=auto" in capfd.readouterr().err
     )
     with pytest.raises(IsADirectoryError), exit_on_user_error(MAIN):
         raise IsADirectoryError(errno.EISDIR, "Is a directory")

@@ -86,11 +86,11 @@ def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str]
 
 STOPPED = (
     "error: rank {rank} has not answered for stuck_minutes=0.05: it is stopped or stuck, or its host is gone; "
-    "continue with resume=latest"
+    "continue with resume=auto"
 )
 KILLED = (
     "error: rank {rank} has ended without a message: it was killed, or its host ran out of memory; "
-    "continue with resume=latest"
+    "continue with resume=auto"
 )
 ASLEEP = (
     "error: rank {rank} has made no progress for stuck_minutes=0.05: it is at "

@@ -268,7 +268,7 @@ def test_the_script_says_what_to_do_without_an_export(tmp_path: Path, monkeypatc
     (out / "checkpoints").mkdir(parents=True)
     (out / "checkpoints" / "latest").write_text("global_step2")
     command = f"python convert2ckpt.py --to_hf --model_name_or_path {out}/checkpoints --output_dir {out}/hf"
-    assert upload().endswith(f"continue it with resume=latest, or export its newest checkpoint: {command}")
+    assert upload().endswith(f"continue it with resume=auto, or export its newest checkpoint: {command}")
     (out / "hf-step2").mkdir()
     assert upload() == f"error: {out}/hf is not there; give --folder, of {out}/hf-step2"
     assert upload("--folder", "x") == f"error: x is not there; give --folder, of {out}/hf-step2"

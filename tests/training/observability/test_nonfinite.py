@@ -191,7 +191,7 @@ def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, o
         tuple(f"step 3: loss {loss}, gradient norm inf; samples {ids} of train_file" for loss in ("nan", "inf"))
     )
     assert "(counted from 0); first seen in the loss. Neither" in error
-    assert "on_nonfinite=skip" in error and "resume=latest" in error
+    assert "on_nonfinite=skip" in error and "resume=auto" in error
     assert read(out) == ([1, 2], ["global_step1", "global_step2"]) and not (out / "completed.json").exists()
 
 

@@ -1,0 +1,171 @@
+"""The line of steps of a run: its `checkpoints/` holds the steps that led to its current one, and no others.
+
+A run that goes back to an earlier step, or starts from another folder's checkpoint, abandons the steps that its own
+folder holds beyond that. They would be taken for its own: by `latest`, by `keep_last` and `keep_best`, as the best
+checkpoint, by whatever restarts the run, and by its export. So they are set aside before the first step, with their
+exports and records, in `checkpoints/abandoned/1` (`2` the next time, ...). That folder has the shape of `checkpoints/`:
+a run can be resumed from it, and it can be evaluated and exported. Only `overwrite_output_dir=true` deletes it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from errors import UserError
+from filesystem import sync_to_disk, write_atomically
+from models.storage.steps import LATEST_NAME, has_latest, list_checkpoints, read_latest, step_of
+from training.checkpoint.run_folder import RunFolder, find_inside
+
+CONTINUES = ("latest", "auto")  # values of `resume` that continue the run of a folder where it is
+
+
+class StartKeys(Protocol):
+    """The keys of a run that set where it starts and ends."""
+
+    resume: str | None
+    stop_after_steps: int | None
+
+
+@dataclass(frozen=True)
+class Abandoned:
+    """What a run abandons when it starts.
+
+    start: the checkpoint of its own folder that it continues from; None if it continues from none of them. first_step:
+    the step that it starts from. steps: folders `global_stepN`, the newest first. exports: folders of models.
+    """
+
+    start: Path | None
+    first_step: int
+    steps: list[Path]
+    exports: list[Path]
+
+    def __bool__(self) -> bool:
+        return bool(self.steps or self.exports)
+
+    def describe(self) -> str:
+        """Return the names of the folders, and why they are set aside."""
+        return f"{', '.join(path.name for path in self._folders)}, since the run starts from step {self.first_step}"
+
+    def measure(self) -> int:
+        """Return the bytes that the folders hold."""
+        files = (file for folder in self._folders for file in folder.rglob("*"))
+        return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+
+    def check_inputs(self, sources: Iterable[tuple[str, Path]]) -> None:
+        """Check what the run reads, each with its key. Raises UserError when that would be set aside."""
+        if found := find_inside(sources, self._folders):
+            key, folder = found
+            raise UserError(
+                f"resume: a start from step {self.first_step} sets {folder} aside, where {key} is; move that out of "
+                f"{folder.name}, or give another output_dir"
+            )
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [*self.steps, *self.exports]
+
+
+def find_abandoned(folder: RunFolder, resume_from: Path | None) -> Abandoned:
+    """Return what a run abandons that starts from the checkpoint `resume_from`, or from step 0 if that is None: the
+    steps of its folder after that one, or all of them if it is another folder's; the exports of later steps; and the
+    final export of a run that went further."""
+    steps, first_step = list_checkpoints(folder.checkpoints), 0 if resume_from is None else step_of(resume_from)
+    start = find_own(folder, resume_from)
+    if start is not None:
+        steps = [path for path in steps if step_of(path) > first_step]
+    exports = [path for step, path in folder.list_exports().items() if step > first_step]
+    went_further = bool(steps) or folder.read_completed().get("step", 0) > first_step
+    if went_further and folder.export.exists():
+        exports.append(folder.export)
+    return Abandoned(start, first_step, steps, exports)
+
+
+def find_own(folder: RunFolder, step_dir: Path | None) -> Path | None:
+    """Return the checkpoint of a run's own folder that `step_dir` is, by whatever path; None if it is another's."""
+    if step_dir is None:
+        return None
+    return next((own for own in list_checkpoints(folder.checkpoints) if own.resolve() == step_dir.resolve()), None)
+
+
+def set_aside(folder: RunFolder, abandoned: Abandoned) -> Path:
+    """Move what the run abandons, each folder in one rename, and point `latest` to its start. Main rank only. Returns
+    the new folder. What a start that dies meanwhile has not moved, the next one does."""
+    place = _make_place(folder.abandoned)
+    for file in folder.checkpoints.iterdir():
+        if file.is_file() and file.name != LATEST_NAME:
+            _link(file, place / file.name)
+    is_other_line = abandoned.start is None and bool(abandoned.steps)
+    for file in (folder.metrics, folder.events, folder.completed):
+        if file.exists():
+            shutil.copyfile(file, place / file.name)
+    folder.reopen()
+    if is_other_line:
+        for file in (folder.metrics, folder.events):
+            file.resolve().unlink(missing_ok=True)
+    latest = _choose_latest(folder.checkpoints, abandoned.steps)
+    if abandoned.start is not None:
+        write_atomically(folder.checkpoints / LATEST_NAME, abandoned.start.name)
+    elif is_other_line:
+        (folder.checkpoints / LATEST_NAME).unlink(missing_ok=True)
+    for path in abandoned.exports:
+        shutil.move(path, place / path.name)  # checkpoints/ may be a link to another file system
+    for path in abandoned.steps:
+        os.rename(path, place / path.name)
+    if latest is not None:
+        write_atomically(place / LATEST_NAME, latest)
+    for changed in (place, folder.abandoned, folder.checkpoints, folder.path):
+        sync_to_disk(changed)
+    return place
+
+
+def record_start(folder: RunFolder, keys: StartKeys, resume_from: Path | None, last_step: int) -> None:
+    """Record how the run was started, for its restarts: those that continue it keep the checkpoint that it was told to
+    start from. Main rank only."""
+    continues = resume_from is not None and keys.resume in CONTINUES
+    named = folder.read_started().get("resume") if continues else name_start(keys.resume)
+    folder.write_started({"resume": named, "stop_after_steps": keys.stop_after_steps, "last_step": last_step})
+
+
+def name_start(resume: str | None) -> str | None:
+    """Return the path that `resume` names, as `started.json` has it; None if it names none."""
+    return None if resume in (None, *CONTINUES) else str(Path(resume).expanduser().resolve())
+
+
+def find_last_step(folder: RunFolder, keys: StartKeys, step: int, total_steps: int) -> int:
+    """Return the step that a run ends with. step: that of its start. A run with `stop_after_steps` that was interrupted
+    and is continued ends where it was to end."""
+    if keys.stop_after_steps is None:
+        return total_steps
+    last_step, started = step + keys.stop_after_steps, folder.read_started()
+    was_interrupted = not folder.read_completed() and started.get("stop_after_steps") == keys.stop_after_steps
+    if keys.resume in CONTINUES and was_interrupted and started["last_step"] >= step:
+        last_step = started["last_step"]
+    return min(total_steps, last_step)
+
+
+def _make_place(abandoned: Path) -> Path:
+    abandoned.mkdir(parents=True, exist_ok=True)
+    numbers = [int(path.name) for path in abandoned.iterdir() if path.name.isdecimal()]
+    place = abandoned / str(max(numbers, default=0) + 1)
+    place.mkdir()
+    return place
+
+
+def _link(file: Path, target: Path) -> None:
+    """Give a file another name, or copy it where the file system has no such links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)
+
+
+def _choose_latest(checkpoints: Path, steps: list[Path]) -> str | None:
+    """Return the name that `latest` holds if it is one of `steps`, else the newest one's; None without steps."""
+    names = [path.name for path in steps]
+    named = read_latest(checkpoints) if has_latest(checkpoints) else ""
+    return named if named in names else next(iter(names), None)
