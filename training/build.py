@@ -19,6 +19,7 @@ from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle
 from models.losses.cross_entropy import build_loss
 from models.losses.distill_loss import TeacherHead, TeacherLoss
+from models.weights.source import WeightSource
 from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, RunConfig
 from training.distributed.p2p import count_spared
@@ -169,7 +170,7 @@ def prepare_teacher(config: RunConfig, setup: RunSetup, data: RankData) -> RankD
     top_k, temperature = config.distill.top_k, config.distill.temperature
     assert top_k is not None
     num_tokens = min(setup.architecture.vocab_size, teacher.architecture.vocab_size)
-    model_id = compute_model_id(teacher.source, teacher.config, teacher.architecture._attn_implementation)
+    model_id = _identify(teacher.source, teacher, data.ranks)
     tasks = []
     for key, path in data.datasets.items():
         plan = build_row_plan(config, key)
@@ -199,6 +200,12 @@ def _release(module: StageModule) -> None:
         torch.cuda.empty_cache()
 
 
+def _identify(source: WeightSource, setup: RunSetup, ranks: Ranks) -> str:
+    """Return the hash by which what `source` computes is found again. setup: of the model that computes it."""
+    quantized = [] if setup.adapter is None else setup.adapter.list_quantized(setup.layers)
+    return compute_model_id(source, setup.config, setup.architecture._attn_implementation, quantized, ranks)
+
+
 def _prepare_reference(config: RunConfig, setup: RunSetup, engine: Engine, data: RankData) -> dict[str, Path]:
     if setup.reference is None:
         return {}
@@ -207,7 +214,7 @@ def _prepare_reference(config: RunConfig, setup: RunSetup, engine: Engine, data:
     datasets = loaders.list_scored(config, data.datasets)
     return prepare_reference(
         engine,
-        config,
+        _identify(setup.reference, setup, data.ranks),
         datasets,
         options=options,
         reference=setup.reference,

@@ -22,7 +22,7 @@ from models.layers.fused_kernels import find_triton_obstacle
 from models.parallel.shard import find_length_multiple
 from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
-from models.weights.fingerprint import fingerprint_weights
+from models.weights.fingerprint import fingerprint_as_1_1, fingerprint_weights, is_of_1_1
 from models.weights.further import add_further
 from models.weights.new_head import add_head
 from models.weights.random_weights import RandomWeights
@@ -221,12 +221,18 @@ def describe_identity(setup: RunSetup, tokenizer: PreTrainedTokenizerBase) -> di
     sources = {"reference model": setup.reference, "teacher": teacher}
     if setup.resume_from is None or setup.adapter is not None:
         sources["base model"] = setup.source
-    found = {
-        name: Identity(fingerprint_weights(source), describe_place(source.path))
-        for name, source in sources.items()
-        if source is not None and source.files()  # not random ones
-    }
-    return found | {"tokenizer": Identity(fingerprint_tokenizer(tokenizer), str(tokenizer.name_or_path))}
+    saved = {} if setup.resume_from is None else read_state(setup.resume_from).identity
+    known: dict[int, str] = {}  # by the source's id: the reference is often the base
+    found = {"tokenizer": Identity(fingerprint_tokenizer(tokenizer), str(tokenizer.name_or_path))}
+    for name, source in sources.items():
+        if source is None or not source.files():  # random ones
+            continue
+        if id(source) not in known:
+            known[id(source)] = fingerprint_weights(source)
+        is_older = name in saved and is_of_1_1(saved[name].fingerprint)
+        as_1_1 = fingerprint_as_1_1(source) if is_older else ""
+        found[name] = Identity(known[id(source)], describe_place(source.path), as_1_1)
+    return found
 
 
 def find_run_machine(config: RunConfig, ranks: Ranks) -> Machine | None:

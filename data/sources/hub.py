@@ -44,8 +44,18 @@ def parse_hub(source: str) -> tuple[str, dict[str, str]]:
 
 
 def describe_hub(source: str) -> list[str]:
-    """Return the cache files of the data set's current version, which change when the source does."""
-    return sorted("/".join(Path(file["filename"]).parts[-VERSION_PARTS:]) for file in load_hub(source).cache_files)
+    """Return the cache files of the data set's current version, which change when the source does; of one that is held
+    in memory, which has none, a hash of its records."""
+    dataset = load_hub(source)
+    files = sorted("/".join(Path(file["filename"]).parts[-VERSION_PARTS:]) for file in dataset.cache_files)
+    return files or [_hash_records(dataset)]
+
+
+def _hash_records(dataset: Dataset) -> str:
+    digest = xxhash.xxh3_128(str(dataset.features).encode())
+    for batch in dataset.data.table.to_batches():
+        digest.update(batch.serialize())
+    return digest.hexdigest()
 
 
 def read_hub(source: str) -> Iterator[RawRecord]:

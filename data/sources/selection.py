@@ -57,7 +57,7 @@ class RecordFilter:
 
     def describe(self) -> list:
         """Return what the choice of records depends on."""
-        return [self.name, dict(self.fields), describe_code(self.function)]
+        return [self.name, dict(self.fields), describe_code(self.function, self.fields, self.name)]
 
 
 def build_filter(spec: Any) -> RecordFilter:

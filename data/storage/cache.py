@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.components import TARGET, describe_code, find_component
+from data.components import describe_code, describe_component
 from data.sample import Encoder
 from data.sources.hub import PREFIX as HUB_PREFIX
 from data.sources.hub import describe_hub
@@ -21,7 +21,7 @@ from data.sources.indexed import PREFIX as INDEXED_PREFIX
 from data.sources.indexed import describe_file, describe_files
 from data.sources.records import COMPONENT_PREFIX
 from errors import UserError
-from filesystem import lock_file
+from filesystem import hash_file, lock_file
 
 FORMAT_VERSION = 9  # raise it when the same options give other tokens or columns
 BACKEND_CALL_STATE = ("truncation", "padding")
@@ -34,8 +34,11 @@ def compute_cache_key(
     state = {
         "format_version": FORMAT_VERSION,
         "sources": [[_describe_source(source) for source in group] for group in sources],
-        "tokenizer": _describe_tokenizer(tokenizer),
-        "encoder": [f"{type(encoder).__module__}.{encoder!r}", describe_code(encoder)],
+        "tokenizer": describe_tokenizer(tokenizer),
+        "encoder": [
+            f"{type(encoder).__module__}.{encoder!r}",
+            describe_code(encoder, getattr(encoder, "__dict__", {})),
+        ],
         "options": dict(options),
     }
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
@@ -48,21 +51,26 @@ def _describe_source(source: str) -> list:
     if source.startswith(HUB_PREFIX):
         return [source, *describe_hub(source)]
     if source.startswith(COMPONENT_PREFIX):
-        name = json.loads(source.removeprefix(COMPONENT_PREFIX))[TARGET]
-        return [source, describe_code(find_component(name, TARGET))]
+        return [source, *describe_component(json.loads(source.removeprefix(COMPONENT_PREFIX)))]
     if source.startswith(INDEXED_PREFIX):
         return [INDEXED_PREFIX, describe_files(source)]
     return describe_file(source)
 
 
-def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Return what a tokenizer makes tokens by, JSON values."""
     state = {
         "class": type(tokenizer).__name__,
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "chat_template": tokenizer.chat_template,
     }
     if not tokenizer.is_fast:
-        return state | {"vocab": tokenizer.get_vocab(), "added": sorted(map(str, tokenizer.get_added_vocab().items()))}
+        added, files = (
+            tokenizer.get_added_vocab(),
+            [getattr(tokenizer, name, None) for name in tokenizer.vocab_files_names],
+        )
+        hashes = [hash_file(Path(file)) for file in files if isinstance(file, str | Path) and Path(file).is_file()]
+        return state | {"vocab": tokenizer.get_vocab(), "added": sorted(map(str, added.items())), "files": hashes}
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # These are settings of the last call, not of the tokenizer; `encode` uses neither.
     return state | {"backend": {name: part for name, part in backend.items() if name not in BACKEND_CALL_STATE}}

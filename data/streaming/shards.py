@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from data.components import TARGET, describe_code, find_component
+from data.components import TARGET, describe_component
 from data.sources.hub import PREFIX as HUB_PREFIX
 from data.sources.hub import list_hub_files
 from data.sources.indexed import PREFIX as INDEXED_PREFIX
@@ -59,8 +59,8 @@ def _split_source(source: str, key: str) -> list[Shard]:
         return [Shard(source, part, *file) for part, file in enumerate(list_hub_files(source))]
     if source.startswith(COMPONENT_PREFIX):
         spec = json.loads(source.removeprefix(COMPONENT_PREFIX))
-        code = describe_code(find_component(spec[TARGET], TARGET))
-        return [Shard(source, 0, spec[TARGET], xxhash.xxh3_64_hexdigest((source + code).encode()))]
+        state = json.dumps([source, describe_component(spec)])
+        return [Shard(source, 0, spec[TARGET], xxhash.xxh3_64_hexdigest(state.encode()))]
     content = f"{os.path.getsize(source):,} bytes, hash {hash_ends(Path(source), HASHED_BYTES)[:8]}"
     return [Shard(source, 0, Path(source).name, content)]
 

@@ -107,6 +107,13 @@ class Adapter:
         if tensors:
             fill_adapter(module, tensors)
 
+    def list_quantized(self, layers: Sequence[Layer]) -> list[str]:
+        """Return the prefixes of the layers whose projections `attach` quantizes."""
+        if not self.in_4bit:
+            return []
+        unsaved = [layer for layer in layers if not is_saved(layer, self.config)]
+        return [layer.hf_prefix for layer in unsaved if list_targets(layer.build_on_meta(), layer, self.config)]
+
     def _fill_saved(self, module: nn.Module, layer: Layer, parallel: TensorParallel) -> None:
         """Load the initial weights of a module in `modules_to_save`."""
         if not self.tensors:

@@ -1,35 +1,80 @@
 """The fingerprint of a model: a hash of its content, the same wherever it lies.
 
-It covers config.json (and an adapter's config) without the fields that name paths and versions; of each file of weights
-its size, a safetensors header whole, and a sample of its bytes (see `filesystem.hash_sample`). A model in another form,
-converted or cut into other shards, has another fingerprint.
+It covers config.json (and an adapter's config, and an index) without the fields that name paths and versions, and
+every tensor: its name, dtype and shape, and its bytes, whole up to 64 KiB, else a sample from its first byte to its
+last. Of a file in a manifest it covers the hash of all bytes, with which they are compared when they are read. A model
+in another form, converted or cut into other shards, has another fingerprint.
+
+Version 1.1 sampled each file instead of each tensor (`fingerprint_as_1_1`), so that two models which differ in some
+tensors alone could have one fingerprint. The two forms are never equal.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+import xxhash
+
+from console import report_progress
 from filesystem import hash_sample
-from models.storage.tensor_files import load_json
+from models.storage.manifest import read_manifest
+from models.storage.tensor_files import load_json, open_tensors
 from models.weights.source import WeightSource
 
 _PLACES = ("_name_or_path", "base_model_name_or_path", "revision", "transformers_version")
+_INDEX_ENDING = ".index.json"
+_FORM = "tensors:"  # begins a fingerprint; those of 1.1 are 32 hex digits alone
+_WHOLE = 2**16  # bytes of the largest tensor that is hashed whole
+_BLOCK = 2**13  # bytes of each block of a sample
+_BYTES_PER_BLOCK = 2**22  # of a tensor, within these bounds:
+_FEWEST_BLOCKS, _MOST_BLOCKS = 8, 64
 
 
 def fingerprint_weights(source: WeightSource) -> str:
-    """Return the fingerprint of a model in files, 32 hex digits. It reads at most a few MiB of each file, whatever
-    their sizes."""
+    """Return the fingerprint of a model in files. It reads at most 512 KiB of each tensor, whatever its size. Raises
+    UserError for a file that cannot be read."""
     described = sorted(_describe(file) for file in source.files())
+    return _FORM + hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
+
+
+def fingerprint_files(source: WeightSource) -> dict[Path, str]:
+    """Return the fingerprint of each file of a model: of its header, and of its tensors as in `fingerprint_weights`."""
+    return {file: xxhash.xxh3_64_hexdigest(_describe(file).encode()) for file in source.files()}
+
+
+def fingerprint_as_1_1(source: WeightSource) -> str:
+    """Return the fingerprint that version 1.1 stored, to compare with one of that form: equal ones prove less."""
+    described = sorted(_describe_as_1_1(file) for file in source.files() if not file.name.endswith(_INDEX_ENDING))
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
 
+def is_of_1_1(fingerprint: str) -> bool:
+    """Return whether a stored fingerprint has the form of version 1.1."""
+    return not fingerprint.startswith(_FORM)
+
+
 def _describe(file: Path) -> str:
+    report_progress()
     if file.suffix == ".json":
-        fields = {name: value for name, value in load_json(file).items() if name not in _PLACES}
-        return f"{file.name} {json.dumps(fields, sort_keys=True)}"
+        return _describe_json(file)
+    record = (read_manifest(file.parent) or {}).get(file.name)
+    saved = "" if record is None else record.xxh3_128
+    return f"{file.name} {file.stat().st_size} {_hash_header(file)} {saved} {_hash_tensors(file)}"
+
+
+def _describe_as_1_1(file: Path) -> str:
+    if file.suffix == ".json":
+        return _describe_json(file)
     return f"{file.name} {file.stat().st_size} {_hash_header(file)} {hash_sample(file)}"
+
+
+def _describe_json(file: Path) -> str:
+    fields = {name: value for name, value in load_json(file).items() if name not in _PLACES}
+    return f"{file.name} {json.dumps(fields, sort_keys=True)}"
 
 
 def _hash_header(file: Path) -> str:
@@ -38,3 +83,27 @@ def _hash_header(file: Path) -> str:
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         return hashlib.sha256(stream.read(length)).hexdigest()
+
+
+def _hash_tensors(file: Path) -> str:
+    """Return the hash of name, dtype and shape of each tensor in a file, and of its bytes or a sample of them."""
+    opened, digest = open_tensors(file), xxhash.xxh3_128()
+    for name in sorted(opened.keys()):
+        tensor = opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        for block in _sample(tensor):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sample(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield blocks of a tensor's bytes, evenly spaced from its first to its last; all of a small one. A mapped tensor
+    is read there alone."""
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    if len(content) <= _WHOLE:
+        yield content
+        return
+    blocks = min(max(len(content) // _BYTES_PER_BLOCK, _FEWEST_BLOCKS), _MOST_BLOCKS)
+    for number in range(blocks):
+        start = (len(content) - _BLOCK) * number // (blocks - 1)
+        yield content[start : start + _BLOCK]

@@ -53,7 +53,8 @@ class HuggingFaceFolder:
         return [(piece.index, self._read(piece.hf_name)) for piece in self._get_pieces(layer, name)]
 
     def files(self) -> list[Path]:
-        return [self.path / "config.json", *sorted(set(self._files.values()))]
+        indexes = [self.path / name for name in INDEX_FILES if (self.path / name).is_file()]
+        return [self.path / "config.json", *indexes, *sorted(set(self._files.values()))]
 
     def list_passthrough(self) -> list[TensorInfo]:
         unused = self._unread[0]

@@ -26,6 +26,8 @@ from training.distributed.ranks import raise_together
 
 # The fields that determine which samples come next and what a step does with them. The layout does not.
 _KEPT = ("global_batch_size", "num_samples", "seed", "precision", "optimizer")
+# Those of `describe_objective` that a state before format 7 does not have.
+_RECORDED_SINCE_7 = ("adapter.load_in_4bit", "data.collator", "loss")
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ def choose_whole(resumable: Resumable, say: Callable[[str], None]) -> Path:
 
 
 def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allow_changes: bool = False) -> list[str]:
-    """Return, in words, the settings that differ between the saved run and this one. The layout may differ freely.
+    """Return, in words, the settings that differ between the saved run and this one, and what could not be compared.
+    The layout may differ freely.
 
     Raises UserError for a checkpoint of weights alone and, unless `allow_changes`, for any difference.
     """
@@ -150,12 +153,14 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
             f"resume: {step_dir} holds weights alone (save_weights_only=true), and no run can continue from them; "
             f"start a new one with model_name_or_path={step_dir}"
         )
+    unknown = _RECORDED_SINCE_7 if saved.format < 7 else ()
     differing = [
         f"{name} was {before.get(name, 'none')}, is {after.get(name, 'none')}"
         for name in {**before, **after}
-        if before.get(name) != after.get(name)
+        if before.get(name) != after.get(name) and name not in unknown
     ]
-    others = _list_others(saved, run)
+    others, notes = _list_others(saved, run), _list_sampled(saved, run)
+    notes += [f"{step_dir} does not say which {name} it was trained with" for name in unknown if name in after]
     if differing and not allow_changes:  # first: a key that adds tokens changes the tokenizer too
         raise UserError(
             f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same "
@@ -167,7 +172,7 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
             f"resume: {'; '.join(others)}, whose content differs; {step_dir} was trained with the first one. Give that "
             "one, or continue anyway with resume_allow_changes=true"
         )
-    return others + differing
+    return others + differing + notes
 
 
 def _list_others(saved: TrainerState, run: TrainerState) -> list[str]:
@@ -175,5 +180,15 @@ def _list_others(saved: TrainerState, run: TrainerState) -> list[str]:
     return [
         f"the {name} was {before.place}, is {run.identity[name].place}"
         for name, before in saved.identity.items()
-        if name in run.identity and run.identity[name].fingerprint != before.fingerprint
+        if name in run.identity
+        and before.fingerprint not in (run.identity[name].fingerprint, run.identity[name].as_1_1)
+    ]
+
+
+def _list_sampled(saved: TrainerState, run: TrainerState) -> list[str]:
+    """Return, in words, the models that are known to be the same by a fingerprint of version 1.1 alone."""
+    return [
+        f"the {name} is that of before by the fingerprint of version 1.1, which does not cover every tensor"
+        for name, after in run.identity.items()
+        if name in saved.identity and saved.identity[name].fingerprint == after.as_1_1
     ]

@@ -33,18 +33,20 @@ from training.engine.engine import Engine
 
 EVALUATION_NAME = "evaluation.json"
 TEMPORARY_PREFIX = "tmp-"
-FORMAT = 6  # increase it when an older version of the project could not read what this one writes
+FORMAT = 7  # increase it when an older version of the project could not read what this one writes
 
 
 @dataclass(frozen=True)
 class Identity:
     """Identifies a model or a tokenizer that a run began with.
 
-    fingerprint: a hash of its content. place: its path, or `org/name@COMMIT` for a model of the hub.
+    fingerprint: a hash of its content. place: its path, or `org/name@COMMIT` for a model of the hub. as_1_1: the
+    fingerprint of a model as version 1.1 stored it, which covers less; empty for a tokenizer.
     """
 
     fingerprint: str
     place: str
+    as_1_1: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class TrainerState:
     identity: dict[str, Identity] = field(default_factory=dict)  # of base model, reference model and tokenizer
     stream: dict[str, Any] = field(default_factory=dict)  # of a run that streams its data: shards and cursor
     weights_only: bool = False  # `save_weights_only`: without the optimizer's state
-    format: int = FORMAT
+    format: int = FORMAT  # of the file that it was read from
 
 
 def read_state(step_dir: Path) -> TrainerState:
@@ -103,7 +105,8 @@ def record_evaluation(step_dir: Path, state: TrainerState) -> None:
 
 def _modernize(content: dict[str, Any]) -> dict[str, Any]:
     """Convert the fields of format 1 to the current ones, and of JSON to their types. Format 2 has no identity,
-    3 no hash of the evaluation files, 4 no stream, and 5 no shards of two dimensions."""
+    3 no hash of the evaluation files, 4 no stream, 5 no shards of two dimensions, and 6 no user-defined components and
+    fingerprints of the older form."""
     known = dict(content)
     eval_loss = known.pop("eval_loss", None)
     if eval_loss is not None:
@@ -111,7 +114,7 @@ def _modernize(content: dict[str, Any]) -> dict[str, Any]:
     if known.get("best") is not None:
         known["best"] = Best(**known["best"])
     known["identity"] = {name: Identity(**fields) for name, fields in known.get("identity", {}).items()}
-    return known | {"format": FORMAT}
+    return {"format": 1} | known
 
 
 def load_checkpoint(engine: Engine, step_dir: Path, state: TrainerState) -> None:

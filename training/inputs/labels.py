@@ -49,7 +49,8 @@ def find_labels(entries: Sequence[str], data: DataConfig, selection: Selection) 
         raise UserError(
             f"train_file: the records have {named} in field '{data.label_field}'; name all labels in data.labels"
         )
-    return sorted(found, key=int) if all(name.isdecimal() for name in found) else sorted(found)
+    names = sorted(found)  # "1" and "01" are one number: they stay in this order, the same on every rank
+    return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
 
 
 def _read_entries(entries: Sequence[str], selection: Selection) -> Iterator[RawRecord]:

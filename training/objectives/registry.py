@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
+from typing import Any
 
+import xxhash
 from transformers import PretrainedConfig
 
+from data.components import describe_component
 from data.encoders.kinds import KINDS, DataKind, find_kind
 from errors import UserError
 from models.heads.head import Head
@@ -196,6 +200,27 @@ def describe_objective(config: RunConfig) -> dict[str, str]:
         objective.describe(build_objective_options(config))
         | {f"moe.{key}": f"{value:g}" for key, value in router_losses.items() if value}
         | ({"neftune_noise_alpha": f"{config.neftune_noise_alpha:g}"} if config.neftune_noise_alpha else {})
-        | ({"rope_parameters": _write_rope(config)} if config.rope_parameters.list_given() else {})
         | ({} if is_usual else {"task": objective.name})
+        | describe_component_key("loss", config.loss)
+        | describe_forward(config)
     )
+
+
+def describe_forward(config: RunConfig) -> dict[str, str]:
+    """Return what decides the outputs of a forward pass in addition to weights, tokens and precision, name -> value: a
+    run must keep it to continue, and what a model has computed before is found by it. Keys at their defaults are
+    omitted."""
+    return (
+        ({"rope_parameters": _write_rope(config)} if config.rope_parameters.list_given() else {})
+        | ({"adapter.load_in_4bit": "true"} if config.adapter.load_in_4bit else {})
+        | describe_component_key("data.collator", config.data.collator)
+    )
+
+
+def describe_component_key(key: str, spec: Any) -> dict[str, str]:
+    """Return a user-defined component with a hash of its code, by its key; nothing where there is none. Raises
+    UserError for one that is not there."""
+    if not isinstance(spec, dict):  # what else was given is refused where it is built
+        return {}
+    code = xxhash.xxh3_64_hexdigest(json.dumps(describe_component(spec, key)).encode())
+    return {key: f"{json.dumps(spec, sort_keys=True)} with code {code}"}

@@ -10,7 +10,7 @@ holds two models.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,27 +31,38 @@ from models.adapters.adapter import adapter_off
 from models.weights.fingerprint import fingerprint_weights
 from models.weights.source import WeightSource
 from training.config.schema import RunConfig
+from training.distributed.process import broadcast_from_main
 from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
 from training.objectives.dpo import RowScore
+from training.objectives.registry import describe_forward
 from training.pipeline.module import StageModule
 from training.scoring.writing import write_together
 
-_VERSION = 2  # raise it when the same model gives other log-probabilities, or their file changes
+_VERSION = 3  # raise it when the same model gives other log-probabilities, or their file changes
 _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
 
 
-def compute_model_id(reference: WeightSource, config: RunConfig, attention: str) -> str:
-    """Return a hash of the weights, by content, and of the arithmetic they are used in."""
-    weights = fingerprint_weights(reference)
-    positions = [sorted(config.rope_parameters.list_given().items())] if config.rope_parameters.list_given() else []
-    state = (_VERSION, weights, config.precision.value, attention, config.adapter.load_in_4bit, *positions)
-    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+def compute_model_id(
+    reference: WeightSource, config: RunConfig, attention: str, quantized: Sequence[str], ranks: Ranks
+) -> str:
+    """Return a hash of the weights, by content, and of all that decides what they make of tokens. All ranks call it;
+    the main rank reads the files.
+
+    attention: the kernel. quantized: the layers in 4 bits. Raises UserError.
+    """
+
+    def compute() -> str:
+        forward = sorted(describe_forward(config).items())
+        state = (_VERSION, fingerprint_weights(reference), config.precision.value, attention, forward, list(quantized))
+        return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+    return broadcast_from_main(compute, ranks)
 
 
 def prepare_reference(
     engine: Engine,
-    config: RunConfig,
+    model_id: str,
     datasets: Mapping[str, Path],
     *,
     options: LoaderOptions,
@@ -62,11 +73,11 @@ def prepare_reference(
 ) -> dict[str, Path]:
     """Return config key -> file of the reference's log-probabilities, computed where it is missing.
 
-    All ranks call it; those that hold the loss can read the files. datasets: config key -> tokenized folder.
-    options: those of the training loader. own: the source of the module's weights, which may be the reference.
-    architecture: that of both. Raises UserError where a log-probability is not finite, or the disk has no room.
+    All ranks call it; those that hold the loss can read the files. model_id: of the reference, see `compute_model_id`.
+    datasets: config key -> tokenized folder. options: those of the training loader. own: the source of the module's
+    weights, which may be the reference. architecture: that of both. Raises UserError where a log-probability is not
+    finite, or the disk has no room.
     """
-    model_id = compute_model_id(reference, config, architecture._attn_implementation)
     files = {key: reference_path(path, model_id) for key, path in datasets.items()}
     module = engine.module
     missing = torch.zeros(len(files), device=engine.device)

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from data.encoders.pretrain import PretrainEncoder
-from data.sources.hub import load_hub
+from data.sources.hub import describe_hub, load_hub
 from data.sources.records import parse_record, read_records, resolve_sources
 from data.storage.encoding import Encoding
 from data.storage.tokenized import load_summary
@@ -82,6 +82,19 @@ def test_hub_data_sets_are_read_through_datasets(tmp_path: Path, monkeypatch: py
     ]
     with pytest.raises(UserError, match=f"hf:{folder}: cannot be loaded: .*train.*; check the name, the split"):
         list(read_records(f"hf:{folder}"))
+
+
+def test_a_data_set_in_memory_is_known_by_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 2**20)
+    folder, found = tmp_path / "corpus", []
+    folder.mkdir()
+    for text in ("x", "y", "x"):
+        write(folder / "train.jsonl", json.dumps({"a": text}) + "\n")
+        load_hub.cache_clear()  # as in a new process
+        assert not load_hub(f"hf:{folder}").cache_files
+        found.append(describe_hub(f"hf:{folder}"))
+    assert found[0] == found[2] != found[1]
 
 
 def test_config_and_split_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

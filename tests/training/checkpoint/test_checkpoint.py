@@ -72,6 +72,6 @@ def test_a_state_that_cannot_be_read(tmp_path: Path) -> None:
             read_state(step_dir)
     (step_dir / "trainer_state.json").write_text('{"format": 99}')
     with pytest.raises(
-        UserError, match="written by a newer version of this project .format 99, this one reads 6.; update the project"
+        UserError, match="written by a newer version of this project .format 99, this one reads 7.; update the project"
     ):
         read_state(step_dir)

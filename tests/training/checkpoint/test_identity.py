@@ -16,6 +16,8 @@ from test_checkpoint import STATE
 from transformers import AutoTokenizer
 
 from errors import UserError
+from models.weights.fingerprint import fingerprint_as_1_1, fingerprint_weights, is_of_1_1
+from models.weights.sources import open_weights
 from models.weights.vocabulary import fingerprint_tokenizer
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.state import Identity
@@ -68,3 +70,26 @@ def test_another_tokenizer_is_named_and_a_state_without_identity_resumes(tmp_pat
     with pytest.raises(UserError, match="resume: the tokenizer was before, is after, whose content differs; "):
         check_resumable(saved, other, tmp_path)
     assert check_resumable(saved, other, tmp_path, allow_changes=True) == ["the tokenizer was before, is after"]
+
+
+def test_a_fingerprint_of_version_1_1_is_compared_in_its_own_form(tmp_path: Path) -> None:
+    source = open_weights(str(save_model(tmp_path / "model", 0)))
+    old, new = fingerprint_as_1_1(source), fingerprint_weights(source)
+    assert is_of_1_1(old) and not is_of_1_1(new)
+    saved = replace(STATE, identity={"base model": Identity(old, "before")}, format=6)
+    same = replace(STATE, identity={"base model": Identity(new, "after", old)})
+    (note,) = check_resumable(saved, same, tmp_path)
+    assert (
+        note == "the base model is that of before by the fingerprint of version 1.1, which does not cover every tensor"
+    )
+    other = replace(STATE, identity={"base model": Identity(new, "after", "0" * 32)})
+    with pytest.raises(UserError, match="resume: the base model was before, is after, whose content differs"):
+        check_resumable(saved, other, tmp_path)
+
+
+def test_another_collator_is_named_unless_an_older_version_saved_the_run(tmp_path: Path) -> None:
+    collator = {"data.collator": "mine with code 12"}
+    with pytest.raises(UserError, match="data.collator was none, is mine with code 12. Give the same"):
+        check_resumable(STATE, replace(STATE, data=collator), tmp_path)
+    notes = check_resumable(replace(STATE, format=6), replace(STATE, data=collator), tmp_path)
+    assert notes == [f"{tmp_path} does not say which data.collator it was trained with"]

@@ -1,0 +1,262 @@
+"""What is stored is found again by what it depends on: a change of any one tensor, file or key leads elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.adapters import build_lora
+from support.configs import build_config
+from support.tiny import save_llama, save_tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from data.components import describe_component
+from data.encoders.kinds import KINDS
+from data.sources.selection import HoldOut, Selection
+from data.storage.rows import RowPlan
+from data.streaming.shards import list_shards
+from models.architecture.lookup import build_layers
+from models.weights.fingerprint import fingerprint_as_1_1, fingerprint_weights
+from models.weights.sources import open_weights
+from training.config.schema import DataConfig
+from training.distributed.ranks import SINGLE_PROCESS
+from training.inputs.datasets import build_encoding
+from training.objectives.registry import describe_objective
+from training.scoring import reference_logprobs
+
+MODULES = {
+    "own_entry": """
+from dataclasses import dataclass
+from own_rules import is_good
+
+@dataclass(frozen=True)
+class Encoder:
+    words: str = "words.txt"
+
+    def encode(self, record, location, tokenizer):
+        import own_lazy
+        return {"input_ids": [1, 2], "labels": [1, 2]}
+
+class Collator:
+    def collate_inputs(self, rows): ...
+    def collate_labels(self, rows): ...
+
+def keep(record, limit=3):
+    return is_good(record)
+
+def read(path="more.jsonl"):
+    yield {"text": "a"}
+""",
+    "own_rules/__init__": "from .inner import is_good\n",
+    "own_rules/inner": """
+from pathlib import Path
+LISTED = Path(__file__).parent / "listed.txt"
+import own_rules.deeper
+
+def is_good(record):
+    return record["text"] in open("allowed.txt").read()
+""",
+    "own_rules/deeper": "LIMIT = 1\n",
+    "own_lazy": "VALUE = 1\n",
+}
+FILES = ("words.txt", "allowed.txt", "own_rules/listed.txt")
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with code of a user's, and the files that it reads; it is the working directory."""
+    for name, source in MODULES.items():
+        (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(source)
+    for name in FILES:
+        (tmp_path / name).write_text("a b c\n")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_any_tensor_of_a_model_is_in_its_fingerprint(tmp_path: Path) -> None:
+    save_llama(tmp_path, num_hidden_layers=1)
+    file = tmp_path / "model.safetensors"
+    # So large that the samples of version 1.1 passed most of the file by
+    tensors = load_file(file) | {f"model.unread.{number}": torch.randn(40_000) for number in range(40)}
+    seen, seen_by_1_1 = set(), set()
+    chosen = [None, *(name for name in tensors if "unread" not in name), *list(tensors)[-12:]]
+    for name in chosen:
+        changed = tensors | ({} if name is None else {name: tensors[name] * 2 + 1})
+        save_file(changed, file, metadata={"format": "pt"})
+        source = open_weights(str(tmp_path))
+        seen.add(fingerprint_weights(source))
+        seen_by_1_1.add(fingerprint_as_1_1(source))
+    assert len(seen) == len(chosen) > len(seen_by_1_1)
+
+
+@pytest.mark.parametrize("form", ["bin", "index"])
+def test_other_forms_of_a_model(tmp_path: Path, form: str) -> None:
+    model = save_llama(tmp_path, num_hidden_layers=1)
+    weights = dict(model.state_dict())
+    if form == "bin":
+        (tmp_path / "model.safetensors").unlink()
+    seen = set()
+    for name in [None, *weights]:
+        if form == "bin":
+            changed = weights | ({} if name is None else {name: weights[name] + 1})
+            torch.save({key: tensor.clone() for key, tensor in changed.items()}, tmp_path / "pytorch_model.bin")
+        else:
+            index = {"metadata": {"note": name}, "weight_map": dict.fromkeys(weights, "model.safetensors")}
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        seen.add(fingerprint_weights(open_weights(str(tmp_path))))
+    assert len(seen) == len(weights) + 1
+
+
+@pytest.mark.parametrize("what", ["encoder", "filter", "records", "collator"])
+def test_any_file_of_a_users_code(own_code: Path, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+    names = {"encoder": "Encoder", "filter": "keep", "records": "read", "collator": "Collator"}
+    spec = {"_target_": f"own_entry.{names[what]}"}
+
+    def describe() -> Any:
+        if what == "records":
+            return describe_component(spec), list_shards([f"own:{json.dumps(spec)}"], "train_file")
+        config = build_config(f"data.{what}={{_target_: {spec['_target_']}}}")
+        key = build_encoding(config, "train_file", tokenizer).compute_key([["train.jsonl"]])
+        return describe_objective(config)["data.collator"] if what == "collator" else key
+
+    before = describe()
+    assert describe() == before
+    for name in [*(f"{name}.py" for name in MODULES), *FILES]:
+        file = own_code / name
+        content = file.read_text()
+        file.write_text(content + "\n" + ("X = 2" if file.suffix == ".py" else "d"))
+        assert describe() != before, name
+        file.write_text(content)
+        assert describe() == before, name
+
+
+def test_a_file_that_a_field_names(own_code: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (own_code / "other.txt").write_text("a")
+    keys = set()
+    for content in ("a", "b"):
+        (own_code / "other.txt").write_text(content)
+        for spec in ("data.encoder={_target_: own_entry.Encoder, words: other.txt}",
+                     "data.filter={_target_: own_entry.keep, limit: [other.txt]}"):  # fmt: skip
+            keys.add(build_encoding(build_config(spec), "train_file", tokenizer).compute_key([]))
+    assert len(keys) == 4
+
+
+def list_others(value: Any) -> list[Any]:
+    """Other values of a key, of the same type."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, Enum):
+        return [each for each in type(value) if each is not value]
+    if isinstance(value, int | float):
+        return [value + 1]
+    if isinstance(value, tuple | list):
+        return [type(value)([*value, "<other>"])]
+    if isinstance(value, dict):
+        return [value | {"other": True}]
+    return ["other {prompt}"] if value is None or isinstance(value, str) else []
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "chat" else pytest.mark.full) for name in KINDS]
+)
+def test_any_field_of_an_encoder(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    encoding = build_encoding(build_config(f"data={name}"), "train_file", tokenizer)
+    encoder: Any = encoding.encoder
+    shown = [field.name for field in fields(encoder) if field.repr]
+    assert {field.name for field in fields(encoder)} - {*shown} <= {"chat_template"}  # whose text the tokenizer has
+    others = [replace(encoder, **{name: value}) for name in shown for value in list_others(getattr(encoder, name))]
+    assert len(others) >= len(shown)
+    keys = {replace(encoding, encoder=each).compute_key([]) for each in (encoder, *others)}
+    assert len(keys) == len(others) + 1
+
+
+def test_any_other_field_of_an_encoding(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoding = build_encoding(build_config(), "train_file", tokenizer)
+    plain = [field.name for field in fields(encoding) if field.name not in ("encoder", "tokenizer", "selection")]
+    others = [replace(encoding, **{name: value}) for name in plain for value in list_others(getattr(encoding, name))]
+    given = {"max_records": 3, "hold_out": HoldOut(fraction=0.1), "takes_held_out": True}
+    # The filter is tested by its code, and the bound follows from the records.
+    assert {field.name for field in fields(Selection)} == {*given, "filter", "bound"}
+    others += [replace(encoding, selection=Selection(**{name: value})) for name, value in given.items()]
+    assert len({each.compute_key([]) for each in (encoding, *others)}) == len(others) + 1
+
+
+def test_every_key_of_the_data_has_its_place() -> None:
+    """A key of `data` is a field of an encoder, or read as one of the others, or no token depends on it."""
+    of_encoders = {field.name for kind in KINDS.values() for field in fields(kind.encoder)}  # type: ignore[arg-type]
+    in_tokenizer, in_encoding = {"chat_template", "special_tokens", "eos_token"}, {"length_policy", "on_bad_record"}
+    in_selection = {"filter", "max_samples", "eval_fraction", "eval_samples"}
+    in_rows, compared_by_resume = {"packing", "mixture_by"}, {"collator", "streaming", "shuffle_block"}
+    without_effect = {"pad_to", "cache_dir", "num_proc"}
+    places = of_encoders | in_tokenizer | in_encoding | in_selection | in_rows | compared_by_resume | without_effect
+    assert {field.name for field in fields(DataConfig)} <= places | {"name", "encoder"}
+
+
+def test_any_field_of_a_plan_of_rows(tmp_path: Path) -> None:
+    plan = RowPlan(64)
+    others = [replace(plan, **{field.name: value}) for field in fields(plan)
+              for value in list_others(getattr(plan, field.name))]  # fmt: skip
+    assert len(others) >= len(fields(plan))
+    assert len({each.folder(tmp_path) for each in (plan, *others)}) == len(others) + 1
+
+
+def test_any_token_and_template_of_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    keys = set()
+    for change in ({}, {"chat_template": "{{ messages }}"}, {"pad_token": "</s>"}):
+        given = {"pad_token": "<pad>", "eos_token": "</s>"} | change
+        again = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **given)
+        keys.add(build_encoding(build_config(), "train_file", again).compute_key([]))
+    assert len(keys) == 3
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_llama(tmp_path / "model", num_hidden_layers=2)
+    return tmp_path / "model"
+
+
+def test_any_key_that_the_reference_is_computed_with(
+    own_code: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_weights(str(model))
+    layers = build_layers(source.config)
+    monkeypatch.setattr(reference_logprobs, "broadcast_from_main", lambda compute, ranks: compute())
+
+    def identify(
+        *overrides: str, attention: str = "sdpa", targets: tuple[str, ...] = ("q_proj",), four: bool = False
+    ) -> str:
+        adapter = replace(build_lora(layers, target_modules=list(targets)), in_4bit=four)
+        return reference_logprobs.compute_model_id(
+            source, build_config(*overrides), attention, adapter.list_quantized(layers), SINGLE_PROCESS
+        )
+
+    in_4bit = ("adapter=lora", "adapter.load_in_4bit=true")
+    found = [
+        identify(),
+        identify("precision=fp32"),
+        identify(attention="eager"),
+        identify("rope_parameters.rope_type=linear", "rope_parameters.factor=2"),
+        identify("data.collator={_target_: own_entry.Collator}"),
+        identify(*in_4bit, four=True),
+        identify(*in_4bit, targets=("model.layers.1.self_attn.q_proj",), four=True),
+    ]
+    assert len(set(found)) == len(found)
+    assert identify("learning_rate=1", "max_steps=3", "adapter=lora", targets=("v_proj",)) == found[0]
