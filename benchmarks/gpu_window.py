@@ -70,10 +70,9 @@ def parse_arguments() -> argparse.Namespace:
 def run_items(window: Window, state: State, arguments: argparse.Namespace) -> None:
     def show(result: Result) -> None:
         state.add(result)
-        print(
-            f"{describe_verdict(result)} | {result.name} | {describe_cells(result)} | {result.seconds:.0f} s",
-            flush=True,
-        )
+        if state.is_done(result.name):  # the table at the end says why others have not run
+            text = f"{describe_verdict(result)} | {result.name} | {describe_cells(result)}"
+            print(f"{text} | {result.seconds:.0f} s", flush=True)
 
     chosen = choose_rows(ITEMS, arguments.rows)
     ends = psutil.Process().create_time() + arguments.budget
