@@ -15,7 +15,7 @@ from models.architecture.lookup import warn_of_length
 from training.build import build_engine, build_eval_loaders, build_loaders, build_online_teacher, prepare_teacher
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
-from training.checkpoint.timeline import find_abandoned, record_start, set_aside
+from training.checkpoint.timeline import announce_start, find_abandoned, record_start, set_aside
 from training.config.schema import Init, RunConfig, to_typed
 from training.config.validate import check_config
 from training.distributed import process
@@ -113,6 +113,7 @@ def train(
     if ranks.is_main:
         folder.acquire_lock()
         discard_requests(folder.path)
+        announce_start(folder, config)
     tokenizer = prepare_data(config, setup, ranks)
     with ranks.phase("measuring this machine"):
         machine = find_run_machine(config, ranks) if ranks.is_main else None  # while the other ranks wait

@@ -84,7 +84,10 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     if config.compile:
         check_compiler(has_accelerator())
     folder = RunFolder(config.output_dir)
-    resume = choose_resume(config.resume, folder.checkpoints)
+    resume = choose_resume(config.resume, folder)
+    if resume not in (config.resume, "latest", None):
+        ranks.say(f"resume=auto: the run in {folder.path} was to start from {resume}, and has saved nothing since")
+        config = dataclasses.replace(config, resume=resume)
     folder.check_usable(config.resume is not None or config.evaluate_only, config.overwrite_output_dir)
     resumable = find_resume(resume, folder.checkpoints, config.trust_checkpoint) if resume else None
     resume_from = resumable.candidates[0] if resumable else None

@@ -83,7 +83,7 @@ def test_a_run_goes_back_and_sets_the_later_steps_aside_at_once(
     (event,) = (event for event in load_page(out / "report.html")["runs"][0]["events"] if event["kind"] == "abandoned")
     names = "global_step6, global_step4, hf-step4, hf"
     assert event["text"] == f"set aside in {aside}: {names}, since the run starts from step 2" and event["step"] == 2
-    run("out", 1, 1, *KEYS, FAST, "resume=latest", "export_steps=[2,4]")
+    run("out", 1, 1, *KEYS, FAST, "resume=auto", "export_steps=[2,4]")
     new = expected()
     assert equal(export_of(out), new) and not equal(new, old)
     assert list_steps(out / "checkpoints") == [2, 4, 6] and read_completed(out)["step"] == 6
@@ -156,6 +156,18 @@ def test_a_start_from_another_folder_ends_in_steps_of_its_own(
         assert 6 in list_steps(out / "checkpoints") and (out / "checkpoints" / "latest").exists()
         assert equal(export_of(out), export_of(other)), name
     assert list_steps(other / "checkpoints") == [2, 4, 6], "and leave that folder as it was"
+
+
+@pytest.mark.full
+def test_a_start_from_another_folder_is_repeated_after_a_crash_before_the_first_save(
+    run: Callable[..., Path], begun: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The error says "continue with resume=auto", which is what a scheduler gives too."""
+    start = f"resume={begun('stop_after_steps=2')}/checkpoints/global_step2"
+    with pytest.raises(WorkerError, match="Failing.on_step has failed at step 3.*continue with resume=auto"):
+        run("other", 1, 1, *KEYS, SLOW, start, FAILING)
+    out = run("other", 1, 1, *KEYS, SLOW, "resume=auto")
+    assert list_steps(out / "checkpoints") == [4, 6] and [line["step"] for line in read_metrics(out)] == [3, 4, 5, 6]
 
 
 @pytest.mark.full

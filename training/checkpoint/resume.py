@@ -21,6 +21,7 @@ from models.storage.manifest import (
     read_manifest,
 )
 from models.storage.steps import find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest, step_of
+from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TEMPORARY_PREFIX, TrainerState
 from training.distributed.ranks import raise_together
 
@@ -42,11 +43,16 @@ class Resumable:
     damages: list[str]
 
 
-def choose_resume(resume: str | None, checkpoints: Path) -> str | None:
-    """Return `latest` for `auto` where a run has saved a checkpoint, else None; other values unchanged."""
+def choose_resume(resume: str | None, folder: RunFolder) -> str | None:
+    """Return what `auto` means; other values unchanged. For a run that was told to start from a checkpoint and has not
+    started, or has saved nothing since, it is that checkpoint; else `latest` if there are any, or None."""
     if resume != "auto":
         return resume
-    return "latest" if list_checkpoints(checkpoints) else None
+    is_saved, started = bool(list_checkpoints(folder.checkpoints)), folder.read_started()
+    has_lost_start = not started.get("has_begun") or not (is_saved or folder.read_completed())
+    if has_lost_start and started.get("resume") is not None:
+        return started["resume"]
+    return "latest" if is_saved else None
 
 
 def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:

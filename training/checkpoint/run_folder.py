@@ -46,11 +46,9 @@ class RunFolder:
 
     def list_exports(self) -> dict[int, Path]:
         """Return the exports of steps of `export_steps` that exist, by step."""
-        found = {int(match[1]): path for path in self.path.glob("*") if (match := self._match_export(path))}
+        pattern = re.compile(rf"{self.export.name}-step(\d+)")
+        found = {int(match[1]): path for path in self.path.glob("*") if (match := pattern.fullmatch(path.name))}
         return dict(sorted(found.items()))
-
-    def _match_export(self, path: Path) -> re.Match[str] | None:
-        return re.fullmatch(rf"{self.export.name}-step(\d+)", path.name)
 
     def check_writable(self) -> None:
         """Check permissions. Raises UserError for a folder that cannot be written."""
@@ -144,8 +142,8 @@ class RunFolder:
     def write_started(self, record: dict[str, Any]) -> None:
         """Write how the run was started, for its restarts.
 
-        record: `resume`, the path of the checkpoint that it was told to start from, or None; `stop_after_steps`;
-        `last_step`, the step that it ends with.
+        record: `resume`, the path of the checkpoint that it was told to start from, or None; `has_begun`, whether it is
+        about to train from there; `stop_after_steps`; `last_step`, the step that it ends with.
         """
         write_atomically(self.started, json.dumps(record, indent=2) + "\n")
 

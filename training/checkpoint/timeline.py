@@ -123,12 +123,22 @@ def set_aside(folder: RunFolder, abandoned: Abandoned) -> Path:
     return place
 
 
+def announce_start(folder: RunFolder, keys: StartKeys) -> None:
+    """Record the checkpoint that the run was told to start from, for a restart of one that dies before `record_start`.
+    Main rank only."""
+    if keys.resume not in CONTINUES:
+        start = {"resume": name_start(keys.resume), "has_begun": False}
+        folder.write_started({**start, "stop_after_steps": None, "last_step": 0})
+
+
 def record_start(folder: RunFolder, keys: StartKeys, resume_from: Path | None, last_step: int) -> None:
     """Record how the run was started, for its restarts: those that continue it keep the checkpoint that it was told to
     start from. Main rank only."""
-    continues = resume_from is not None and keys.resume in CONTINUES
-    named = folder.read_started().get("resume") if continues else name_start(keys.resume)
-    folder.write_started({"resume": named, "stop_after_steps": keys.stop_after_steps, "last_step": last_step})
+    before, named = folder.read_started(), name_start(keys.resume)
+    if resume_from is not None and keys.resume in CONTINUES and before.get("has_begun"):
+        named = before.get("resume")
+    start = {"resume": named, "has_begun": True}
+    folder.write_started({**start, "stop_after_steps": keys.stop_after_steps, "last_step": last_step})
 
 
 def name_start(resume: str | None) -> str | None:

@@ -60,7 +60,7 @@ def discard_requests(output_dir: Path) -> None:
     for name in (STOP_NAME, SAVE_NAME):
         if (output_dir / name).exists():
             (output_dir / name).unlink()
-            console.say(f"{output_dir / name} was there before this run has started: removed, and not acted on")
+            console.say(f"{output_dir / name} was there before this run started: removed, and not acted on")
 
 
 class SignalListener:

@@ -6,13 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_checkpoint import FILES, STATE, write_checkpoint
 
 from errors import UserError
 from training.checkpoint.resume import check_resumable, choose_resume, find_damage, find_resume
+from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
+from training.checkpoint.timeline import announce_start, record_start
 
 
 @pytest.fixture
@@ -195,7 +199,23 @@ def test_another_layout_and_a_longer_schedule_may_continue() -> None:
 
 
 def test_auto_is_latest_where_there_is_one(tmp_path: Path) -> None:
-    assert choose_resume("auto", tmp_path / "not there") is None and choose_resume("auto", tmp_path) is None
-    assert choose_resume(None, tmp_path) is None and choose_resume("elsewhere", tmp_path) == "elsewhere"
-    (tmp_path / "global_step3").mkdir()
-    assert choose_resume("auto", tmp_path) == "latest"
+    folder = RunFolder(tmp_path / "out")
+    assert choose_resume("auto", folder) is choose_resume(None, folder) is None
+    assert choose_resume("elsewhere", folder) == "elsewhere"
+    folder.find_checkpoint(3).mkdir(parents=True)
+    assert choose_resume("auto", folder) == "latest"
+
+
+def test_auto_is_the_named_start_of_a_run_that_has_saved_nothing_since(tmp_path: Path) -> None:
+    """Else a restart would begin a new run, or continue the steps that it was to leave."""
+    keys: Any = SimpleNamespace(resume="/c/global_step2", stop_after_steps=None)
+    folder = RunFolder(tmp_path)
+    folder.find_checkpoint(6).mkdir(parents=True)
+    announce_start(folder, keys)
+    assert choose_resume("auto", folder) == "/c/global_step2" and choose_resume("latest", folder) == "latest"
+    record_start(folder, keys, Path("/c/global_step2"), 9)
+    assert choose_resume("auto", folder) == "latest"
+    folder.find_checkpoint(6).rmdir()
+    assert choose_resume("auto", folder) == "/c/global_step2"
+    folder.write_completed({"step": 9})
+    assert choose_resume("auto", folder) is None, "it has finished, and its checkpoints were removed"

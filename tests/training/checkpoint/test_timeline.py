@@ -17,6 +17,7 @@ from training.checkpoint import timeline
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.timeline import (
     Abandoned,
+    announce_start,
     find_abandoned,
     find_last_step,
     find_own,
@@ -163,11 +164,17 @@ def test_restarts_know_the_checkpoint_that_the_run_was_to_start_from(folder: Run
     start = folder.find_checkpoint(2)
     assert name_start("auto") is name_start("latest") is name_start(None) is None
     record_start(folder, keys(str(start)), start, 9)
-    assert folder.read_started() == {"resume": str(start), "stop_after_steps": None, "last_step": 9}
+    begun = {"resume": str(start), "has_begun": True, "stop_after_steps": None, "last_step": 9}
+    assert folder.read_started() == begun
     record_start(folder, keys("latest"), folder.find_checkpoint(6), 9)
     assert folder.read_started()["resume"] == str(start), "it continues the run that started from there"
     record_start(folder, keys("auto"), None, 9)
     assert folder.read_started()["resume"] is None
+    announce_start(folder, keys(str(start)))
+    announce_start(folder, keys("latest"))
+    assert folder.read_started()["resume"] == str(start) and not folder.read_started()["has_begun"]
+    record_start(folder, keys("latest"), folder.find_checkpoint(6), 9)
+    assert folder.read_started()["resume"] is None, "it never began there"
 
 
 def test_a_run_that_is_continued_ends_where_it_was_to_end(folder: RunFolder) -> None:
