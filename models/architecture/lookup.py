@@ -33,7 +33,7 @@ else follows from the integers: `models/layers/context.py`. The loss takes the h
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -48,7 +48,7 @@ from models.further.table import add_further_layers
 from models.heads.table import put_head
 from models.layers.layer import Layer, Styles, refuse_sharding
 from models.layers.packed_attention import FLASH, VARLEN, find_obstacle
-from models.layers.rope_scaling import DYNAMIC, stretch_positions
+from models.layers.rope_scaling import DYNAMIC, depends_on_length, find_length_limit, stretch_positions
 from models.layers.wrapped import Wrapper
 
 # model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
@@ -84,6 +84,15 @@ def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> li
     proof = importlib.import_module("models.generic.wrapped_proof")
     proof.prove(config, wrapper, _load_architecture(config).build_layers)
     return name_wrapped_pieces(config, layers, wrapper)
+
+
+def remove_undeclared(config: PretrainedConfig, given: Collection[str], kept: Collection[str]) -> None:
+    """Remove fields of config.json that the model ignores, since its family's class does not declare them; does nothing
+    for families without a file, whose config is proven as it is. given, kept: the names in config.json, and those that
+    this project reads. Raises UserError for a field that the model of `transformers` obeys."""
+    if config.model_type in ARCHITECTURES:
+        family, undeclared = _load_architecture(config), importlib.import_module("models.generic.undeclared")
+        undeclared.remove_undeclared(config, given, kept, family.build_layers, _list_attention(config))
 
 
 def choose_attention(
@@ -146,7 +155,8 @@ def choose_experts(
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
-    """Check that samples fit the model's table of positions. Raises UserError for longer ones."""
+    """Check that samples fit the model's table of positions, and that their angles do not depend on what else is in a
+    micro-batch. Raises UserError for longer ones."""
     family = _load_architecture(config)
     if hasattr(family, "count_positions"):
         known = family.count_positions(config)
@@ -156,6 +166,15 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
         raise UserError(
             f"max_seq_length={max_seq_length}, but this '{config.model_type}' has a table of {known} positions; "
             f"give at most max_seq_length={known}"
+        )
+    if config.model_type in ARCHITECTURES or not depends_on_length(config):
+        return
+    limit, _ = find_length_limit(config)
+    if max_seq_length > limit:
+        raise UserError(
+            f"max_seq_length={max_seq_length}: the rotary positions of this '{config.model_type}' change with the "
+            f"longest row of a batch beyond {limit} tokens, so a sample's loss would depend on the others; give at "
+            f"most max_seq_length={limit}"
         )
 
 

@@ -14,8 +14,8 @@ from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import StagedFolder, copy_small_files
 from models.storage.tensor_files import load_json
-from models.weights.config_file import DTYPE_KEYS, describe_config
-from models.weights.vocabulary import UNPADDED, SpecialTokens, update_token_ids
+from models.weights.config_file import DTYPE_KEYS, UNPADDED, describe_config
+from models.weights.vocabulary import SpecialTokens, update_token_ids
 
 
 def write_model_files(

@@ -97,12 +97,16 @@ def run_layers(
     config: PretrainedConfig,
     position_ids: torch.Tensor | None = None,
     targets: torch.Tensor | None = None,
+    segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[tuple[Layer, nn.Module]]]:
     """Run the layers one after the other in the dtype of the weights, and return the loss, and the layers that own
-    weights with their modules. position_ids: one document per row by default. targets: the next tokens by default."""
+    weights with their modules. position_ids: one document per row by default. targets: the next tokens by default.
+    segment_ids: no padding by default."""
     if position_ids is None:
         position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
-    activations: Any = (input_ids, position_ids, torch.ones_like(input_ids, dtype=torch.int32))
+    if segment_ids is None:
+        segment_ids = torch.ones_like(input_ids, dtype=torch.int32)
+    activations: Any = (input_ids, position_ids, segment_ids)
     modules: list[tuple[Layer, nn.Module]] = []
     shared: dict[str, nn.Module] = {}
     for layer in layers:

@@ -24,12 +24,13 @@ from models.layers.documents import (
     locate_documents,
     locate_rows,
     locate_tokens,
+    measure_documents,
     number_chunks,
     number_documents,
 )
 from models.layers.packed_attention import FLASH, VARLEN
 from models.layers.recurrent import DocumentBatches, batch_documents
-from models.layers.rope_scaling import depends_on_length
+from models.layers.rope_scaling import depends_on_length, find_length_limit
 from models.parallel.blocks import SequenceMask
 from models.parallel.shard import NO_CP, ContextParallel
 
@@ -67,6 +68,7 @@ class MicroBatchContext:
         self.tokens: TokenDocuments | None = None
         self.batches: DocumentBatches | None = None
         self._position_ids: torch.Tensor | None = None
+        self._segment_ids: torch.Tensor | None = None
         self._own_positions: torch.Tensor | None = None
         self._shared: dict[str, Any] = {}
         self._by_type: dict[str, dict[str, Any]] = {}
@@ -87,7 +89,7 @@ class MicroBatchContext:
         position_ids = inputs[1]
         with _disable_current_modes():
             if position_ids is not self._position_ids:
-                self._position_ids = position_ids
+                self._position_ids, self._segment_ids = position_ids, inputs[2]
                 self._numbers = number_documents(position_ids, self.bounds)
                 own = self._take_part(inputs)
                 self.tokens = self._locate_tokens(inputs[2]) if self.locates_tokens else None
@@ -128,16 +130,30 @@ class MicroBatchContext:
     def _compute_angles(self, rotary: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> Any:
         """Return the rotary embedding's output for the part's positions, usually two tensors [B, T, head_dim].
 
-        Where angles depend on the longest document, the whole sequence is used, and nothing is kept:
-        `dynamic_rope_update` of `transformers` (5.23) would continue with the frequencies of the longest batch so far.
+        Where they depend on the length of a document, each document has the angles that it has alone, and nothing is
+        kept: `dynamic_rope_update` of `transformers` (5.23) takes the longest row, padding included, and continues with
+        the frequencies of the longest batch so far.
         """
         rotary.to(hidden_states.device)
         if not depends_on_length(self.config):
             return rotary(hidden_states, position_ids=position_ids)
-        setattr(rotary, "max_seq_len_cached", 0)  # noqa: B010  # a plain attribute of a module
-        angles = rotary(hidden_states, position_ids=self._position_ids)
-        part = self.sequence_part.take
-        return part(angles) if isinstance(angles, torch.Tensor) else tuple(map(part, angles))
+        assert self._position_ids is not None and self._segment_ids is not None
+        lengths = measure_documents(self._position_ids, self._segment_ids)
+        limit, is_stepwise = find_length_limit(self.config)
+        positions = self._position_ids
+        angles = _list_tensors(_compute_for_length(rotary, hidden_states, positions.clamp(max=limit - 1), limit))
+        if is_stepwise:  # other frequencies beyond the limit, the same for all lengths
+            longer = [(lengths > limit, positions, limit + 1)]
+        else:  # the host waits for the device here: each length has frequencies of its own
+            longer = [
+                (lengths == length, positions.clamp(max=length - 1), length)
+                for length in lengths[lengths > limit].unique().tolist()
+            ]
+        for chosen, clamped, length in longer:
+            others = _list_tensors(_compute_for_length(rotary, hidden_states, clamped, length))
+            angles = [torch.where(chosen[..., None], new, old) for new, old in zip(others, angles, strict=True)]
+        parts = tuple(map(self.sequence_part.take, angles))
+        return parts if len(parts) > 1 else parts[0]
 
     def build_mask(self, inputs: Activations, attention_type: str) -> torch.Tensor | BlockMask | None:
         """Return the mask of one type of attention, in the form that the attention implementation takes.
@@ -215,6 +231,19 @@ class MicroBatchContext:
 
     def _find_window(self, attention_type: str) -> int | None:
         return self.config.sliding_window if attention_type == "sliding_attention" else None
+
+
+def _compute_for_length(rotary: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor, length: int) -> Any:
+    """Return the rotary embedding's output for positions of rows that have this many tokens, whatever the positions:
+    the module takes the length from the largest one, so that one is appended."""
+    setattr(rotary, "max_seq_len_cached", 0)  # noqa: B010  # a plain attribute of a module
+    last = position_ids.new_full((len(position_ids), 1), length - 1)
+    angles = rotary(hidden_states, position_ids=torch.cat([position_ids, last], dim=1))
+    return tuple(each[:, :-1] for each in _list_tensors(angles))
+
+
+def _list_tensors(angles: Any) -> list[torch.Tensor]:
+    return [angles] if isinstance(angles, torch.Tensor) else list(angles)
 
 
 def _describe_all(inputs: Activations) -> Activations:

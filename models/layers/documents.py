@@ -54,6 +54,14 @@ class Documents(NamedTuple):
     window: int | None
 
 
+def measure_documents(position_ids: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+    """Return int64 [B, T]: the number of tokens of each token's document; arbitrary for padding."""
+    segments = segment_ids.long()
+    longest = segments.new_zeros(len(segments), segments.shape[1] + 1)
+    longest = longest.scatter_reduce(1, segments, (position_ids + 1) * (segments > 0), "amax")
+    return longest.gather(1, segments)
+
+
 class TokenDocuments(NamedTuple):
     """The document of each token, for means over documents. The N tokens of a micro-batch are its rows end to end.
 

@@ -98,6 +98,20 @@ def depends_on_length(config: PretrainedConfig) -> bool:
     return any(kind.get("rope_type") in BY_LENGTH for kind in kinds)
 
 
+def find_length_limit(config: PretrainedConfig) -> tuple[int, bool]:
+    """Return the length of documents up to which angles depend on positions alone, and whether all longer ones have the
+    same frequencies. For a config whose angles depend on the length."""
+    rope = config.rope_parameters
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") in BY_LENGTH]
+    limits = [
+        kind.get(_LENGTH) or config.max_position_embeddings
+        if kind["rope_type"] == LONG
+        else config.max_position_embeddings
+        for kind in kinds
+    ]
+    return int(min(limits)), all(kind["rope_type"] == LONG for kind in kinds)
+
+
 def check_fields(given: Mapping[str, Any]) -> None:
     """Check the fields that can be checked without the model. Raises UserError."""
     types = ", ".join(_FIELDS)

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from errors import UserError
-from models.architecture.lookup import is_supported, unsupported
+from models.architecture.lookup import is_supported, remove_undeclared, unsupported
+from models.further.table import FURTHER_LAYERS, TRAINED
 from models.layers.rope_scaling import name_for_version_4
 from models.layers.wrapped import TEXT_CONFIG, Wrapper, unwrap
 from models.storage.tensor_files import load_json
@@ -17,6 +18,9 @@ from models.weights.quantized import QUANTIZATION_CONFIG, parse_quantization
 
 # They describe the files that were read, and not those that are written: the layers come from `models/`, dequantized
 _OF_LOADED_FILES = ("auto_map", QUANTIZATION_CONFIG)
+UNPADDED = "unpadded_vocab_size"  # how many rows a padded vocabulary uses
+PASSTHROUGH_TENSORS = "passthrough_tensors"  # how many tensors the file next to config.json holds
+_KEPT = (UNPADDED, PASSTHROUGH_TENSORS, TRAINED, *FURTHER_LAYERS)
 DTYPE_KEYS = ("dtype", "torch_dtype")  # since transformers 4.56, and before
 
 
@@ -74,6 +78,10 @@ def parse_model(fields: dict[str, Any], file: Path) -> tuple[PretrainedConfig, W
     if not is_supported(text):
         within = f" in a '{model_type}'" if wrapper is not None else ""
         raise UserError(f"{file}: {unsupported(text.model_type, within)}")
+    try:
+        remove_undeclared(text, fields.get(TEXT_CONFIG, fields) if wrapper is not None else fields, _KEPT)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     return text, wrapper
 
 

@@ -24,10 +24,10 @@ from models.layers.wrapped import Wrapper
 from models.storage.manifest import HashedFile, write_manifest
 from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
 from models.storage.tensor_files import open_safetensors
+from models.weights.config_file import PASSTHROUGH_TENSORS
 from models.weights.source import WeightSource
 
 PASSTHROUGH_NAME = "carried.safetensors"
-PASSTHROUGH_TENSORS = "passthrough_tensors"  # in config.json next to it: how many tensors it holds
 
 
 class Passthrough(NamedTuple):

@@ -16,10 +16,8 @@ from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import TOKENIZER_FILES, has_tokenizer
 from models.storage.hub import split_revision
 from models.storage.tensor_files import load_json
-from models.weights.config_file import parse_model
+from models.weights.config_file import UNPADDED, parse_model
 from models.weights.source import WeightSource
-
-UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocabulary uses
 
 
 @dataclass(frozen=True)
