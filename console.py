@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -34,26 +35,35 @@ _alive: list[Progress] = []  # the last of them is visible
 
 
 def stream() -> TextIO:
-    """Returns the stream that the person reads."""
-    found = _kept or sys.__stderr__
-    assert found is not None
-    return found
+    """Returns the stream that the person reads; where there is none, as after `2>&-`, one that nobody reads."""
+    return _kept or sys.__stderr__ or _open_nowhere()
+
+
+@cache
+def _open_nowhere() -> TextIO:
+    return open(os.devnull, "w")
 
 
 def redirect_to_console(log: Path) -> None:
     """Redirects stdout and stderr of this process, native libraries included, to `log`; output of this module is not
     redirected."""
     global _kept
-    screen = io.BufferedWriter(_Screen(os.dup(stream().fileno()), "w"))
-    _kept = io.TextIOWrapper(screen, stream().encoding, errors="backslashreplace", line_buffering=True)
+    _kept = open_unfailing(os.dup(stream().fileno()), stream().encoding)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
 
-class _Screen(io.FileIO):
-    """A terminal, or a pipe, that may go away: Ctrl-C ends the `tee` of `deepspeed ... | tee log` too, and what nobody
-    reads must not keep a run from its save."""
+def open_unfailing(file: int | Path, encoding: str = "utf-8") -> TextIO:
+    """Opens a file, by its path or descriptor, for output that may get lost, but must not end a run: a log on a full
+    disk, a screen that has gone away."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Unfailing(file, "a")), encoding, errors="backslashreplace", line_buffering=True
+    )
+
+
+class _Unfailing(io.FileIO):
+    """Drops what cannot be written. Ctrl-C ends the `tee` of `deepspeed ... | tee log` too, before a run has saved."""
 
     def write(self, data: Any) -> int:
         try:
@@ -143,6 +153,12 @@ def report_progress() -> None:
     """Notifies the listeners; for work that takes long and shows no bar, such as reading one large file."""
     for listener in _listeners:
         listener()
+
+
+def describe_progress() -> str:
+    """Returns how far the innermost task of this process is, such as "saving step 8: 40% of 1.20GB"; empty without
+    one."""
+    return f"{_alive[-1]._what}: {_alive[-1]._describe()}" if _alive else ""
 
 
 class Progress:

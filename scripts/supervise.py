@@ -269,10 +269,25 @@ def supervise(
 
 
 def say(text: str) -> None:
-    print(f"supervise: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"supervise: {text}", file=sys.stderr, flush=True)
+    except OSError:  # nobody reads it any more, and the run goes on
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+
+
+def open_closed_streams() -> None:
+    """Opens the null device in place of standard streams that this process was started without (`2>&-`): the next file
+    that is opened would get the number of one, and what a run prints."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
 def main() -> None:
+    open_closed_streams()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True, help="that of the run")
     parser.add_argument("--max_restarts", type=int, default=3)

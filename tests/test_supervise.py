@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -204,3 +205,14 @@ def test_a_named_checkpoint_is_the_start_until_the_run_has_started_from_it(tmp_p
 def test_resume_is_never_said_twice(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)
     assert build_restart(["run", "resume=latest", "x=1"], tmp_path) == ["run", "x=1", "resume=auto"]
+
+
+def test_a_screen_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
+    """Neither a reader that goes away nor a stderr that is closed from the start."""
+    for place, redirection in (("gone", "2> >(true)"), ("closed", "2>&-")):
+        out = tmp_path / place
+        out.mkdir()
+        words = shlex.join(command(out, "fail,fail,finish"))
+        ended = subprocess.run(["bash", "-c", f"{words} {redirection}"], capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stdout) == (0, "")
+        assert len((out / "starts.jsonl").read_text().splitlines()) == 3

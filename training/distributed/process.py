@@ -213,7 +213,7 @@ def redirect_output_to_log(file: Path, ranks: Ranks) -> None:
     warnings are also shown on the screen, each once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     console.redirect_to_console(file)
-    sys.stdout = open(file, "a", buffering=1)
+    sys.stdout = console.open_unfailing(file)
     root = logging.getLogger()
     held, root.handlers = root.handlers, [logging.StreamHandler(sys.stdout)]
     if ranks.is_main:

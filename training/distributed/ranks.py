@@ -22,6 +22,9 @@ from errors import UserError, explain_refusal
 SECONDS_FOR_ANOTHER_TO_REPORT = 10
 _TRIED_PORTS = 50
 _FIRST_HANDED_OUT = 32_768  # to connections, by Linux as it is
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")  # which srun sets for each task
+# Where exceptions of a collective are raised, which is C++ called from one of these modules or from those below them.
+_COMMUNICATION = ("torch.distributed", "torch.autograd", "deepspeed", "models.parallel.exchanges")
 # Messages of gloo and torch's store when the process at the other end is gone.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by peer|broken pipe|connection was (closed|reset)|failed to recv|recvvalue failed",
@@ -59,7 +62,8 @@ def read_ranks() -> Ranks:
     """Read the ranks from the variables that `deepspeed`, `torchrun` or `srun` set. Without any, the process is alone,
     and torch's variables are set.
 
-    Raises UserError when `srun` spans several hosts and MASTER_ADDR does not name the main one.
+    Raises UserError when `srun` spans several hosts and MASTER_ADDR does not name the main one, and when its variables
+    are incomplete.
     """
     # In a batch script itself the latter is not set: the process is alone.
     if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -99,13 +103,19 @@ def _translate_slurm() -> None:
     """Translate srun's variables into those that torch reads."""
     environ = os.environ
     if "MASTER_ADDR" not in environ:
-        if int(environ["SLURM_STEP_NUM_NODES"]) > 1:
+        if environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
             raise UserError(
                 "srun on several hosts needs MASTER_ADDR, the first host of the job; scripts/slurm.sh sets it"
             )
         environ["MASTER_ADDR"] = "127.0.0.1"
+    missing = [name for name in _SLURM if name not in environ]
+    if missing:
+        raise UserError(
+            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']} is set, as srun does, and {', '.join(missing)} "
+            "not; start the run with srun (scripts/slurm.sh), or without srun's variables: env -u SLURM_STEP_NUM_TASKS"
+        )
     # Jobs that share a host get different ports.
-    environ.setdefault("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000))
+    environ.setdefault("MASTER_PORT", str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000))
     tasks_per_node = environ["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]  # "8(x4)"
     environ.update(
         RANK=environ["SLURM_PROCID"],
@@ -131,18 +141,27 @@ def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = No
         known = (
             error if isinstance(error, UserError) else explain_refusal(error) if isinstance(error, OSError) else None
         )
-        if known is None and log is not None:
-            with open(log, "a") as stream:
-                traceback.print_exception(error, file=stream)
+        trace = "" if known is not None or log is None else _keep_trace(error, log)
         if not reports or is_lost_peer(error):
             time.sleep(SECONDS_FOR_ANOTHER_TO_REPORT)
         if known is None and log is None:
             raise
         if reports:
             where = f" (rank {ranks.rank})" if log is not None and ranks.world_size > 1 else ""
-            text = f"{_describe_unexpected(error)}; the stack trace is in {log}" if known is None else _message(known)
+            text = f"{_describe_unexpected(error)}; {trace}" if known is None else _message(known)
             console.say_last(f"\nerror{where}: {text}\n")
         sys.exit(1)
+
+
+def _keep_trace(error: Exception, log: Path) -> str:
+    """Write the stack trace to the log. Returns, in words, where it is: with it where the disk takes nothing more."""
+    try:
+        with open(log, "a") as stream:
+            traceback.print_exception(error, file=stream)
+    except OSError as refused:
+        trace = "".join(traceback.format_exception(error))
+        return f"{log} cannot be written ({refused.strerror or refused}), so this is its stack trace:\n{trace}"
+    return f"the stack trace is in {log}"
 
 
 def _describe_unexpected(error: Exception) -> str:
@@ -159,8 +178,22 @@ def _message(error: Exception) -> str:
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Returns whether a collective has failed because the process at the other end is gone."""
-    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+    """Returns whether a collective has failed because the process at the other end is gone. Code of a user, which may
+    use a network too, raises exceptions of the same text elsewhere."""
+    return isinstance(error, RuntimeError) and names_lost_peer(error) and _raised_in(error).startswith(_COMMUNICATION)
+
+
+def names_lost_peer(error: RuntimeError) -> bool:
+    """Returns whether the exception of a collective says that the process at the other end is gone."""
+    return _LOST_PEER.search(str(error)) is not None
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return the name of the module that has raised an exception, or has called the C++ that has."""
+    name = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = frame.f_globals.get("__name__", "")
+    return name
 
 
 def raise_together(error: UserError | None) -> None:

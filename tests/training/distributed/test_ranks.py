@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.workers import WorkerGroup
 
 from errors import UserError
 from training.distributed import ranks as ranks_module
@@ -73,10 +75,25 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
         assert find_free_port() != port
 
 
+def test_a_variable_of_srun_without_the_others_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
+    with pytest.raises(UserError, match="SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE not; start the run with srun"):
+        read_ranks()
+
+
 def test_srun_on_several_hosts_needs_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"})
     with pytest.raises(UserError, match="needs MASTER_ADDR.*scripts/slurm.sh"):
         read_ranks()
+
+
+def raised_in(module: str, error: Exception) -> Exception:
+    """The exception, once code of that module has raised it."""
+    try:
+        exec("raise error", {"__name__": module, "error": error})
+    except Exception as caught:
+        return caught
+    raise AssertionError
 
 
 def fail(error: BaseException, ranks: Ranks, **options: Any) -> int:
@@ -123,18 +140,30 @@ LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1
 
 
 @pytest.mark.parametrize(
-    "error, seconds", [(RuntimeError(LOST), [10]), (RuntimeError("shape mismatch"), []), (KeyError("x"), [])]
+    "module, error, seconds",
+    [
+        ("torch.distributed.distributed_c10d", RuntimeError(LOST), [10]),
+        ("models.parallel.exchanges", RuntimeError(LOST), [10]),
+        ("my.callbacks", RuntimeError("Connection reset by peer"), []),  # to a tracker, say
+        ("torch._utils", RuntimeError("Connection reset by peer"), []),  # in a data worker
+        ("torch.distributed.distributed_c10d", RuntimeError("shape mismatch"), []),
+        ("torch.distributed.distributed_c10d", KeyError("x"), []),
+    ],
 )
 def test_a_bug_keeps_its_trace_and_a_lost_peer_waits_to_be_ended(
-    naps: list[float], error: Exception, seconds: list[int]
+    naps: list[float], module: str, error: Exception, seconds: list[int]
 ) -> None:
     with pytest.raises(type(error)), exit_on_user_error(OTHER):
-        raise error
+        raise raised_in(module, error)
     assert naps == seconds
 
 
 BUGS = [
-    (RuntimeError(f"{LOST}\nsecond line"), [10], "another rank has ended, and its message is the cause"),
+    (
+        raised_in("torch.distributed", RuntimeError(f"{LOST}\nsecond line")),
+        [10],
+        "another rank has ended, and its message is the cause",
+    ),
     (ValueError("a bug\nsecond line"), [], "ValueError: a bug"),
     (KeyError(), [], "KeyError: no message"),
 ]
@@ -154,6 +183,37 @@ def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
         and "in fail\n    raise error" in log.read_text()
         and str(error) in log.read_text()
     )
+
+
+def test_on_a_full_disk_the_cause_and_its_trace_are_on_the_screen(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    assert fail(ValueError("the cause"), OTHER, log=Path("/dev/full")) == 1
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "\nerror (rank 1): ValueError: the cause; /dev/full cannot be written (No space left on device), so this is "
+        "its stack trace:\nTraceback"
+    )
+    assert "in fail\n    raise error" in said
+
+
+def fail_to_meet() -> bool:
+    """On rank 0: whether the error of a collective whose other rank has ended is taken for that."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return ranks_module.is_lost_peer(error)
+
+
+def test_a_peer_that_is_lost_is_known_by_a_real_error(tmp_path: Path) -> None:
+    with closing(WorkerGroup(2, tmp_path)) as group:
+        group.send(fail_to_meet)
+        assert group._answer(0) == (True, True)
 
 
 @pytest.mark.parametrize(
