@@ -201,11 +201,10 @@ def _resolve(hardware: str, overrides: Sequence[str]) -> tuple[Any, Any, Any]:
 
 
 def _fits(hardware: str, overrides: Sequence[str]) -> bool:
-    import psutil
-
+    from training.distributed.host_memory import measure_host_memory
     from training.planner.run import build_plan
 
-    host_memory = psutil.virtual_memory().total / GIB  # of this host; the file assumes one
+    host_memory = measure_host_memory() / GIB  # of this host; the file assumes one
     config, model, machine = _resolve(hardware, [*overrides, f"hardware.host_memory={host_memory}"])
     return build_plan(config, model, machine).fits
 

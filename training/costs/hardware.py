@@ -13,6 +13,7 @@ import torch
 from errors import UserError
 from training.config.precision import DTYPES
 from training.config.schema import Device, HardwareConfig, Precision
+from training.distributed.host_memory import measure_host_memory
 
 GIB = 2**30
 GB = 10**9
@@ -80,7 +81,7 @@ def list_stated(hardware: HardwareConfig) -> set[str]:
 def _measure(precision: Precision, world_size: int) -> dict[str, Any]:
     """Measure every field that can be null."""
     cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    memory = measure_host_memory() / GIB
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, cores // world_size))
     share = min(1.0, cores / world_size)  # more ranks than cores share them
