@@ -16,8 +16,10 @@ import signal
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
 from console import progress
 from errors import UserError, explain_refusal
+from interpreter import check_interpreter
 from models.conversion.convert import DTYPES, WriteOptions, convert_to_pipeline, export_hugging_face
 from models.storage.folders import check_output_dir, has_tokenizer
 from models.weights.passthrough import find_passthrough
@@ -32,6 +34,7 @@ def main() -> int:
     """Returns the exit code: 0, or 1 after one line on stderr that says what to fix."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave through the code that cleans up
     try:
+        check_interpreter()
         convert(build_parser().parse_args())
     except (UserError, OSError) as error:
         reason = error if isinstance(error, UserError) else explain_refusal(error)

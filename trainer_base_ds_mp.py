@@ -18,6 +18,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
+from interpreter import check_interpreter
 from training.cli.command_line import asks_for_completion, asks_for_sweep, check_command_line, clean_arguments
 from training.cli.help import render_help
 from training.cli.sweep import build_launch, plan_sweep, run_sweep
@@ -74,6 +76,7 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     set_allocator_defaults()
     with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("RANK", "0") == "0"):
+        check_interpreter()
         check_internals(package="hydra-core")
     if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
         sys.exit(sweep())

@@ -86,6 +86,7 @@ def load_lora_config(path: Path) -> LoraConfig:
     modules = fields.get("target_modules")
     if not isinstance(modules, list) and not (modules is None and fields.get("target_parameters")):
         raise UserError(f"{path / ADAPTER_CONFIG} has target_modules={modules!r}; write a list of names there")
+    _check_numbers(path / ADAPTER_CONFIG, fields)
     try:
         return LoraConfig.from_pretrained(str(path))
     except Exception as error:  # peft validates with types of its own
@@ -110,6 +111,26 @@ def has_own_head(tensors: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -
     if head is None or layers[-1].owns_weights:
         return False
     return embedding is None or not torch.equal(head, embedding)
+
+
+def _check_numbers(file: Path, fields: Mapping[str, Any]) -> None:
+    """Raise UserError for a number that peft does not check before it builds or scales matrices with it."""
+    ranks = {
+        "r": fields.get("r", 8),
+        **{f"rank_pattern.{key}": r for key, r in (fields.get("rank_pattern") or {}).items()},
+    }
+    alphas = {"lora_alpha": fields.get("lora_alpha", 8)}
+    alphas |= {f"alpha_pattern.{key}": alpha for key, alpha in (fields.get("alpha_pattern") or {}).items()}
+    wrong = {name: "a whole number from 1" for name, r in ranks.items() if type(r) is not int or r < 1}
+    wrong |= {
+        name: "a number above 0" for name, alpha in alphas.items() if type(alpha) not in (int, float) or alpha <= 0
+    }
+    dropout = fields.get("lora_dropout", 0)
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        wrong["lora_dropout"] = "a number from 0 to below 1"
+    for name, wanted in wrong.items():
+        value = {**ranks, **alphas, "lora_dropout": dropout}[name]
+        raise UserError(f"{file} has {name}={value!r}; it has to be {wanted}")
 
 
 def read_tensors(tensors: Mapping[str, torch.Tensor]) -> ReadAdapter:

@@ -115,14 +115,20 @@ def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Pa
 
 
 def _check_override(override: str) -> None:
-    """Raise UserError for what Hydra accepts silently: a key that nothing reads, added with `+`, and a removed one."""
+    """Raise UserError for what Hydra accepts silently: a key that nothing reads, added with `+`, a removed one, and an
+    interpolation, which a path of data that is called so would become."""
     if override.startswith("~"):
         raise UserError(
             f"{override}: keys cannot be removed; give it another value, or null where conf/base.yaml allows it"
         )
-    key, equals, _ = override.partition("=")
+    key, equals, value = override.partition("=")
     if not equals:
         raise UserError(f"'{override}' is not of the form key=value; conf/base.yaml lists the keys")
+    if "${" in value:
+        raise UserError(
+            f"{override}: ${{...}} on the command line is neither replaced nor taken as text; write the value itself, "
+            "or a shell variable outside of single quotes"
+        )
     key = key.lstrip("+").partition("@")[0]
     group = key.partition(".")[0]
     is_open = group in _open_groups() or any(key.startswith(f"{each}.") for each in _open_keys())

@@ -193,3 +193,11 @@ def test_a_user_defined_folder_is_searched_too(tmp_path: Path) -> None:
     own = "chat, classification, embedding, preference, pretrain, process_reward, quiz, rerank, sft"
     with pytest.raises(UserError, match=f"data=quizz: there is no conf/data/quizz.yaml; there are {own}"):
         check_command_line([*given[:-1], "data=quizz"], CONF, "base")
+
+
+@pytest.mark.parametrize("line", ["'output_dir=a${oc.env:HOME}b'", "'data.cache_dir=${output_dir}/cache'"])
+def test_an_interpolation_is_refused(line: str) -> None:
+    assert message_of(line) == (
+        f"{shlex.split(line)[0]}: ${{...}} on the command line is neither replaced nor taken as text; write the value "
+        "itself, or a shell variable outside of single quotes"
+    )
