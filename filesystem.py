@@ -10,10 +10,14 @@ import ctypes
 import errno
 import filecmp
 import json
+import logging
 import os
 import secrets
-from collections.abc import Callable
+import shutil
+import socket
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import xxhash
@@ -24,6 +28,8 @@ from console import report_progress
 _CHUNK = 8 * 2**20  # bytes that are hashed at a time
 _END = 2**20  # bytes
 _BLOCK = 2**16  # bytes
+_CANNOT_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_warned: set[int] = set()  # file systems that cannot sync folders
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
@@ -31,9 +37,47 @@ def sync_to_disk(path: Path) -> None:
     """Waits until a file's bytes, or a folder's own entries (names), are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        wait_for_disk(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def wait_for_disk(descriptor: int, path: Path) -> None:
+    """Waits until an open file or folder is on disk. All waiting for disks is done here, so that the watchdog can
+    distinguish a slow disk from a rank that is stuck. Some file systems cannot sync folders: that is reported once."""
+    try:
+        _fsync(descriptor, path, os.fstat(descriptor).st_size)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC or not path.is_dir():
+            raise
+        _warn_of_folders(os.fstat(descriptor).st_dev, path)
+
+
+def _fsync(descriptor: int, path: Path, num_bytes: int) -> None:
+    """path, num_bytes: for `find_flushed`."""
+    os.fsync(descriptor)
+
+
+def find_flushed(frames: Iterable[FrameType]) -> tuple[Path, int] | None:
+    """Returns what one of the threads with these stacks waits for a disk to take, and its bytes; None where none
+    does."""
+    for innermost in frames:
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is _fsync.__code__:
+                return frame.f_locals["path"], frame.f_locals["num_bytes"]
+            frame = frame.f_back
+    return None
+
+
+def _warn_of_folders(device: int, path: Path) -> None:
+    """device: the file system, of which one folder is named."""
+    if device not in _warned:
+        _warned.add(device)
+        logging.getLogger(__name__).warning(
+            "%s is on a file system that cannot sync folders: what is saved is safe from the end of a process, but "
+            "perhaps not from that of its host", path,
+        )  # fmt: skip
 
 
 def write_atomically(file: Path, content: str | Callable[[Any], object], writer: str = "") -> None:
@@ -49,9 +93,27 @@ def write_atomically(file: Path, content: str | Callable[[Any], object], writer:
         else:
             stream.write(content.encode())
         stream.flush()
-        os.fsync(stream.fileno())
+        wait_for_disk(stream.fileno(), temporary)
     os.replace(temporary, file)
     sync_to_disk(file.parent)
+
+
+def publish_folder(temporary: Path, folder: Path) -> None:
+    """Gives a complete folder its name, in one rename. Where a process of another host has been first, its folder
+    stays, and `temporary` is deleted: both hold the same."""
+    try:
+        os.rename(temporary, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        shutil.rmtree(temporary)
+    sync_to_disk(folder.parent)
+
+
+def name_of_this_host(path: Path, ending: str) -> Path:
+    """Returns a name next to `path` that processes of other hosts do not use: on some shared file systems locks are
+    known to one host alone (Lustre's localflock, NFS's local_lock)."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{ending}")
 
 
 def write_page(file: Path, template: Path, content: object) -> None:

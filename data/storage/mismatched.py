@@ -6,7 +6,6 @@ same index is taken. It depends on the data alone, so the reference model's log-
 other prompt is cut.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from data.storage.cache import lock_folder
 from data.storage.rows import RowPlan, copy_rows
 from data.storage.tokenized import TokenizedDataset, TokenizedWriter, find_damage, load_summary
 from errors import UserError
+from filesystem import name_of_this_host, publish_folder
 
 _BATCH = 1000  # samples
 
@@ -66,7 +66,7 @@ def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool)
 def _write(path: Path, folder: Path, key: str, max_seq_length: int, samples_per_record: int) -> None:
     dataset, summary = TokenizedDataset(path, True, True), load_summary(path)
     others = _choose_others(dataset, key, samples_per_record)
-    temporary = folder.with_suffix(".tmp")
+    temporary = name_of_this_host(folder, "tmp")
     for each in (temporary, folder):
         shutil.rmtree(each, ignore_errors=True)
     temporary.mkdir()
@@ -83,7 +83,7 @@ def _write(path: Path, folder: Path, key: str, max_seq_length: int, samples_per_
             writer.append(columns, 0)
         counted = replace(summary, num_tokens=writer.num_tokens, num_targets=writer.num_targets)
         writer.finish(replace(counted, fingerprints=writer.fingerprints))
-    os.rename(temporary, folder)
+    publish_folder(temporary, folder)
 
 
 def _choose_others(dataset: TokenizedDataset, key: str, samples_per_record: int) -> np.ndarray:

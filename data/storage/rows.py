@@ -8,7 +8,6 @@ P pieces (what one row holds of one sample), R rows, T tokens of a row.
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from data.storage.packing import Pieces, concatenate, lay_singly, pack_best_fit
 from data.storage.reference import load_reference
 from data.storage.tokenized import TokenizedDataset, column_file, map_column
 from errors import UserError
-from filesystem import sync_to_disk
+from filesystem import name_of_this_host, publish_folder
 
 PIECE_COLUMNS = ("sample_id", "start", "stop")  # int64 [P]
 ROW_COLUMNS = ("length", "num_targets")  # int64 [R]
@@ -175,7 +174,7 @@ def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
 
 def _write_index(folder: Path, windows: Iterable[Pieces], dataset: TokenizedDataset) -> None:
     """Write the index; the folder appears whole, by a rename."""
-    temporary = folder.with_suffix(".tmp")
+    temporary = name_of_this_host(folder, "tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir()
@@ -196,8 +195,7 @@ def _write_index(folder: Path, windows: Iterable[Pieces], dataset: TokenizedData
                 files[name].write(values.astype(np.int64, copy=False).data)
             num_pieces += len(pieces.sample_ids)
     write_hashes(temporary)
-    os.rename(temporary, folder)
-    sync_to_disk(folder.parent)
+    publish_folder(temporary, folder)
 
 
 def _is_whole(folder: Path, compares_bytes: bool) -> bool:

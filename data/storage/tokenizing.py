@@ -29,7 +29,7 @@ from data.storage.summary import BatchCounts, FileCounts, check_any_left, check_
 from data.storage.tokenized import TokenizedWriter, find_damage
 from data.storage.workers import map_in_order
 from errors import UserError
-from filesystem import sync_to_disk
+from filesystem import name_of_this_host, publish_folder
 
 # A batch of records ends at the first of these limits; a record may be a whole book.
 MAX_BATCH_RECORDS, MAX_BATCH_CHARACTERS = 1000, 2**22
@@ -63,7 +63,7 @@ def prepare_dataset(
             if damage is not None:
                 if path.exists():
                     say(f"{key}: the tokenized data in {path} is damaged ({damage}); it is rebuilt")
-                    shutil.rmtree(path)
+                    shutil.rmtree(path, ignore_errors=True)  # another host may be at it too
                 _write_dataset(path, sources, key, encoding, num_proc=num_proc, say=say, shown=log is not None)
                 origin = "tokenized into"
     say(f"{key}: {origin} {path}")
@@ -80,8 +80,9 @@ def _write_dataset(
     say: Callable[[str], None],
     shown: bool,
 ) -> None:
-    temporary = path.with_suffix(".tmp")
-    # An existing one was left by a process that was killed: the lock ensures that no other process writes here.
+    temporary = name_of_this_host(path, "tmp")
+    # An existing one was left by a process that was killed: the lock ensures that no other process of this host writes
+    # here.
     shutil.rmtree(temporary, ignore_errors=True)
     indexed = holds_indexed(sources, key, encoding)
     if not indexed:
@@ -95,8 +96,7 @@ def _write_dataset(
             _tokenize_sources(
                 temporary, sources, key, encoding, num_proc=num_proc, num_records=num_records, shown=shown
             )
-        os.rename(temporary, path)
-        sync_to_disk(path.parent)
+        publish_folder(temporary, path)
     except UserError as error:
         raise error from None  # without the stack trace of another process
     except OSError as error:

@@ -10,7 +10,6 @@ and holds no state of a trainer (`is_converted`).
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from filesystem import hash_file, sync_to_disk
+from filesystem import hash_file, sync_to_disk, wait_for_disk
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "trainer_state.json"  # of a training checkpoint; see training/checkpoint/state.py
@@ -75,7 +74,7 @@ class HashedFile:
     def finish(self) -> FileRecord:
         """Sync the file to the disk. Returns its size and hash."""
         self._file.flush()
-        os.fsync(self._file.fileno())
+        wait_for_disk(self._file.fileno(), self._path)
         return self.record
 
 

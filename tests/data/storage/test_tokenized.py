@@ -10,6 +10,7 @@ import pickle
 import re
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import pytest
 from pyarrow import parquet
 from support.tiny import save_tokenizer
 
+import filesystem
 from data.encoders.sft import SFTEncoder
 from data.options import LengthPolicy, OnBadRecord
 from data.storage import tokenizing
@@ -29,6 +31,7 @@ from data.storage.encoding import Encoding
 from data.storage.tokenized import TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
+from filesystem import name_of_this_host
 
 RECORDS = [{"prompt": f"How many {'legs ' * (n % 5)}{n}?", "completion": f"Eight {n}."} for n in range(12)]
 
@@ -227,6 +230,35 @@ def test_two_processes_at_once_do_it_once(prepare, train_file: Path) -> None:
     )
 
 
+def test_two_hosts_at_once_without_common_locks_both_get_it(
+    prepare, train_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a lock holds for one host, both write; the first one's folder stays, and the other's vanishes."""
+    monkeypatch.setattr(tokenizing, "lock_folder", lambda path, log: nullcontext())
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    encoder = SlowEncoder(trace=str(train_file.parent / "trace"))
+
+    def work(host: str) -> None:
+        monkeypatch.setattr(filesystem.socket, "gethostname", lambda: host)
+        barrier.wait()
+        try:
+            path, _ = prepare(encoder=encoder)
+            results.put(TokenizedDataset(path, False, True).lengths.tolist())
+        except Exception as error:
+            results.put(repr(error))
+
+    processes = [context.Process(target=work, args=(host,)) for host in ("a", "b")]
+    for process in processes:
+        process.start()
+    answers = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    assert answers[0] == answers[1] and len(answers[0]) == 12
+    assert len(Path(encoder.trace).read_text().splitlines()) == 2 * 2 * 12  # each as one alone
+    assert len(list_cache(train_file)) == 1
+
+
 @pytest.mark.parametrize("num_proc", [1, 2])
 @pytest.mark.parametrize(
     ("line", "message"),
@@ -364,7 +396,7 @@ def test_a_bug_keeps_its_own_type_and_leaves_nothing(prepare, train_file: Path) 
 
 def test_what_a_killed_process_left_is_cleared(prepare, train_file: Path) -> None:
     path, _ = prepare()
-    path.rename(path.with_suffix(".tmp"))
+    path.rename(name_of_this_host(path, "tmp"))
     assert prepare()[0] == path and list_cache(train_file) == [path.name]
 
 
