@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.damage import damage
 from support.families import save_family
-from support.launching import ROOT, Ended, Launch, run_deepspeed
+from support.launching import ROOT, Ended, Launch, run_deepspeed, run_torchrun
 from support.small_disk import small_disk
 from support.tiny import save_records, save_tokenizer
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
@@ -181,6 +181,35 @@ def test_kills_where_replicas_share_lose_nothing(
         assert any("has ended without a message" in line for line in ended.errors()), ended.output
         assert check_whole(out) >= step - 2
     finish(sharded, out, read_steps(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("launcher", [run_deepspeed, run_torchrun])
+@pytest.mark.parametrize(
+    "how, slow, message",
+    [
+        ("raise", "write_share", "error (rank 1): OutOfMemoryError: CUDA out of memory."),
+        ("kill", "publish", "error: rank 1 has ended without a message: it was killed"),
+    ],
+    ids=["raise", "kill"],
+)
+def test_a_save_that_is_under_way_ends_before_the_ranks_do(
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: Callable[..., Ended],
+    how: str,
+    slow: str,
+    message: str,
+) -> None:
+    """The other rank is in a call that never returns."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    dies = f"callbacks=[{{_target_: support.dying.DieInStep, rank: 1, how: {how}, after: 2, slow: {slow}}}]"
+    keys = ("max_steps=100", "save_steps=2", "async_save=true", "optimizer=adamw")
+    out = tmp_path / "out"
+    ended = launcher(arguments(root, out, dies, *keys), tmp_path)
+    assert ended.code != 0 and ended.left_alive == [], ended.output
+    assert any(line.startswith(message) for line in ended.errors()), ended.output
+    assert check_whole(out) == 2 and ended.seconds_after_error < 60
 
 
 def test_a_stopped_rank_is_named_and_the_run_goes_on(train, expected, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts import TwoHosts, two_hosts, why_not
-from support.launching import PORT_OF_HOSTS, Launch, list_launcher_words, run_alone, run_on_hosts
+from support.launching import PORT_OF_HOSTS, ROOT, Launch, list_launcher_words, run_alone, run_on_hosts
 from support.tiny import save_llama, save_records, save_tokenizer
 
 REASON = why_not()
@@ -124,3 +124,32 @@ def test_a_signal_to_the_launcher_of_one_host_saves_on_both(
     step = len(read_losses(out))
     assert f"stopped by SIGTERM at step {step}" in ended[0].output
     assert (out / "checkpoints" / "latest").read_text() == f"global_step{step}"
+
+
+OUT_OF_MEMORY = "error (rank 1): OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB; the stack trace is"
+ENDED_ELSEWHERE = "error: rank 1 has ended; the screen of its host and its log say why"
+KILLED = "error: rank 1 has ended without a message: it was killed, or its host ran out of memory"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "how, messages", [("raise", (ENDED_ELSEWHERE, OUT_OF_MEMORY)), ("kill", (KILLED, ""))], ids=["raise", "kill"]
+)
+def test_a_rank_that_ends_is_named_on_both_hosts_and_the_others_end(
+    hosts: TwoHosts,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    how: str,
+    messages: tuple[str, str],
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    words = torchrun(hosts, 1) if launcher == "torchrun" else list_launcher_words(hosts, 1, tmp_path)
+    dies = f"callbacks=[{{_target_: support.dying.DieInStep, rank: 1, how: {how}}}]"
+    given = arguments(root, tmp_path / "out", "max_steps=100", dies)
+    ended = run_on_hosts(hosts, words, given, tmp_path)
+    assert [host.left_alive for host in ended] == [[], []] and all(host.code != 0 for host in ended), ended
+    for host, message in zip(ended, messages, strict=True):
+        assert not message or [line[: len(message)] for line in host.errors()] == [message], host.output
+        assert host.seconds_after_error < 60, host.output

@@ -142,7 +142,7 @@ class TrainingLoop:
             self._notice_signal()
             self._note("end", self.ended_by)
         finally:
-            self._writer.finish()
+            self._writer.finish()  # this rank may end with an error: a save that is under way ends first
             self.train_loader.close()
             if self.signum:
                 self._interrupts.keep_until_exit()

@@ -118,7 +118,7 @@ def train(
     with ranks.phase("measuring this machine"):
         machine = find_run_machine(config, ranks) if ranks.is_main else None  # while the other ranks wait
     join_ranks(ranks)
-    watchdog = Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank)
+    watchdog = build_watchdog(config, setup, folder, ranks)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)  # reads the cache
         setup = agree_on_setup(config, setup, ranks)
@@ -186,7 +186,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
     """Join the ranks, build and evaluate, instead of `train`. Returns 0."""
     tokenizer = prepare_data(config, setup, ranks)
     join_ranks(ranks)
-    watchdog = Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank)
+    watchdog = build_watchdog(config, setup, folder, ranks)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)
         setup = load_resumed(setup, config, ranks.say)
@@ -232,6 +232,14 @@ def join_ranks(ranks: Ranks) -> None:
     process.take_device(ranks)
     with ranks.phase("waiting for the other ranks"):
         process.join_process_group(PREPARATION_TIMEOUT)
+
+
+def build_watchdog(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> Watchdog:
+    """Return the watchdog of a run whose ranks have joined."""
+    return Watchdog(
+        ranks, config.stuck_minutes, setup.layout.name_rank, grace_seconds=config.grace_seconds,
+        logs=folder.path / "logs",
+    )  # fmt: skip
 
 
 def agree_on_setup(config: RunConfig, setup: RunSetup, ranks: Ranks) -> RunSetup:

@@ -23,10 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
-from console import progress
+from console import progress, report_progress
 from errors import UserError
 from filesystem import exchange, sync_to_disk, write_atomically
 from models.conversion.convert import ENGINE_STATE, ENGINE_STATE_NAME
@@ -42,13 +41,15 @@ from training.checkpoint.coverage import check_coverage
 from training.checkpoint.retention import KEEP_ALL, Retention, prune_checkpoints
 from training.checkpoint.share_file import ShareFile
 from training.checkpoint.state import TEMPORARY_PREFIX, TrainerState
+from training.distributed.host_memory import measure_available_memory
+from training.distributed.leaving import saving
 from training.distributed.process import make_group_with_timeout, synchronize
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.pipeline.module import LayerWriter
 
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
-_SHARE_OF_MEMORY = 0.8  # of the host's free memory, for copies
+_SHARE_OF_MEMORY = 0.8  # of the memory that this host or container has left, for copies
 _SECONDS_BETWEEN_POLLS = 0.2  # of the progress of a save that is waited for
 _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 
@@ -176,24 +177,25 @@ class CheckpointWriter:
 
     def _wait_before(self, what: str) -> None:
         """what: what waits for the save, for the bar that shows it."""
+        if self.finish(what):
+            raise_together(self._error)
+
+    def finish(self, what: str = "") -> bool:
+        """Wait until nothing is being written, whatever becomes of it. Returns whether a save was under way. A rank
+        that is about to end calls it alone: a save needs only the threads of the others. what: as in `_wait_before`."""
         thread, self._thread = self._thread, None
         if thread is None:
-            return
+            return False
         with progress(f"{self._what}{what}", self._num_bytes, "B", shown=self._rank == 0) as bar:
             while not self._is_share_written.wait(_SECONDS_BETWEEN_POLLS):
                 bar.reach(self._written)
             wait_for([self._has_ended])
         thread.join()
-        raise_together(self._error)
-
-    def finish(self) -> None:
-        """Let this rank's share of a save that is being written reach the disk, however the run ends. Raises
-        nothing."""
-        if self._thread is not None:
-            wait_for([self._has_ended])
+        return True
 
     def _count(self, num_bytes: int) -> None:
         self._written += num_bytes
+        report_progress()
 
     def _prepare(self, folder: Path, nbytes: int, copied: int) -> bool:
         """Create the empty folder, after a check that its disk has room for what all ranks write: `nbytes` by this one.
@@ -202,7 +204,7 @@ class CheckpointWriter:
         The same on all ranks: a rank that copies continues training, where one that does not would wait for it.
         """
         gathered: list[Any] = [None] * self._world_size
-        available = psutil.virtual_memory().available
+        available = measure_available_memory()
         dist.all_gather_object(
             gathered, (socket.gethostname(), nbytes, copied, self._held, available), group=self._group
         )
@@ -221,6 +223,7 @@ class CheckpointWriter:
             for host in {entry[0] for entry in gathered}
         )
 
+    @saving()
     def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
         """Runs in the thread. Every rank ends with the same `_error`, or None."""
         records: dict[str, FileRecord] = {}

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import console
+from training.distributed.leaving import is_saving
 from training.distributed.ranks import Ranks
 
 STOP_NAME, SAVE_NAME = "STOP", "SAVE"
@@ -234,7 +235,7 @@ class Interrupts:
             started = time.monotonic()
             if self._agreed.wait(min(_SECONDS_BETWEEN_LOOKS, seconds_left)):
                 return True
-            if not self._is_saving:
+            if not self._is_saving and not is_saving():
                 seconds_left -= time.monotonic() - started
         return False
 

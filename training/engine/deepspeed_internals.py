@@ -40,6 +40,7 @@ class Internal:
     place: str
     names: tuple[str, ...]
     use: str
+    is_needed: bool = True  # a run starts without the others, and says what is missing when it needs it
 
 
 PACKAGES = {
@@ -130,7 +131,13 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield address, ("start", "numel"), "finding a parameter's optimizer state"
 
 
+def _list_optional() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    recorder = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    yield "torch", "torch._C._distributed_c10d", recorder, "naming the operation that ranks wait in"
+
+
 def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    yield "torch", "torch._C", ("_distributed_c10d",), "naming the operation that ranks wait in"
     groups = "torch.distributed.distributed_c10d"
     yield "torch", groups, ("_world", "_set_pg_timeout"), "limiting how long ranks wait for each other"
     yield "torch", f"{groups}:_World", ("pg_map",), "limiting how long ranks wait for each other"
@@ -186,17 +193,20 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
 TABLE = (
     *(Internal("deepspeed", *entry) for entry in _list_deepspeed()),
     *(Internal(*entry) for entry in _list_others()),
+    *(Internal(*entry, is_needed=False) for entry in _list_optional()),
 )
 
 
 def check_internals(with_adapter: bool = False, package: str | None = None) -> None:
-    """Check that the installed packages have every name of the table.
+    """Check that the installed packages have every name of the table that a run needs.
 
     with_adapter: whether this run imports peft. package: checks this one alone.
     Raises UserError, one line that names it, for a name that is missing.
     """
     for entry in TABLE:
-        if entry.package == package or (package is None and (entry.package != "peft" or with_adapter)):
+        if entry.is_needed and (
+            entry.package == package or (package is None and (entry.package != "peft" or with_adapter))
+        ):
             missing = find_missing(entry)
             if missing is not None:
                 raise explain_missing(entry.package, missing, entry.use)

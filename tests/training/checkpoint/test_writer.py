@@ -299,7 +299,7 @@ def test_copies_from_a_gpu_take_what_pinning_rounds_up_to(
     pretend_to_be_on_a_gpu(monkeypatch, [])
     for available in (limit - 1, limit + 1):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint_writer.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+            patch.setattr(checkpoint_writer, "measure_available_memory", lambda: available)
             save(writer, 2)
             found[available] = bool(writer._copies)
             writer.wait()
@@ -339,7 +339,7 @@ def test_where_a_copy_does_not_fit_the_save_is_waited_for(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer._asynchronous = True
-    monkeypatch.setattr(checkpoint_writer.psutil, "virtual_memory", lambda: SimpleNamespace(available=10))
+    monkeypatch.setattr(checkpoint_writer, "measure_available_memory", lambda: 10)
     monkeypatch.setattr(ShareFile, "copy", lambda *_: pytest.fail("copied"))
     save(writer, 2)
     assert latest(tmp_path) == tmp_path / "global_step2"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -15,7 +17,9 @@ import pytest
 import torch
 from support.workers import WorkerGroup
 
+import console
 from models.parallel.exchanges import wait_for
+from training.distributed.leaving import saving
 from training.distributed.ranks import Ranks
 from training.distributed.watchdog import Watchdog, find_place
 
@@ -28,7 +32,7 @@ class Stage(torch.nn.Module):
         pass
 
 
-def work(words: dict[int, str], folder: Path) -> None:
+def work(words: dict[int, str], folder: Path, stuck_minutes: float, grace_seconds: float) -> None:
     """On a rank: passes through its stage and meets the others after each, until its word comes true."""
     import sys
 
@@ -37,42 +41,72 @@ def work(words: dict[int, str], folder: Path) -> None:
     rank, stage = dist.get_rank(), Stage()
     sys.__stderr__ = open(folder / f"rank_{rank}", "w", buffering=1)
     word = words.get(rank, "")
+    ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size())
     try:
-        with Watchdog(Ranks(rank, dist.get_world_size(), rank, dist.get_world_size()), STUCK_MINUTES) as watchdog:
+        with Watchdog(ranks, stuck_minutes, grace_seconds=grace_seconds, logs=folder) as watchdog:
             if word == "load forever":
                 time.sleep(60)
             with watchdog.following(stage):
-                pass_and_meet(stage, word)
+                pass_and_meet(stage, word, folder)
     except (ValueError, RuntimeError):  # as a process of its own would
         os._exit(1)
 
 
-def pass_and_meet(stage: Stage, word: str) -> None:
-    import torch.distributed as dist
+def flush_slowly(file: Path) -> None:
+    """As a save's thread does on a disk that is slower than `stuck_minutes`, while the main thread waits for it."""
+    from unittest.mock import patch
 
-    from console import progress
+    import filesystem
+
+    with patch.object(filesystem.os, "fsync", lambda descriptor: time.sleep(1.5 * 60 * STUCK_MINUTES)):
+        thread = threading.Thread(target=filesystem.write_atomically, args=(file, "content"))
+        thread.start()
+        thread.join()
+
+
+def save(folder: Path) -> None:
+    with saving():
+        for _ in range(5):
+            time.sleep(0.5)
+            console.report_progress()  # bytes were written
+        (folder / "saved").touch()
+
+
+def pass_and_meet(stage: Stage, word: str, folder: Path) -> None:
+    import torch.distributed as dist
 
     for step in range(6):
         stage()
         dist.barrier()
         if step == 4 and word == "sleep":
             time.sleep(60)
+        if step == 4 and word == "save and sleep":
+            threading.Thread(target=save, args=(folder,), daemon=True).start()
+            time.sleep(60)
         if step == 4 and word == "take its time":
-            with progress("loading", 20) as bar:
+            with console.progress("loading", 20) as bar:
                 for _ in bar.follow(range(20)):
                     time.sleep(0.1 * 60 * STUCK_MINUTES)
+        if step == 4 and word == "flush slowly":
+            flush_slowly(folder / "file")
         if step == 4 and word == "leave":
             raise ValueError("reported elsewhere")
         if step == 4 and word.startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[word])
 
 
-def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str], float]:
+def run(
+    folder: Path,
+    world_size: int,
+    words: dict[int, str],
+    stuck_minutes: float = STUCK_MINUTES,
+    grace_seconds: float = 20,
+) -> tuple[list[str], float]:
     """The messages, by rank, and the seconds it took."""
     group = WorkerGroup(world_size, folder)
     group.run(time.sleep, 0)  # started
     processes, start = list(group._processes), time.monotonic()
-    group.send(work, words, folder)
+    group.send(work, words, folder, stuck_minutes, grace_seconds)
     for rank in range(world_size):
         if words.get(rank) != "SIGSTOP":
             with suppress(EOFError):
@@ -94,14 +128,19 @@ KILLED = (
 )
 ASLEEP = (
     "error: rank {rank} has made no progress for stuck_minutes=0.05: it is at "
-    "tests/training/distributed/test_watchdog.py:LINE (pass_and_meet); the other ranks wait for it"
+    "tests/training/distributed/test_watchdog.py:LINE (pass_and_meet); the other ranks wait for it: {others} in "
+    "gloo:barrier number {number} of the group default_pg of {all}, which rank {rank} has not begun; continue with"
+)
+SLOW_DISK = (
+    "warning: rank {rank} has waited for the disk for stuck_minutes=0.05: 7 bytes of {folder}/.file.tmp are being "
+    "flushed"
 )
 BEFORE_ITS_PASSES = ASLEEP.replace("(pass_and_meet)", "(work)")
 CASES = {
     "SIGSTOP": STOPPED, "SIGKILL": KILLED, "sleep": ASLEEP, "load forever": BEFORE_ITS_PASSES, "leave": "",
-    "take its time": "",
+    "take its time": "", "flush slowly": SLOW_DISK,
 }  # fmt: skip
-FAST = [("SIGSTOP", 2, 1), ("load forever", 2, 1)]
+FAST = [("SIGSTOP", 2, 1), ("load forever", 2, 1), ("flush slowly", 2, 1)]
 REST = [
     (word, world_size, rank)
     for word in CASES
@@ -115,13 +154,29 @@ REST = [
 )
 def test_the_rank_is_named_once(tmp_path: Path, word: str, world_size: int, rank: int) -> None:
     messages, seconds = run(tmp_path, world_size, {rank: word})
-    expected = CASES[word].format(rank=rank)
+    others, number = [str(other) for other in range(world_size) if other != rank], 2 if word == "load forever" else 7
+    waiting = f"rank {others[0]} waits" if world_size == 2 else f"ranks {', '.join(others)} wait"
+    everyone = f"ranks {', '.join(map(str, range(world_size)))}"
+    expected = CASES[word].format(rank=rank, folder=tmp_path, others=waiting, number=number, all=everyone)
     (found,) = [text for text in messages if text] or [""]
     found = re.sub(r"test_watchdog.py:\d+", "test_watchdog.py:LINE", found)
     assert found.startswith(expected) and bool(found) == bool(expected)
     assert seconds < 60
-    if word == "sleep":
-        assert "test_watchdog.py" in (tmp_path / f"world{world_size}_rank{rank}.log").read_text()  # all threads' stacks
+    if word in ("sleep", "load forever"):
+        for each in range(world_size):  # all threads' stacks, and what was recorded
+            assert "test_watchdog.py" in (tmp_path / f"world{world_size}_rank{each}.log").read_text()
+            recorded = json.loads((tmp_path / f"flight_recorder_{each}.json").read_text())["gloo"]["entries"]
+            assert recorded[-1]["profiling_name"] == "gloo:barrier" and recorded[-1]["retired"] == (each == rank)
+
+
+@pytest.mark.parametrize(
+    "ending, message", [("leave", ""), pytest.param("SIGKILL", KILLED.format(rank=1), marks=pytest.mark.full)]
+)
+def test_the_others_end_too_where_nothing_else_ends_them_and_a_save_ends_first(
+    tmp_path: Path, ending: str, message: str
+) -> None:
+    messages, seconds = run(tmp_path, 2, {0: "save and sleep", 1: ending}, stuck_minutes=5, grace_seconds=0.5)
+    assert messages[0] == message and seconds < 40 and (tmp_path / "saved").exists()
 
 
 def test_the_place_is_the_nearest_line_of_the_project() -> None:
@@ -192,8 +247,6 @@ def test_the_limit_of_collectives_leaves_the_time_for_a_slow_save(workers, tmp_p
 def listen_for_a_while() -> tuple[int, int]:
     """On a rank: how many listeners to progress there are after some heartbeats of a watchdog, and after its end."""
     import torch.distributed as dist
-
-    import console
 
     rank = dist.get_rank()
     with Watchdog(Ranks(rank, 2, rank, 2), stuck_minutes=1):

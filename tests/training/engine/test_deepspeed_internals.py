@@ -33,7 +33,7 @@ from training.engine import deepspeed_internals
 from training.engine.deepspeed_internals import PACKAGES, TABLE, Internal, check_internals, find_missing
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMES = [(entry, name) for entry in TABLE for name in entry.names]
+NAMES = [(entry, name) for entry in TABLE if entry.is_needed for name in entry.names]
 LISTED = {name for entry in TABLE for name in entry.names}
 # Where foreign names are looked for. scripts/ and benchmarks/ are not part of a run; of data/ one
 # name is listed, by hand.
