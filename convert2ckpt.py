@@ -14,6 +14,7 @@ import gc
 import re
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
@@ -21,12 +22,13 @@ from console import progress
 from errors import UserError, explain_refusal
 from interpreter import check_interpreter
 from models.conversion.convert import DTYPES, WriteOptions, convert_to_pipeline, export_hugging_face
-from models.storage.folders import check_output_dir, has_tokenizer
+from models.storage.folders import check_output_dir, check_replaceable, has_tokenizer, hold_run_lock
 from models.weights.passthrough import find_passthrough
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from models.weights.sources import open_weights
 from models.weights.vocabulary import SpecialTokens
 
+TRUST_HELP = "accept a checkpoint without a manifest.json, and an adapter with another base model than its own"
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -62,7 +64,14 @@ def convert(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: at least 1")
     max_shard_size = parse_size(args.max_shard_size)
+    with hold_run_lock(args.output_dir) if args.overwrite else nullcontext():
+        write(args, tokens, max_shard_size)
+
+
+def write(args: argparse.Namespace, tokens: SpecialTokens, max_shard_size: int) -> None:
+    """Reads the source and writes the folder. Raises UserError."""
     check_output_dir(args.output_dir, args.overwrite)  # before the hub is asked for a hundred gigabytes
+    check_replaceable(args.output_dir)
     source = open_weights(args.model_name_or_path, args.trust_remote_code, args.trust_checkpoint)
     if not args.to_hf and isinstance(source, PipelineCheckpoint):
         raise UserError(f"{args.model_name_or_path} is a pipeline checkpoint already; pass --to_hf to go back")
@@ -142,11 +151,15 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="omit the weights that no layer reads, such as layers that predict further tokens",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT_DIR, once the new one is whole")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace OUTPUT_DIR, once the new one is whole; it must hold nothing but a conversion or a run's export",
+    )
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="accept a folder that brings code; it is never run"
     )
-    parser.add_argument("--trust_checkpoint", action="store_true", help="accept a checkpoint without a manifest.json")
+    parser.add_argument("--trust_checkpoint", action="store_true", help=TRUST_HELP)
     tokens = parser.add_argument_group(
         "special tokens",
         "Added where the tokenizer does not know them. Where the embedding has no spare rows it grows, and the head\n"

@@ -266,7 +266,11 @@ def main() -> None:
         action="store_true",
         help="accept a folder that brings code; it is never run",
     )
-    parser.add_argument("--trust_checkpoint", action="store_true", help="accept a checkpoint without a manifest.json")
+    parser.add_argument(
+        "--trust_checkpoint",
+        action="store_true",
+        help="accept a checkpoint without a manifest.json, and an adapter with another base model than its own",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token")
     parser.add_argument(
         "--speculative",

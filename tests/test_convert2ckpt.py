@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.adapters import make_adapter
 from support.quantized import save_fp8, write_config
 from support.tiny import VOCAB_SIZE, save_llama, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -117,6 +118,22 @@ def test_every_option_arrives(
         tensor.dtype == torch.float16 for shard in shards for tensor in load_file(shard).values()
     )
     assert torch.load(pipeline / "global_step0/layer_00-model_states.pt")["weight"].dtype == torch.bfloat16
+
+
+def test_the_base_of_an_adapter_and_files_of_a_user_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_llama(base, num_hidden_layers=1)
+    make_adapter(adapter, base)
+    before = (base / "model.safetensors").read_bytes()
+    merge = ("--to_hf", "--model_name_or_path", adapter, "--output_dir", base, "--overwrite")
+    assert run(monkeypatch, *merge) == 1
+    assert f"output_dir {base} holds {base}/config.json, which is read" in capsys.readouterr().err
+    (base / "notes.txt").touch()
+    assert run(monkeypatch, *merge) == 1
+    assert "holds notes.txt, which neither a conversion nor an export of a run wrote" in capsys.readouterr().err
+    assert (base / "model.safetensors").read_bytes() == before
 
 
 def test_an_error_is_one_line(

@@ -21,6 +21,7 @@ from models.heads.sentence_transformers import save_sentence_files
 from models.heads.table import find_head
 from models.storage.folders import check_disk_space, copy_small_files
 from models.weights.config_file import describe_config
+from models.weights.fingerprint import read_base_fingerprint
 from models.weights.passthrough import Passthrough, find_passthrough, write_passthrough
 from models.weights.source import get_whole_config
 from models.weights.sources import open_weights
@@ -156,7 +157,8 @@ def export(setup: RunSetup, step_dir: Path, output_dir: Path, shows: bool = True
     """
     if setup.adapter is not None:
         tensors = read_trained_adapter(step_dir, setup.layers)
-        export_adapter(step_dir.parent, tensors, setup.layers, output_dir)
+        base = read_base_fingerprint(step_dir)
+        export_adapter(step_dir.parent, tensors, setup.layers, output_dir, base)
         _check_exported(tensors, output_dir)
         return
     with progress("exporting", unit="B", shown=shows) as bar:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, read_state
 from training.checkpoint.timeline import find_abandoned
 from training.config.schema import Device, FlashKernels, Init, Precision, RunConfig
+from training.config.sources import list_file_keys, parse_key, read_files
 from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
 from training.costs.hardware import GIB, Machine
@@ -93,8 +95,6 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     resume_from = resumable.candidates[0] if resumable else None
     source = open_source(config, resume_from)
     setup = build_setup(config, source, ranks)
-    if config.overwrite_output_dir:
-        folder.check_keeps(_list_inputs(setup))
     check_flash_kernels(setup)
     if not config.evaluate_only:
         check_same_adapter(setup.adapter, resume_from, _find_saved_init(resume_from))
@@ -102,25 +102,33 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     setup = dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
     if not config.evaluate_only and not config.overwrite_output_dir:
         find_abandoned(folder, resume_from).check_inputs(_list_inputs(setup))
+    if config.overwrite_output_dir or not config.evaluate_only:
+        folder.check_keeps(_list_inputs(setup), config.overwrite_output_dir)
     return setup
 
 
 def _list_inputs(setup: RunSetup) -> Iterator[tuple[str, Path]]:
-    """Yield the paths that a run reads, each with its key. The base model of an adapter may be in another folder."""
-    sources = {"model_name_or_path": setup.source}
-    if setup.reference is not None:
-        sources["model_name_or_path"] = setup.reference
+    """Yield the paths that a run reads, each with its key, except the checkpoint from which it continues in its own
+    folder. The base model of an adapter may be in another folder."""
+    config, sources = setup.config, [("model_name_or_path", setup.reference)]
+    if setup.resume_from is None or setup.adapter is not None:
+        sources.append(("model_name_or_path", setup.source))
     if setup.teacher is not None:
-        sources["distill.teacher"] = setup.teacher.source
-    for key, source in sources.items():
-        yield key, source.path
-        yield from ((f"a file of {key}", file) for file in source.files())
+        sources.append(("distill.teacher", setup.teacher.source))
+    for key, source in sources:
+        if source is not None:
+            yield key, source.path
+            yield from ((f"a file of {key}", file) for file in source.files())
     for key, path in {
-        "tokenizer_name_or_path": setup.config.tokenizer_name_or_path,
-        "adapter.name_or_path": setup.config.adapter.name_or_path,
+        "tokenizer_name_or_path": config.tokenizer_name_or_path,
+        "adapter.name_or_path": config.adapter.name_or_path,
+        "data.chat_template": config.data.chat_template,
     }.items():
         if path:
-            yield key, Path(path)
+            yield key, Path(path).expanduser()
+    for key in {"train_file": None} | dict.fromkeys(list_file_keys(config)):
+        for entry in parse_key(config, key).entries if read_files(config, key) else ():
+            yield from ((key, Path(file)) for file in glob.glob(os.path.expanduser(entry), recursive=True))
 
 
 def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks) -> RunSetup:

@@ -24,6 +24,7 @@ ReadAdapter = Callable[
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_FINGERPRINT = "base_model_fingerprint"  # in the metadata of the file of weights
 ADAPTER_NAME = "default"  # peft's own for an adapter that has none
 _PREFIX = "base_model.model."
 TIED_HEAD = _PREFIX + "lm_head.weight"  # of a head tied to an embedding in `modules_to_save`, in addition to it
@@ -147,6 +148,11 @@ def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; the adapter is incomplete")
     opened = open_safetensors(file)
     return {name: opened.get_tensor(name) for name in opened.keys()}
+
+
+def read_fingerprint(path: Path) -> str | None:
+    """Return the fingerprint of the base model in a peft folder that a run has exported; None in another."""
+    return (open_safetensors(path / ADAPTER_WEIGHTS).metadata() or {}).get(BASE_FINGERPRINT)
 
 
 def name_for_peft(lora: LoraConfig, config: PretrainedConfig) -> LoraConfig:

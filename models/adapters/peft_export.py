@@ -13,7 +13,14 @@ from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
 from models.adapters.base_inits import describe_saved
-from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TIED_HEAD, name_for_peft, to_peft_name
+from models.adapters.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE_FINGERPRINT,
+    TIED_HEAD,
+    name_for_peft,
+    to_peft_name,
+)
 from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.layer import Layer
 from models.storage.folders import copy_small_files, staged_folder
@@ -25,11 +32,16 @@ def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig
 
 
 def export_adapter(
-    checkpoints: Path, tensors: Mapping[str, torch.Tensor], layers: Sequence[Layer], output_dir: Path
+    checkpoints: Path,
+    tensors: Mapping[str, torch.Tensor],
+    layers: Sequence[Layer],
+    output_dir: Path,
+    base_fingerprint: str | None = None,
 ) -> None:
     """Write a standard peft folder of a trained adapter, with the tokenizer and the other small files.
 
     checkpoints: the folder of the run's checkpoints, which has the adapter's config. tensors: by peft's names.
+    base_fingerprint: of the model that the adapter belongs to.
     Raises UserError where `output_dir` cannot be written.
     """
     tensors = dict(tensors)
@@ -38,7 +50,8 @@ def export_adapter(
     if embedding is not None and not layers[-1].owns_weights:  # peft looks for a tied head under its own name too
         tensors[TIED_HEAD] = embedding.clone()
     with staged_folder(output_dir, overwrite=True) as folder:
-        save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        known = {} if base_fingerprint is None else {BASE_FINGERPRINT: base_fingerprint}
+        save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt", **known})
         copy_small_files(checkpoints, folder.path)
         copy_sentence_files(checkpoints, folder.path)
         for name in ("config.json", "generation_config.json"):  # as the tokenizer, perhaps not the base model's

@@ -109,7 +109,7 @@ def convert_to_pipeline(
     number of rows in use.
     Raises UserError for any fault of the source, the output folder or the disk.
     """
-    check_output_dir(output_dir, options.overwrite, source.path)
+    check_output_dir(output_dir, options.overwrite, source.path, source.files())
     if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:
         file = source.path / "tokenizer_config.json"
         raise UserError(
@@ -174,7 +174,7 @@ def export_hugging_face(
     unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` has added. Raises UserError as `convert_to_pipeline`
     does.
     """
-    check_output_dir(output_dir, options.overwrite, source.path)
+    check_output_dir(output_dir, options.overwrite, source.path, source.files())
     config = trim_vocabulary(source) if unpad_vocab else source.config
     weights = _open_converted(source, config, options)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)

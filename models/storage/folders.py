@@ -8,13 +8,14 @@ and the next run to the same name removes it.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import BaseFileLock
@@ -58,6 +59,16 @@ VOCABULARY_FILES = (
     "sentencepiece.bpe.model",
 )
 LOCK_NAME = ".lock"
+RECORD_NAME = ".written.json"  # in a folder that was staged: its files, by which it is known to be replaceable
+_ADDED = (LOCK_NAME, RECORD_NAME, "README.md")  # an upload adds the model card
+# What version 1.1 wrote into such folders, which have no record
+_EARLIER = re.compile(
+    r"(generation_)?config\.json|adapter_config\.json|adapter_model\.safetensors|latest|carried\.safetensors|manifest\.json"
+    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|modules\.json|sentence_bert_config\.json"
+    r"|config_sentence_transformers\.json|1_Pooling/config\.json"
+    r"|(image_|video_)?(pre)?processor_config\.json|feature_extractor_config\.json"
+    r"|global_step0/(layer_\d+-model_states\.pt|mp_rank_00_model_states\.pt|manifest\.json)"
+)
 
 
 class StagedFolder:
@@ -97,6 +108,7 @@ def staged_folder(output_dir: Path, overwrite: bool = False) -> Iterator[StagedF
         path, lock = _make_locked_folder(output_dir)
         folder = StagedFolder(path, flusher)
         yield folder
+        _record_files(path)
         folder.flush_all()
         _publish(path, output_dir, overwrite)
     except OSError as error:
@@ -110,9 +122,58 @@ def staged_folder(output_dir: Path, overwrite: bool = False) -> Iterator[StagedF
             lock.release()
 
 
-def check_output_dir(output_dir: Path, overwrite: bool, source_dir: Path | None = None) -> None:
-    """Check that `output_dir` can be written. Raises UserError when it exists, or is not a model folder, or overlaps
-    the source."""
+def _record_files(folder: Path) -> None:
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    (folder / RECORD_NAME).write_text(json.dumps([name for name in names if name != LOCK_NAME]) + "\n")
+
+
+def check_replaceable(folder: Path) -> None:
+    """Check that a folder may be replaced. Raises UserError when it holds a file that neither a conversion nor an
+    export of a run wrote, such as a text of a user's, or a run's checkpoint."""
+    if not folder.is_dir():
+        return
+    is_written = _find_written(folder)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_dir() and name not in _ADDED and not is_written(name):
+            raise UserError(
+                f"output_dir {folder} holds {name}, which neither a conversion nor an export of a run wrote, so it is "
+                "not overwritten; choose another name, or delete it yourself"
+            )
+
+
+def _find_written(folder: Path) -> Callable[[str], bool]:
+    """Return whether a file, by its path in `folder`, was written with it."""
+    try:
+        return set(json.loads((folder / RECORD_NAME).read_text())).__contains__
+    except (OSError, ValueError, TypeError):
+        modules = {f"{name.split('.')[0]}.py" for name in find_custom_tokenizer(folder)}
+        known = {*TOKENIZER_FILES, *modules}
+        return lambda name: name in known or _EARLIER.fullmatch(name) is not None
+
+
+@contextmanager
+def hold_run_lock(output_dir: Path) -> Iterator[None]:
+    """Keep a run from writing into the folder that `output_dir` is in, if it is a run's. Raises UserError when one
+    does."""
+    file = output_dir.resolve().parent / LOCK_NAME
+    try:
+        lock = lock_file(file) if file.is_file() else None
+    except BlockingIOError:
+        raise UserError(
+            f"output_dir {output_dir} is in the folder of a run that has not ended; choose another name"
+        ) from None
+    except OSError:  # a file system without locks, where no run starts
+        lock = None
+    with lock or nullcontext():
+        yield
+
+
+def check_output_dir(
+    output_dir: Path, overwrite: bool, source_dir: Path | None = None, files: Iterable[Path] = ()
+) -> None:
+    """Check that `output_dir` can be written. files: what else is read. Raises UserError when it exists, or is not a
+    model folder, or overlaps the source."""
     output = output_dir.resolve()
     if source_dir is not None:
         source = source_dir.resolve()
@@ -120,6 +181,9 @@ def check_output_dir(output_dir: Path, overwrite: bool, source_dir: Path | None 
             raise UserError(
                 f"output_dir {output_dir} overlaps with the source {source_dir}; choose a folder next to it"
             )
+    for file in files:
+        if output in (*file.absolute().parents, *file.resolve().parents):
+            raise UserError(f"output_dir {output_dir} holds {file}, which is read; choose another name")
     if not output.exists():
         return
     if not output.is_dir():

@@ -20,8 +20,10 @@ import torch
 import xxhash
 
 from console import report_progress
+from errors import UserError
 from filesystem import hash_sample
-from models.storage.manifest import read_manifest
+from models.adapters.folder import ADAPTER_CONFIG
+from models.storage.manifest import STATE_NAME, read_manifest
 from models.storage.tensor_files import load_json, open_tensors
 from models.weights.source import WeightSource
 
@@ -55,6 +57,27 @@ def fingerprint_as_1_1(source: WeightSource) -> str:
 def is_of_1_1(fingerprint: str) -> bool:
     """Return whether a stored fingerprint has the form of version 1.1."""
     return not fingerprint.startswith(_FORM)
+
+
+def check_base(source: WeightSource, expected: str, adapter: Path) -> None:
+    """Raise UserError where `source` is not the base model of the adapter in the folder `adapter`. expected: the
+    fingerprint of that, of either form."""
+    found = fingerprint_as_1_1(source) if is_of_1_1(expected) else fingerprint_weights(source)
+    if found != expected:
+        raise UserError(
+            f"{adapter} holds an adapter of another base model than {source.path}: that has the fingerprint {found}, "
+            f"it was trained on {expected}; write the right base_model_name_or_path into its {ADAPTER_CONFIG}, or "
+            "accept this one with trust_checkpoint=true (the other commands: --trust_checkpoint)"
+        )
+
+
+def read_base_fingerprint(step_dir: Path) -> str | None:
+    """Return the fingerprint of the base model that a LoRA run has saved with its checkpoint; None without one."""
+    try:
+        fingerprint = json.loads((step_dir / STATE_NAME).read_text())["identity"]["base model"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return fingerprint if isinstance(fingerprint, str) else None
 
 
 def _describe(file: Path) -> str:

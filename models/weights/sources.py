@@ -16,6 +16,7 @@ from models.adapters.folder import (
     has_own_head,
     load_adapter_tensors,
     load_lora_config,
+    read_fingerprint,
     read_tensors,
 )
 from models.architecture.lookup import build_layers
@@ -26,8 +27,10 @@ from models.layers.rope_scaling import copy_positions
 from models.storage.hub import split_revision
 from models.storage.manifest import find_wrong_size
 from models.storage.steps import LATEST_NAME, find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest
+from models.storage.tensor_files import load_json
 from models.weights.adapted import AdaptedWeights
 from models.weights.config_file import load_config
+from models.weights.fingerprint import check_base, read_base_fingerprint
 from models.weights.further import FurtherWeights
 from models.weights.hugging_face_folder import WEIGHT_FILES, HuggingFaceFolder
 from models.weights.new_head import StoredWithNewHead
@@ -113,6 +116,7 @@ def _open_adapted(
         raise UserError(
             f"{path / ADAPTER_CONFIG} has no base_model_name_or_path; set it to the model that the adapter belongs to"
         )
+    _check_chain(path)
     tensors = {} if checkpoint else load_adapter_tensors(path)
     files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
     try:
@@ -121,6 +125,9 @@ def _open_adapted(
         raise UserError(
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
         ) from None
+    expected = read_base_fingerprint(checkpoint.step_dir) if checkpoint else read_fingerprint(path)
+    if expected is not None and not trust_checkpoint:
+        check_base(base, expected, path)
     if (path / "config.json").is_file():  # of a run that may have added tokens, or stretched positions
         own_config, _ = load_config(path, trust_remote_code)
         copy_positions(own_config, base.config)
@@ -137,6 +144,21 @@ def _open_adapted(
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
     files = [path / ADAPTER_CONFIG, *files]
     return AdaptedWeights(base, path, lora, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())
+
+
+def _check_chain(path: Path) -> None:
+    """Raise UserError where the base of the adapter in `path`, or the base of that, is an adapter that was there
+    before."""
+    folder, seen = path, set()
+    while (folder / ADAPTER_CONFIG).is_file():
+        if folder.resolve() in seen:
+            raise UserError(
+                f"{path / ADAPTER_CONFIG}: base_model_name_or_path leads back to {folder}, an adapter that is its own "
+                "base; set it to the model that the adapter belongs to"
+            )
+        seen.add(folder.resolve())
+        folder = Path(str(load_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))).expanduser()
+        folder = folder.parent if is_step(folder.name) else folder
 
 
 def _name_base(lora: LoraConfig) -> str:

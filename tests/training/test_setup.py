@@ -101,6 +101,35 @@ def test_a_run_that_only_evaluates_counts_no_costs(tmp_path: Path, monkeypatch: 
     assert not count.called
 
 
+def read_own_export(folder: Path) -> tuple[str, ...]:
+    return (f"model_name_or_path={folder}/out/hf", "adapter=lora")
+
+
+def read_through_a_link(folder: Path) -> tuple[str, ...]:
+    (folder / "base").symlink_to(folder / "out/hf")
+    return (f"model_name_or_path={folder}/base",)
+
+
+def read_data_of_an_export(folder: Path) -> tuple[str, ...]:
+    save_llama(folder / "model")
+    (folder / "out/hf/train.jsonl").write_text("{}")
+    return f"model_name_or_path={folder}/model", f"train_file={folder}/out/hf/*.jsonl"
+
+
+@pytest.mark.parametrize("name", [read_own_export, read_through_a_link, read_data_of_an_export])
+def test_a_run_does_not_write_over_what_it_reads(
+    tmp_path: Path, name: Callable[[Path], tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_llama(tmp_path / "out/hf")
+    monkeypatch.chdir(tmp_path)
+    given = (*name(tmp_path), "micro_batch_size=1", "global_batch_size=2")
+    for output_dir in (f"{tmp_path}/out", "out"):
+        config = build_config(*given, f"output_dir={output_dir}")
+        with pytest.raises(UserError, match="the run would write over .*out/hf, where .* is; give another output_dir"):
+            setups.check_run(config, SINGLE_PROCESS)
+    setups.check_run(dataclasses.replace(config, evaluate_only=True, eval_file="eval.jsonl"), SINGLE_PROCESS)
+
+
 def name_teacher(folder: Path) -> tuple[str, ...]:
     save_llama(folder / "student")
     return f"model_name_or_path={folder}/student", f"distill.teacher={folder}/out/hf", "data=sft"

@@ -76,13 +76,14 @@ class RunFolder:
                 "another output_dir, or start over with overwrite_output_dir=true (deletes it)"
             )
 
-    def check_keeps(self, sources: Iterable[tuple[str, Path]]) -> None:
-        """Check what the run starts from, each with its key. Raises UserError when starting over would delete it."""
-        if found := find_inside(sources, list(self._list_folders())):
+    def check_keeps(self, sources: Iterable[tuple[str, Path]], overwrite: bool) -> None:
+        """Check what the run reads, each with its key; links are followed. Raises UserError when the run would write
+        over it, or starting over (`overwrite`) would delete it."""
+        folders = [*self._list_folders(), *self._list_files(), self.completed, self.plan, self.path / "config.yaml"]
+        if found := find_inside(sources, folders):
             key, doomed = found
-            raise UserError(
-                f"overwrite_output_dir=true would delete {doomed}, where {key} is; give another output_dir, or move it"
-            )
+            does = "overwrite_output_dir=true would delete" if overwrite else "the run would write over"
+            raise UserError(f"{does} {doomed}, where {key} is; give another output_dir, or move it")
 
     def acquire_lock(self) -> None:
         """Lock the folder for this process until `release_lock`. Main rank only.
@@ -112,7 +113,7 @@ class RunFolder:
         try:
             for folder in self._list_folders():
                 _delete_folder(folder)
-            for file in (self.metrics, self.events, self.facts, self.report, self.started, self.tracker_id):
+            for file in self._list_files():
                 file.resolve().unlink(missing_ok=True)
         except OSError as error:
             raise UserError(
@@ -124,6 +125,10 @@ class RunFolder:
         """Return the bytes that `clear` would free."""
         files = (file for folder in self._list_folders() for file in folder.resolve().rglob("*"))
         return sum(file.lstat().st_size for file in files if not file.is_symlink() and file.is_file())
+
+    def _list_files(self) -> tuple[Path, ...]:
+        """Return the files that `clear` deletes."""
+        return (self.metrics, self.events, self.facts, self.report, self.started, self.tracker_id)
 
     def _list_folders(self) -> Iterator[Path]:
         """Yield the folders that `clear` deletes."""

@@ -61,7 +61,7 @@ def test_the_folder_has_the_files_deepspeed_reads(layers: int, tied: bool, tmp_p
     }
     assert (tmp_path / "pipeline/latest").read_text() == "global_step0"
     names = {path.name for path in (tmp_path / "pipeline").iterdir()}
-    assert names == {"latest", "config.json", "generation_config.json", "global_step0"}
+    assert names == {"latest", "config.json", "generation_config.json", "global_step0", ".written.json"}
 
 
 def test_a_layer_file_holds_its_layer_and_no_more(tmp_path: Path) -> None:

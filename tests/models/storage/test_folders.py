@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.model_folders import convert, export
-from support.tiny import save_llama
+from support.tiny import save_llama, save_tokenizer
 
 import filesystem
 from errors import UserError
@@ -41,7 +41,7 @@ def test_an_output_in_the_way_is_refused(tmp_path: Path) -> None:
 def test_overwrite_replaces_once_the_new_one_is_whole(tmp_path: Path) -> None:
     save_llama(tmp_path / "hf")
     old = convert(tmp_path / "hf", tmp_path / "pipeline")
-    (old / "of the old one").touch()
+    (old / "latest").write_text("of the old one")
 
     def fail(done: int, total: int) -> None:
         if done == total:
@@ -49,11 +49,46 @@ def test_overwrite_replaces_once_the_new_one_is_whole(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="stop"):
         convert(tmp_path / "hf", old, overwrite=True, progress=fail)
-    assert (old / "of the old one").exists()
+    assert (old / "latest").read_text() == "of the old one"
     convert(tmp_path / "hf", old, overwrite=True)
-    assert not (old / "of the old one").exists() and not (old / folders.LOCK_NAME).exists()
+    assert (old / "latest").read_text() == "global_step0" and not (old / folders.LOCK_NAME).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "pipeline"]
     export(old, tmp_path / "back")
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_what_may_be_replaced(tmp_path: Path, has_record: bool) -> None:
+    """has_record: False for a folder that version 1.1 wrote."""
+    save_llama(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    pipeline = convert(tmp_path / "hf", tmp_path / "pipeline")
+    back = export(pipeline, tmp_path / "back", max_shard_size=50_000)
+    for folder in (pipeline, back):
+        if not has_record:
+            (folder / folders.RECORD_NAME).unlink()
+        folders.check_replaceable(folder)
+        for name in ("notes.txt", "data.json", "global_step4/trainer_state.json", "global_step0/my.pt"):
+            file = folder / name
+            file.parent.mkdir(exist_ok=True)
+            file.touch()
+            with pytest.raises(UserError, match=f"holds {name}, which neither a conversion nor an export of a run"):
+                folders.check_replaceable(folder)
+            file.unlink()
+    folders.check_replaceable(tmp_path / "not there")
+
+
+def test_a_run_that_may_write_there_is_not_disturbed(tmp_path: Path) -> None:
+    with folders.hold_run_lock(tmp_path / "hf"):
+        assert not (tmp_path / folders.LOCK_NAME).exists()  # this folder is not a run's
+    lock = filesystem.lock_file(tmp_path / folders.LOCK_NAME)
+    with (
+        pytest.raises(UserError, match="is in the folder of a run that has not ended"),
+        folders.hold_run_lock(tmp_path / "hf"),
+    ):
+        pass
+    lock.release()
+    with folders.hold_run_lock(tmp_path / "hf"), pytest.raises(BlockingIOError):
+        filesystem.lock_file(tmp_path / folders.LOCK_NAME)
 
 
 def test_overwrite_without_an_atomic_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.adapters import make_adapter
 from support.tiny import save_llama
 
-from models.weights.fingerprint import fingerprint_weights
+from errors import UserError
+from models.adapters.folder import BASE_FINGERPRINT
+from models.weights.fingerprint import fingerprint_as_1_1, fingerprint_weights
+from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 
 IN_HEADER = 0
@@ -62,3 +67,19 @@ def test_an_adapter_counts_and_the_path_of_its_base_does_not(model: Path, tmp_pa
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(moved)}))
     assert fingerprint(adapter) == before
+
+
+@pytest.mark.parametrize("form", [fingerprint_weights, fingerprint_as_1_1])
+def test_an_adapter_is_merged_into_its_own_base_alone(
+    model: Path, tmp_path: Path, form: Callable[[WeightSource], str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    make_adapter(adapter, model)
+    file = adapter / "adapter_model.safetensors"
+    known = {"format": "pt", BASE_FINGERPRINT: form(open_weights(str(model)))}
+    save_file(load_file(file), file, metadata=known)
+    open_weights(str(adapter))
+    save_llama(model, num_hidden_layers=1, seed=1)
+    with pytest.raises(UserError, match=f"{adapter} holds an adapter of another base model than {model}: that has the"):
+        open_weights(str(adapter))
+    open_weights(str(adapter), trust_checkpoint=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub._tree_cache import TREE_CACHE_FORMAT_VERSION
 from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from support.families import save_family
 from support.tiny import save_llama
@@ -422,3 +423,17 @@ def test_of_a_stack_the_given_experts_are_read_alone(tmp_path: Path, monkeypatch
     for name, tensor in tensors.items():
         taken = slice(own.start, own.stop) if name in stacks else slice(None)
         assert torch.equal(tensor[taken], whole[name][taken]), name
+
+
+def test_an_adapter_that_is_its_own_base_is_named(tmp_path: Path) -> None:
+    for name, base in (("one", "two"), ("two", "one"), ("alone", "alone")):
+        (tmp_path / name).mkdir()
+        LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path / name)
+        file = tmp_path / name / "adapter_config.json"
+        fields = json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / base)}
+        file.write_text(json.dumps(fields))
+    for name in ("one", "alone"):
+        with pytest.raises(
+            UserError, match=f"{name}/adapter_config.json: base_model_name_or_path leads back to .*{name}"
+        ):
+            open_weights(str(tmp_path / name))

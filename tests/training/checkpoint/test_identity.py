@@ -46,6 +46,8 @@ def test_a_run_is_not_resumed_on_another_model(workers: Workers, tmp_path: Path,
     state = tmp_path / "out" / "checkpoints" / "global_step1" / "trainer_state.json"
     assert {"base model", "tokenizer"} <= set(json.loads(state.read_text())["identity"])
 
+    if name == "base model":
+        check_merged_into_its_base_alone(tmp_path / "out", other)
     resumed = replace(case, overrides=(*overrides, "resume=latest"))
     with pytest.raises(WorkerError) as caught:
         workers(1).run(train_run, replace(resumed, model=other))
@@ -57,6 +59,17 @@ def test_a_run_is_not_resumed_on_another_model(workers: Workers, tmp_path: Path,
     allowed = (*resumed.overrides, "resume_allow_changes=true")
     workers(1).run(train_run, replace(resumed, model=other, overrides=allowed))
     assert (tmp_path / "out" / "checkpoints" / "global_step3").is_dir()
+
+
+def check_merged_into_its_base_alone(out: Path, other: Path) -> None:
+    """The checkpoint and the export of a LoRA run know the base that the run was on."""
+    for folder in (out / "checkpoints", out / "hf"):
+        open_weights(str(folder))
+        copy = Path(shutil.copytree(folder, out / f"{folder.name}-copy"))
+        fields = json.loads((copy / "adapter_config.json").read_text())
+        (copy / "adapter_config.json").write_text(json.dumps(fields | {"base_model_name_or_path": str(other)}))
+        with pytest.raises(UserError, match=f"{copy} holds an adapter of another base model than {other}"):
+            open_weights(str(copy))
 
 
 def test_another_tokenizer_is_named_and_a_state_without_identity_resumes(tmp_path: Path) -> None:

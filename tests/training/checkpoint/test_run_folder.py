@@ -158,7 +158,8 @@ def test_overwriting_is_refused_for_what_the_run_starts_from(tmp_path: Path, whe
         with pytest.raises(
             UserError, match=f"would delete .*/{where.partition('/')[0]}, where adapter.name_or_path is"
         ):
-            folder.check_keeps([("model_name_or_path", tmp_path / "elsewhere"), ("adapter.name_or_path", source)])
+            sources = [("model_name_or_path", tmp_path / "elsewhere"), ("adapter.name_or_path", source)]
+            folder.check_keeps(sources, overwrite=True)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
