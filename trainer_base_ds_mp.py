@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tomllib
 import warnings
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 
 import hydra
@@ -20,7 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
 from interpreter import check_interpreter
-from training.cli.command_line import asks_for_completion, asks_for_sweep, check_command_line, clean_arguments
+from training.cli.command_line import (
+    asks_for_completion,
+    asks_for_sweep,
+    check_command_line,
+    clean_arguments,
+    list_given,
+)
 from training.cli.help import render_help
 from training.cli.sweep import build_launch, plan_sweep, run_sweep
 from training.config.schema import register_schema
@@ -39,25 +47,23 @@ def run_composed(config: DictConfig) -> None:
     if config.plan is not False:
         # a plan takes seconds, most of them imports, and garbage collection would take a sixth of them
         gc.disable()
-        with SINGLE_PROCESS.phase("importing torch and transformers"):
+        with SINGLE_PROCESS.phase("importing torch and transformers"), quiet_imports():
             from training.planner.run import run_plan  # without the engine
 
-        run_plan(config)
+        run_plan(config, list_given(sys.argv[1:]))
         gc.freeze()  # nor at its end: no collection either
         return
-    import_run()(config)
+    import_run()(config, list_given(sys.argv[1:]))
 
 
-def import_run() -> Callable[[DictConfig], None]:
+def import_run() -> Callable[[DictConfig, Collection[str]], None]:
     """Imports `run`, and with it torch and DeepSpeed; not at the top, since `--help` and a mistyped key need neither.
 
     If a name that they need at import is missing, the run ends with the line that names it.
     """
-    # DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is
-    # for their developers
     gc.disable()  # imports leave no garbage, and searching them takes two of six seconds, one at the end
     ranks = read_ranks()
-    with redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings(action="ignore"):
+    with quiet_imports():
         try:
             with ranks.phase("importing torch, transformers and DeepSpeed"):
                 from training.run import run
@@ -69,6 +75,14 @@ def import_run() -> Callable[[DictConfig], None]:
             gc.freeze()
             gc.enable()
     return run
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is
+    for their developers."""
+    with redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings(action="ignore"):
+        yield
 
 
 def main() -> None:
@@ -85,6 +99,9 @@ def main() -> None:
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()
+    if "--version" in sys.argv[1:]:
+        print(find_version())
+        return
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(render_help())
         return
@@ -94,6 +111,14 @@ def main() -> None:
     with exit_on_user_error(ranks, reports=ranks.is_main):
         check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG, check_names)
     run_composed()
+
+
+def find_version() -> str:
+    """Returns the version of the project: that of the clone, or of the installed package."""
+    project = Path(__file__).resolve().parent / "pyproject.toml"
+    if project.is_file():
+        return str(tomllib.loads(project.read_text())["project"]["version"])
+    return version("llm-pipeline")
 
 
 def check_names(composed: DictConfig) -> None:

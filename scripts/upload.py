@@ -3,7 +3,7 @@
     HF_TOKEN=... python scripts/upload.py outputs/demo --repo_id me/my-model
     python scripts/upload.py outputs/demo --repo_id me/my-model --folder outputs/demo/hf-step500 --public
 
-The token is HF_TOKEN, from the environment alone. A new repository is private. Run it again after an upload that broke
+The token is HF_TOKEN, or that of `hf auth login`. A new repository is private. Run it again after an upload that broke
 off: what is there already is skipped. `--card_only` writes README.md and loss.png into the folder, and uploads nothing.
 """
 

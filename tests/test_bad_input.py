@@ -220,7 +220,7 @@ KEYS = {
     "no such loss": (("data=preference", "dpo.loss_type=slic"), "dpo.loss_type=slic: must be one of sigmoid, ipo"),
     "a key of another objective": (
         ("data=preference", "task=simpo", "dpo.beta=0.2"),
-        "dpo.beta=0.2: task=simpo does not read it; give task=dpo, or omit the key",
+        "dpo.beta=0.2: this run does not read it, only one with task=dpo does; give that, or omit the key",
     ),
     "a weight below zero": (
         ("train_file=[{path: a.jsonl, weight: -1}]",),

@@ -278,8 +278,10 @@ class TrainingLoop:
         self._probe.reset()
         if self._metrics is not None:
             self._metrics.add_step(counts=not nonfinite)
-        if self.reporters and not nonfinite:
-            self._interval.add(loss, totals.count_terms(self._mean_over), totals.num_tokens)
+        if self.reporters:
+            self._interval.add(totals.num_tokens)
+            if not nonfinite:
+                self._interval.add_loss(loss, totals.count_terms(self._mean_over))
         if nonfinite or self.engine.has_skipped_step():
             self._interval.num_skipped += 1
         elif self.reporters:

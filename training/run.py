@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -11,11 +12,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from models.architecture.lookup import warn_of_length
 from training.build import build_engine, build_eval_loaders, build_loaders, build_online_teacher, prepare_teacher
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.checkpoint.timeline import announce_start, find_abandoned, record_start, set_aside
+from training.config.incompatible import Run
 from training.config.schema import Init, RunConfig, to_typed
 from training.config.validate import check_config
 from training.distributed import process
@@ -37,6 +38,7 @@ from training.observability.metrics import Event, Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
 from training.observability.telemetry import Telemetry
+from training.resolution.readers import check_read
 from training.scoring.first_pass import build_first_pass
 from training.setup import (
     RunSetup,
@@ -47,27 +49,27 @@ from training.setup import (
     open_source,
     predict_run,
 )
-from training.summary import RunEnd, RunTotals, show_end, show_evaluation, show_start
+from training.summary import RunEnd, RunTotals, list_warnings, show_end, show_evaluation, show_start
 
 # Ranks wait this long for rank 0 of their host to tokenize.
 PREPARATION_TIMEOUT = timedelta(hours=12)
 
 
-def run(composed: Any) -> None:
+def run(composed: Any, given: Collection[str] = ()) -> None:
     """Check everything that is known without weights, then train. A UserError ends the process with one line.
-    composed: a DictConfig."""
+    composed: a DictConfig. given: the keys that the command line gives and the groups that it chooses."""
     ranks = read_ranks()
     process.buffer_library_logs()
     with exit_on_user_error(ranks, reports=ranks.is_main):
         config = to_typed(composed, unread=find_unread(composed))
         if config.inspect_data:
-            inspect_data(config, ranks)
+            inspect_data(config, ranks, given)
             return
         uploads = ranks.is_main and not config.evaluate_only
         if uploads and config.hub.repo_id is not None:
             check_upload(config.hub.repo_id)
         with ranks.phase("checking the run and reading the model's config"):
-            setup = check_run(config, ranks)
+            setup = check_run(config, ranks, given)
         config = setup.config
         folder = RunFolder(config.output_dir)
         with ranks.phase("creating the repository of hub.repo_id"):
@@ -92,13 +94,15 @@ def find_unread(composed: Any) -> list[str]:
     return [key for key, is_unread in unread.items() if is_unread]
 
 
-def inspect_data(config: RunConfig, ranks: Ranks) -> None:
+def inspect_data(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> None:
     """Print the rows as the model will see them. One process is enough: it needs no layout, device or process group.
     Raises UserError."""
     if not ranks.is_main:
         return
     check_config(config, has_accelerator=True)
     check_objective(config)
+    for text in check_read(Run(config), given, continues=config.resume is not None):
+        ranks.say(text)
     source = open_source(config, None)
     config = complete_labels(config, source.config)
     tokenizer = load_tokenizer(config, source)
@@ -164,7 +168,8 @@ def train(
                     hosts=hosts,
                 )  # fmt: skip
             reporters = [totals, *opened]
-            for event in [*notes, *list_warnings(config, setup, start.step)]:
+            warnings = (Event(start.step, "warning", text) for text in list_warnings(setup, budget.total_steps))
+            for event in [*notes, *warnings]:
                 for reporter in reporters:
                     reporter.note(event)
         timer = StageTimer(engine, memory)
@@ -279,12 +284,6 @@ def begin_line(config: RunConfig, setup: RunSetup, folder: RunFolder) -> list[Ev
         return []
     place = set_aside(folder, abandoned)
     return [Event(abandoned.first_step, "abandoned", f"set aside in {place}: {abandoned.describe()}")]
-
-
-def list_warnings(config: RunConfig, setup: RunSetup, step: int) -> list[Event]:
-    """Return what the panel at the start warns of."""
-    text = warn_of_length(setup.architecture, config.max_seq_length)
-    return [Event(step, "warning", text)] if text else []
 
 
 def conclude(

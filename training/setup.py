@@ -9,7 +9,7 @@ import dataclasses
 import glob
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,8 @@ from training.checkpoint.resume import Resumable, choose_resume, choose_whole, f
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, read_state
 from training.checkpoint.timeline import find_abandoned
-from training.config.schema import Device, FlashKernels, Init, Precision, RunConfig
+from training.config.incompatible import Run
+from training.config.schema import Device, FlashKernels, FusedKernels, Init, Precision, RunConfig
 from training.config.sources import list_file_keys, parse_key, read_files
 from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
@@ -54,7 +55,8 @@ from training.inputs.datasets import build_row_plan, complete_labels, count_adde
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
 from training.resolution.architecture import check_teacher_size
-from training.resolution.packages import check_packages
+from training.resolution.packages import check_packages, has_package
+from training.resolution.readers import check_read
 from training.resolution.resolve import ResolvedRun, check_keys, resolve
 from training.resolution.target import Target
 
@@ -64,7 +66,8 @@ class RunSetup(ResolvedRun):
     """A resolved run, and what it reads: everything that is known before a process group exists.
 
     source: of the weights. resumable: what `resume_from` is chosen from. reference: of an objective that needs one:
-    what the run has started from, or will. teacher: the setup of its pass over the data; None without one.
+    what the run has started from, or will. teacher: the setup of its pass over the data; None without one. unread: the
+    keys that were given and that this run does not read, in words.
     """
 
     source: WeightSource
@@ -72,15 +75,16 @@ class RunSetup(ResolvedRun):
     resumable: Resumable | None = None
     reference: WeightSource | None = None
     teacher: RunSetup | None = None
+    unread: Sequence[str] = ()
 
 
-def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
-    """Return the setup of a run, the same on all ranks.
+def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> RunSetup:
+    """Return the setup of a run, the same on all ranks. given: see `check_read`.
 
     Raises UserError for all that can be known to be wrong before a process group exists.
     """
     check_deepspeed_version()
-    check_internals(with_adapter=config.adapter.name is AdapterName.lora)
+    check_internals([*_list_optional(config)])
     check_keys(config, has_accelerator())
     check_packages(config)
     if config.compile:
@@ -91,6 +95,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
         ranks.say(f"resume=auto: the run in {folder.path} was to start from {resume}, and has saved nothing since")
         config = dataclasses.replace(config, resume=resume)
     folder.check_usable(config.resume is not None or config.evaluate_only, config.overwrite_output_dir)
+    unread = check_read(Run(config), given, continues=resume is not None)
     resumable = find_resume(resume, folder.checkpoints, config.trust_checkpoint) if resume else None
     resume_from = resumable.candidates[0] if resumable else None
     source = open_source(config, resume_from)
@@ -99,12 +104,20 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     if not config.evaluate_only:
         check_same_adapter(setup.adapter, resume_from, _find_saved_init(resume_from))
     reference = open_reference(config, setup, resume_from)
-    setup = dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
+    setup = dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference, unread=unread)
     if not config.evaluate_only and not config.overwrite_output_dir:
         find_abandoned(folder, resume_from).check_inputs(_list_inputs(setup))
     if config.overwrite_output_dir or not config.evaluate_only:
         folder.check_keeps(_list_inputs(setup), config.overwrite_output_dir)
     return setup
+
+
+def _list_optional(config: RunConfig) -> Iterator[str]:
+    """Yield the optional packages that a run imports."""
+    if config.adapter.name is AdapterName.lora:
+        yield "peft"
+    if config.fused_kernels is FusedKernels.auto and has_accelerator() and has_package("liger_kernel"):
+        yield "liger-kernel"
 
 
 def _list_inputs(setup: RunSetup) -> Iterator[tuple[str, Path]]:

@@ -30,6 +30,7 @@ from training.inputs.cadence import describe_cadence
 from training.inputs.datasets import list_entries
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, Reporter, describe_evaluation
+from training.optim.lr_schedule import warn_of_warmup
 from training.pipeline.schedules import build_schedule
 from training.planner.disk import measure_passthrough, render_disk
 from training.planner.formatting import render_bytes, render_count, render_seconds
@@ -59,8 +60,8 @@ def show_start(
         facts["teacher"] = f"{setup.teacher.architecture.model_type}, from {setup.teacher.source.path}"
     if setup.adapter is not None:
         facts["adapter"] = describe_targets(setup.layers, setup.adapter.config)
-    if text := warn_of_length(setup.architecture, config.max_seq_length):
-        facts["warning"] = text
+    if warnings := list_warnings(setup, budget.total_steps):
+        facts["warning"] = "; ".join(warnings)
     if budget.evaluations:
         when = describe_cadence(config.eval_steps, config.eval_epochs)
         facts["evaluation"] = f"{_describe_evaluations(config, datasets, budget.evaluations)}; {when}"
@@ -110,6 +111,13 @@ def show_evaluation(
         "output": f"{config.output_dir}/evaluation.json",
     }
     show_panel(f"{Path(config.output_dir).name}: evaluating on {setup.layout.describe_ranks()}", facts)
+
+
+def list_warnings(setup: RunSetup, total_steps: int) -> list[str]:
+    """Return what is known at the start of a run and does not end it, but may be a mistake."""
+    config = setup.config
+    found = [warn_of_length(setup.architecture, config.max_seq_length), warn_of_warmup(total_steps, config)]
+    return [*filter(None, found), *setup.unread]
 
 
 def describe_layout(setup: RunSetup, hosts: Sequence[str], sent: Mapping[str, float] | None = None) -> Facts:
@@ -213,26 +221,29 @@ class RunTotals(Reporter):
     """A reporter that keeps the totals for the panel at the end."""
 
     def __init__(self, start: TrainerState) -> None:
-        self._start, self._step, self._seconds, self._began = start, start.step, 0.0, time.monotonic()
+        self._start, self._num_tokens, self._began = start, start.num_tokens, time.monotonic()
+        self._num_steps, self._seconds = 0, 0.0
         self._first: Record | None = None
         self._last: Record | None = None
 
     def report(self, record: Record) -> None:
         if "loss" in record:
-            self._seconds += record["step_time"] * (record["step"] - self._step)
-            self._step, self._last = record["step"], record
+            seconds = (record["num_tokens"] - self._num_tokens) / record["tokens_per_second"]
+            self._seconds += seconds
+            self._num_steps += round(seconds / record["step_time"])  # without those whose data were skipped
+            self._num_tokens, self._last = record["num_tokens"], record
             self._first = self._first or record
 
     def describe(self) -> Facts:
         """Return steps, tokens, time and loss; empty when no step was reported."""
         if self._last is None:
             return {}
-        steps, tokens = self._step - self._start.step, self._last["num_tokens"] - self._start.num_tokens
-        whole = render_seconds(time.monotonic() - self._began)
+        tokens = self._num_tokens - self._start.num_tokens
+        whole, rate = render_seconds(time.monotonic() - self._began), tokens / self._seconds
         return {
-            "trained": f"{steps} steps, {render_count(tokens)} tokens, {tokens / self._seconds:,.0f} tokens/s",
+            "trained": f"{self._num_steps} steps, {render_count(tokens)} tokens, {rate:,.0f} tokens/s",
             "time": f"{whole}, {render_seconds(self._seconds)} of it in steps",
-            "loss": f"{self._last['loss']:.4f} at step {self._step}",
+            "loss": f"{self._last['loss']:.4f} at step {self._last['step']}",
         }
 
     def summarize(self, model: str, ranks: str, last_eval: Record | None) -> list[str]:

@@ -264,6 +264,14 @@ def read_parquet(path: str, first: int = 0) -> Iterator[RawRecord]:
         ) from None
 
 
+def has_maps(path: str) -> bool:
+    """Return whether a Parquet file has columns of maps."""
+    try:
+        return _split_suffixes(path)[0] == ".parquet" and "map<" in str(parquet.read_schema(path))
+    except (pyarrow.ArrowException, OSError):  # which reading it reports
+        return False
+
+
 def _find_row_group(metadata: parquet.FileMetaData, row: int) -> tuple[int, int]:
     """Return the row group of a row (from 0), and the rows before the group."""
     before = 0

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.components import describe_code, describe_component
 from data.sample import Encoder
+from data.sources.formats import has_maps
 from data.sources.hub import PREFIX as HUB_PREFIX
 from data.sources.hub import describe_hub
 from data.sources.indexed import PREFIX as INDEXED_PREFIX
@@ -54,7 +55,8 @@ def _describe_source(source: str) -> list:
         return [source, *describe_component(json.loads(source.removeprefix(COMPONENT_PREFIX)))]
     if source.startswith(INDEXED_PREFIX):
         return [INDEXED_PREFIX, describe_files(source)]
-    return describe_file(source)
+    # up to format 8 maps were read as lists of pairs
+    return [*describe_file(source), *(["maps"] if has_maps(source) else [])]
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:

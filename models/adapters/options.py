@@ -45,3 +45,8 @@ class AdapterOptions:
     loraplus_lr_ratio: float | None = None
     load_in_4bit: bool = False
     name_or_path: str | None = None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the frozen projections are kept in nf4."""
+        return self.name is AdapterName.lora and self.load_in_4bit

@@ -51,7 +51,11 @@ EXAMPLES = {
         "adapter=lora",
         "adapter.lora_dropout=0.1",
     ),
-    "tensor_parallel_size=2 does not go together with adapter.use_dora=true: ": (TWO_RANKS, "adapter.use_dora=true"),
+    "tensor_parallel_size=2 does not go together with adapter.use_dora=true: ": (
+        TWO_RANKS,
+        "adapter=lora",
+        "adapter.use_dora=true",
+    ),
     "tensor_parallel_size=2 does not go together with adapter.init_lora_weights=pissa: ": (
         TWO_RANKS,
         "adapter=lora",
@@ -59,6 +63,7 @@ EXAMPLES = {
     ),
     "tensor_parallel_size=2 does not go together with adapter.load_in_4bit=true: ": (
         TWO_RANKS,
+        "adapter=lora",
         "adapter.load_in_4bit=true",
     ),
     "sequence_parallel=true does not go together with tensor_parallel_size=1: ": ("sequence_parallel=true",),
@@ -95,10 +100,6 @@ EXAMPLES = {
         "optimizer=adamw_8bit",
         "offload_optimizer=cpu",
     ),
-    "optimizer.state_dtype=bf16 does not go together with optimizer=lion: ": (
-        "optimizer=lion",
-        "optimizer.state_dtype=bf16",
-    ),
     "zero_stage=3 does not go together with num_stages=2: ": ("zero_stage=3", "num_stages=2"),
     "zero_stage=3 does not go together with tensor_parallel_size=2: ": ("zero_stage=3", TWO_RANKS),
     "zero_stage=3 does not go together with precision=fp16: ": ("zero_stage=3", "precision=fp16"),
@@ -107,9 +108,14 @@ EXAMPLES = {
     "zero_stage=3 does not go together with optimizer=adamw_8bit: ": ("zero_stage=3", "optimizer=adamw_8bit"),
     "zero_stage=3 does not go together with adapter.load_in_4bit=true: ": (
         "zero_stage=3",
+        "adapter=lora",
         "adapter.load_in_4bit=true",
     ),
-    "zero_stage=3 does not go together with adapter.use_dora=true: ": ("zero_stage=3", "adapter.use_dora=true"),
+    "zero_stage=3 does not go together with adapter.use_dora=true: ": (
+        "zero_stage=3",
+        "adapter=lora",
+        "adapter.use_dora=true",
+    ),
     "sharding_parallel_size does not go together with zero_stage=3: ": ("sharding_parallel_size=2", "zero_stage=3"),
     "sharding_parallel_size does not go together with precision=fp16: ": ("sharding_parallel_size=2", "precision=fp16"),
     "sharding_parallel_size does not go together with plan=search: ": ("sharding_parallel_size=2", "plan=search"),
@@ -135,27 +141,6 @@ EXAMPLES = {
         "data.packing=true",
         "data.length_policy=split",
         "data.chat_template=chatml",
-    ),
-    "data.train_on=last_turn does not go together with data=preference: ": (
-        "data=preference",
-        "data.train_on=last_turn",
-    ),
-    "data.rewritten_turns=keep does not go together with data=unpaired_preference: ": (
-        "data=unpaired_preference",
-        "data.rewritten_turns=keep",
-    ),
-    "data.response_marker does not go together with data=chat: ": ("data=chat", "data.response_marker='Answer:'"),
-    "data.template_kwargs does not go together with data=pretrain: ": (
-        "data=pretrain",
-        "data.packing=true",
-        "data.length_policy=split",
-        "data.template_kwargs={enable_thinking: false}",
-    ),
-    "data.train_on_reasoning=false does not go together with data=pretrain: ": (
-        "data=pretrain",
-        "data.packing=true",
-        "data.length_policy=split",
-        "data.train_on_reasoning=false",
     ),
     "rope_parameters.rope_type=dynamic does not go together with data.packing=true: ": (
         "rope_parameters.rope_type=dynamic",
@@ -276,12 +261,6 @@ EXAMPLES = {
         "dpo.loss_type=ipo",
     ),
     "warmup_steps=10 does not go together with warmup_ratio=0: ": ("warmup_steps=10", "warmup_ratio=0"),
-    **{
-        f"lr_scheduler_kwargs.{key}={value} does not go together with lr_scheduler_type=cosine: ": (
-            f"lr_scheduler_kwargs.{key}={value}",
-        )
-        for key, value in {"power": "2.0", "num_cycles": "3", "decay_ratio": "0.2", "decay_type": "sqrt"}.items()
-    },
     "init=random does not go together with model=from_checkpoint: ": (SCRATCH, "tokenizer_name_or_path=t"),
     "init=random does not go together with tokenizer_name_or_path=null: ": (SCRATCH, "model={model_type: llama}"),
     **{
@@ -341,12 +320,10 @@ OTHERS = (
     ("eval_file=[{path: a, weight: 1}]",),
     ("plan=maybe",),
     ("export_steps=[0]",),
-    ("hub.every=10",),
     ("skip_data_intervals=[[3,1]]",),
     ("skip_data_intervals=[[1,3]]", "profile_step=2"),
     ("optimizer.betas=[0.9]",),
     ("optimizer.betas=[0.9,0.999]", "optimizer.state_dtype=bf16"),
-    ("optimizer=lion", "optimizer.eps=1e-3"),
     ("+model.no_such_field=1",),
     ("+model.hidden_size=64",),
 )

@@ -279,6 +279,7 @@ def test_a_skipped_step_counts_for_nothing_but_its_tokens(
         (4, pytest.approx((2 * 20 + 1 * 5) / 25)),
         (5, 0.5),
     ]
+    assert lines[0]["tokens_per_second"] * lines[0]["step_time"] == pytest.approx(lines[0]["num_tokens"] / 2)
     assert [line["skipped_steps"] for line in lines] == [1, 0, 0] and "loss_scale" not in lines[0]
     assert final.num_tokens == 1500
     assert (

@@ -31,11 +31,12 @@ START = TrainerState(
 
 def test_totals_count_from_the_start_of_the_run_and_only_steps() -> None:
     totals = RunTotals(START)
-    totals.report({"step": 4, "loss": 3.0, "step_time": 0.5, "num_tokens": 300})
+    totals.report({"step": 4, "loss": 3.0, "step_time": 0.5, "num_tokens": 300, "tokens_per_second": 200.0})
     totals.report({"step": 4, "eval_loss": 2.0, "eval_tokens": 7})
-    totals.report({"step": 5, "loss": 2.5, "step_time": 2.0, "num_tokens": 400})
+    # with fifteen steps whose data were skipped
+    totals.report({"step": 20, "loss": 2.5, "step_time": 2.0, "num_tokens": 400, "tokens_per_second": 50.0})
     facts = totals.describe()
-    assert facts["trained"] == "3 steps, 300 tokens, 100 tokens/s" and facts["loss"] == "2.5000 at step 5"
+    assert facts["trained"] == "3 steps, 300 tokens, 100 tokens/s" and facts["loss"] == "2.5000 at step 20"
     assert facts["time"].endswith("3.0 s of it in steps")
     assert RunTotals(START).describe() == {}
     first, second = totals.summarize("llama", "2 ranks", {"step": 5, "eval_loss": 2.0, "eval_tokens": 7})
@@ -70,7 +71,7 @@ def test_the_two_lines_come_however_a_run_ends(
     layout = SimpleNamespace(describe_ranks=lambda: "2 ranks")
     setup: Any = SimpleNamespace(adapter=None, architecture=config, layout=layout)
     totals = RunTotals(START)
-    totals.report({"step": 5, "loss": 2.5, "step_time": 2.0, "num_tokens": 400})
+    totals.report({"step": 5, "loss": 2.5, "step_time": 2.0, "num_tokens": 400, "tokens_per_second": 50.0})
     if is_saved and not end.signum:
         end = replace(end, exported=folder.export)
     show_end(totals, setup, folder, end, records="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +13,18 @@ from typing import Any, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from errors import UserError
 from models.adapters.options import UNSUPPORTED
-from training.config.schema import RunConfig
+from training.config.foreign_keys import find_hint
+from training.config.schema import CONF, RunConfig
 
 CheckNames = Callable[[DictConfig], None]
+IN_SWEEP = "LLM_PIPELINE_IN_SWEEP"  # set in the environment of a run that a sweep starts
 # OmegaConf's message for a value of the wrong type -> what the value must be.
 _WRONG_TYPES = {
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
@@ -61,6 +65,26 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     from hydra._internal.utils import get_args_parser  # private, and not imported before the check that it is there
 
     return get_args_parser().parse_known_args(list(arguments))
+
+
+def list_given(arguments: Sequence[str]) -> set[str]:
+    """Return the keys that a command line gives, by their dotted names, and the groups that it chooses; of a run of a
+    sweep the groups alone, since the runs of a sweep share their command line as they share a config file.
+
+    arguments: as `clean_arguments` returns them, without the command.
+    """
+    parser, given = OverridesParser.create(), set[str]()
+    for override in parse_arguments(arguments)[0].overrides:
+        parsed = parser.parse_override(override)
+        given.update(_list_keys(parsed.package or parsed.key_or_group, parsed.value()))
+    return {key for key in given if IN_SWEEP not in os.environ or (CONF / key).is_dir()}
+
+
+def _list_keys(key: str, value: Any) -> Iterator[str]:
+    """Yield a key and, where its value is a mapping, the keys in it."""
+    yield key
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from _list_keys(f"{key}.{name}", inner)
 
 
 def check_command_line(
@@ -177,7 +201,9 @@ def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
     asked = f"{group}={name}" if group else f"-cn {config_name}"
     if group == "adapter" and (reason := UNSUPPORTED.get(name)):
         return f"{asked} is not supported: {reason}; give adapter=lora"
-    return f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml; there are {', '.join(known)}"
+    near = [each for each in known if each.startswith(name)][:3] or difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml; {meant}there are {', '.join(known)}"
 
 
 def _unknown_key(key: str) -> str:
@@ -186,9 +212,8 @@ def _unknown_key(key: str) -> str:
         return f"unknown key '{key}'; to add a key to '{group}', write +{key}=..."
     known = list(_known_keys())
     siblings = [name for name in known if rest and name.startswith(f"{group}.")]
-    by_last_part = {name.rpartition(".")[2]: name for name in siblings or known}
-    if near := difflib.get_close_matches(key.rpartition(".")[2], by_last_part, n=1):
-        return f"unknown key '{key}'; did you mean '{by_last_part[near[0]]}'?"
+    if hint := find_hint(key, siblings or known):
+        return f"unknown key '{key}'; did you mean '{hint}'?"
     return f"unknown key '{key}'; " + (
         f"known are {', '.join(siblings)}" if siblings else "conf/base.yaml lists the known ones"
     )

@@ -23,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from errors import UserError
-from training.cli.command_line import CheckNames, check_command_line, compose_command, parse_arguments
+from training.cli.command_line import IN_SWEEP, CheckNames, check_command_line, compose_command, parse_arguments
 from training.config.schema import to_typed
 from training.distributed.ranks import find_free_port
 
@@ -176,7 +176,7 @@ def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
 
     group: the name of the runs' group in Weights & Biases.
     """
-    environment = {"WANDB_RUN_GROUP": group, **os.environ}
+    environment = {"WANDB_RUN_GROUP": group, **os.environ, IN_SWEEP: "true"}
 
     def launch(arguments: Sequence[str]) -> int:
         launcher = [

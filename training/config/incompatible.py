@@ -16,8 +16,8 @@ from typing import Any
 
 from data.encoders.kinds import find_keys, find_kind
 from errors import UserError
-from models.adapters.options import starts_from_base
-from training.config.schema import OptimizerName, RunConfig
+from models.adapters.options import AdapterName, starts_from_base
+from training.config.schema import RunConfig
 from training.config.sources import list_evaluations, parse_key
 
 
@@ -101,15 +101,11 @@ def _set(key: str) -> Feature:
     return Feature(key, lambda run: run.read(key) is not None, key)
 
 
-def _scheduled_otherwise(key: str, schedule: str) -> Pair:
-    """Return the pair of a key of `lr_scheduler_kwargs` and the schedules that do not read it."""
-    another = Feature(
-        f"a learning rate schedule other than {schedule}",
-        lambda run: run.read("lr_scheduler_type").value != schedule,
-        "lr_scheduler_type",
+def _of_lora(feature: Feature) -> Feature:
+    """Return the feature of a key of `adapter`, which only adapter=lora reads."""
+    return Feature(
+        feature.words, lambda run: run.config.adapter.name is AdapterName.lora and feature.holds(run), feature.key
     )
-    instead = f"give lr_scheduler_type={schedule}, or leave it at null"
-    return Pair(_set(f"lr_scheduler_kwargs.{key}"), another, "that schedule does not read it", instead)
 
 
 _NO_GPU = Feature("a machine without a GPU", lambda run: not run.has_accelerator, scope=Scope.run)
@@ -160,16 +156,6 @@ _LORA = _is("adapter.name", "lora")
 _FROM_SCRATCH = _is("init", "random")
 _EVALUATION = _is("evaluate_only", "true")
 _DOCUMENTS = Feature("data=pretrain", lambda run: find_kind(run.config.data.name).concatenates, "data.name")
-_NO_TURNS = Feature(
-    "data other than chat or sft",
-    lambda run: "train_on" not in find_keys(find_kind(run.config.data.name)),
-    "data.name",
-)
-_NO_MARKER = Feature(
-    "data other than sft",
-    lambda run: "response_marker" not in find_keys(find_kind(run.config.data.name)),
-    "data.name",
-)
 _PACKED = _is("data.packing", "true")
 _MIXTURE = Feature(
     "train_file with shares",
@@ -277,29 +263,31 @@ INCOMPATIBLE = (
     Pair(_TENSOR_PARALLEL, _USER_LOSS, "it would see only a part of the vocabulary", "give tensor_parallel_size=1"),
     Pair(
         _TENSOR_PARALLEL,
-        _positive("adapter.lora_dropout"),
+        _of_lora(_positive("adapter.lora_dropout")),
         "the ranks of a layer would drop different inputs",
         "give adapter.lora_dropout=0, or tensor_parallel_size=1",
     ),
     Pair(
         _TENSOR_PARALLEL,
-        _is("adapter.use_dora", "true"),
+        _of_lora(_is("adapter.use_dora", "true")),
         "its magnitudes are norms of whole rows of a weight",
         "give tensor_parallel_size=1",
     ),
     Pair(
         _TENSOR_PARALLEL,
-        Feature(
-            "adapter.init_lora_weights=pissa or olora",
-            lambda run: starts_from_base(run.config.adapter.init_lora_weights),
-            "adapter.init_lora_weights",
+        _of_lora(
+            Feature(
+                "adapter.init_lora_weights=pissa or olora",
+                lambda run: starts_from_base(run.config.adapter.init_lora_weights),
+                "adapter.init_lora_weights",
+            )
         ),
         "they are decompositions of whole weights",
         "give adapter.init_lora_weights=true, or tensor_parallel_size=1",
     ),
     Pair(
         _TENSOR_PARALLEL,
-        _is("adapter.load_in_4bit", "true"),
+        _of_lora(_is("adapter.load_in_4bit", "true")),
         "quantized projections are not sharded",
         "give tensor_parallel_size=1",
     ),
@@ -355,16 +343,6 @@ INCOMPATIBLE = (
         "give optimizer=adamw optimizer.state_dtype=bf16, or offload_optimizer=none",
     ),
     Pair(
-        _is("optimizer.state_dtype", "bf16"),
-        Feature(
-            "an optimizer other than adamw",
-            lambda run: run.config.optimizer.name is not OptimizerName.adamw,
-            "optimizer.name",
-        ),
-        "it is the format of the averages of adamw",
-        "give optimizer.state_dtype=fp32, or optimizer=adamw",
-    ),
-    Pair(
         _WEIGHTS_SHARDED,
         Feature("num_stages > 1", lambda run: run.config.num_stages > 1, "num_stages"),
         "each pass of a stage needs whole weights, which would cross the network once per micro-batch",
@@ -392,13 +370,13 @@ INCOMPATIBLE = (
     ),
     Pair(
         _WEIGHTS_SHARDED,
-        _is("adapter.load_in_4bit", "true"),
+        _of_lora(_is("adapter.load_in_4bit", "true")),
         "it is not tested with quantized projections",
         "give zero_stage=1 or 2",
     ),
     Pair(
         _WEIGHTS_SHARDED,
-        _is("adapter.use_dora", "true"),
+        _of_lora(_is("adapter.use_dora", "true")),
         "its magnitudes are norms of whole weights, which only the layer that holds them gathers",
         "give zero_stage=1 or 2",
     ),
@@ -458,36 +436,6 @@ INCOMPATIBLE = (
         "give data=chat, or data.special_tokens to add tokens only",
     ),
     Pair(
-        _is("data.train_on", "last_turn"),
-        _NO_TURNS,
-        "its records have no turns to choose from",
-        "give data.train_on=all_turns, or data=chat",
-    ),
-    Pair(
-        _is("data.rewritten_turns", "last", "keep"),
-        _NO_TURNS,
-        "its records stay one sample each",
-        "give data.rewritten_turns=split, or data=chat",
-    ),
-    Pair(
-        _given("data.response_marker", "data.response_marker"),
-        _NO_MARKER,
-        "its records say where an answer begins",
-        "give data.response_marker=null, or data=sft",
-    ),
-    Pair(
-        _given("data.template_kwargs", "data.template_kwargs"),
-        _DOCUMENTS,
-        "raw text holds no messages",
-        "give data.template_kwargs=null, or data=chat",
-    ),
-    Pair(
-        _is("data.train_on_reasoning", "false"),
-        _DOCUMENTS,
-        "raw text holds no messages",
-        "give data.train_on_reasoning=true, or data=chat",
-    ),
-    Pair(
         _DYNAMIC_ROPE,
         _PACKED,
         "angles depend on the longest document of a micro-batch",
@@ -532,7 +480,7 @@ INCOMPATIBLE = (
         "its records have no negatives",
         "give data.num_negatives=0",
     ),
-    Pair(_EMBEDDING, _positive("adapter.lora_dropout"), _TWO_PASSES, "give adapter.lora_dropout=0"),
+    Pair(_EMBEDDING, _of_lora(_positive("adapter.lora_dropout")), _TWO_PASSES, "give adapter.lora_dropout=0"),
     Pair(_EMBEDDING, _positive("neftune_noise_alpha"), _TWO_PASSES, "give neftune_noise_alpha=0"),
     Pair(
         _STREAMED,
@@ -650,10 +598,6 @@ INCOMPATIBLE = (
         "each is the length of the warm-up",
         "give one of them, and null for the other",
     ),
-    _scheduled_otherwise("power", "polynomial"),
-    _scheduled_otherwise("num_cycles", "cosine_with_restarts"),
-    _scheduled_otherwise("decay_ratio", "wsd"),
-    _scheduled_otherwise("decay_type", "wsd"),
     Pair(
         _FROM_SCRATCH,
         Feature("model=from_checkpoint", lambda run: not run.config.model),

@@ -324,6 +324,11 @@ class OptimizerConfig:
     state_dtype: StateDtype = StateDtype.fp32
     custom: Any = None
 
+    @property
+    def rounds_state(self) -> bool:
+        """Whether AdamW's moment estimates are kept in bf16."""
+        return self.name is OptimizerName.adamw and self.state_dtype is StateDtype.bf16
+
 
 @dataclass
 class ParameterGroup:
@@ -537,6 +542,33 @@ def load_hardware() -> list[HardwareConfig]:
 def load_default_group(name: str, schema: type[Schema]) -> Schema:
     """A group of keys as `conf/base.yaml` has it."""
     return _to_object(OmegaConf.merge(OmegaConf.structured(schema), _load_base()[name]), schema)
+
+
+def find_default(config: RunConfig, key: str) -> Any:
+    """Return the default of a key, by its dotted name: that of conf/base.yaml, or of the choice of its group."""
+    group = key.partition(".")[0]
+    choice = getattr(getattr(config, group), "name", "") if (CONF / group).is_dir() else ""
+    return _find_default(key, str(getattr(choice, "value", choice)))
+
+
+@cache
+def _find_default(key: str, choice: str) -> Any:
+    found = OmegaConf.select(_load_defaults(key.partition(".")[0], choice), key)
+    return OmegaConf.to_object(found) if OmegaConf.is_config(found) else found
+
+
+@cache
+def _load_defaults(group: str, choice: str) -> DictConfig:
+    """Return a config with the defaults of a top-level key, or of a group whose `name` is `choice`."""
+    contents = [{group: _load_base().get(group, {})}]
+    if choice:
+        chosen = OmegaConf.load(CONF / group / f"{choice}.yaml")
+        shared = [name.partition("@")[0] for name in chosen.pop("defaults", [])]  # such as shared/every_kind@_here_
+        files = [OmegaConf.load(CONF / group / f"{name}.yaml") for name in shared if name != "_self_"]
+        contents = [{group: content} for content in (*files, chosen)]
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), *contents)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 @cache

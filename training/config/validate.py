@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from errors import UserError
 from training.config.incompatible import Run, check_together
 from training.config.ranges import check_ranges
-from training.config.schema import OptimizerConfig, OptimizerName, RunConfig, StateDtype
+from training.config.schema import OptimizerConfig, RunConfig
 from training.config.sources import list_evaluations, parse_key, read_files
 
 # docs/inside.md has the table of versions that were tried
@@ -19,13 +19,6 @@ MIN_DEEPSPEED = "0.19.4"
 
 # Half of a step of bf16 is at most 1/256: so an average in bf16 always comes down when what it averages is 0.
 MAX_BF16_BETA = 0.996
-
-# Which of `optimizer.betas` and `optimizer.eps` an optimizer takes
-OPTIMIZER_KEYS: dict[OptimizerName, set[str]] = {
-    OptimizerName.adamw: {"betas", "eps"},
-    OptimizerName.adamw_8bit: {"betas", "eps"},
-    OptimizerName.lion: {"betas"},
-}
 
 
 def check_deepspeed_version(installed: str | None = None) -> None:
@@ -43,10 +36,7 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     check_ranges(config)
     _check_export_steps(config.export_steps)
     _check_skipped_data(config)
-    if config.hub.every is not None and config.hub.repo_id is None:
-        raise UserError(f"hub.every={config.hub.every} uploads nothing without hub.repo_id=org/name")
     _check_betas(config.optimizer)
-    _check_optimizer_keys(config.optimizer)
     _check_files(config)
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
@@ -91,23 +81,12 @@ def _check_betas(optimizer: OptimizerConfig) -> None:
     betas = optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UserError(f"optimizer.betas={list(betas)}: two numbers from 0 to below 1, such as [0.9,0.95]")
-    if optimizer.state_dtype is StateDtype.bf16 and max(betas) > MAX_BF16_BETA:
+    if optimizer.rounds_state and max(betas) > MAX_BF16_BETA:
         raise UserError(
             f"optimizer.betas={list(betas)}: at most {MAX_BF16_BETA} with optimizer.state_dtype=bf16, where an average "
             "that moves by less a step is rounded back to what it was; give optimizer.betas=[0.9,0.95], or "
             "optimizer.state_dtype=fp32"
         )
-
-
-def _check_optimizer_keys(optimizer: OptimizerConfig) -> None:
-    """Raise UserError for a key that this optimizer does not use."""
-    default = OptimizerConfig()
-    for key in sorted({"betas", "eps"} - OPTIMIZER_KEYS.get(optimizer.name, set())):
-        if getattr(optimizer, key) != getattr(default, key):
-            raise UserError(
-                f"optimizer.{key} is not used by optimizer={optimizer.name.value}; leave it out (custom takes it as a "
-                "field of optimizer.custom)"
-            )
 
 
 def check_model_fields(stated: dict[str, Any], config: PretrainedConfig, where: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dis
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -49,7 +49,10 @@ PACKAGES = {
     "transformers": Package("5.23.0", ">=5.21,<6"),
     "peft": Package("0.21.2", ">=0.18"),
     "hydra-core": Package("1.3.8", ">=1.3.2,<1.4"),
+    "liger-kernel": Package("0.8.5", ">=0.8"),
 }
+# Imported only by a run that asks for what they do
+OPTIONAL = {"peft", "liger-kernel"}
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
@@ -186,6 +189,10 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "hydra-core", "hydra._internal.utils", ("get_args_parser",), "reading the command line"
     loader = "hydra._internal.config_loader_impl:ConfigLoaderImpl"
     yield "hydra-core", loader, ("get_search_path", "repository"), "reading --config-dir"
+    fused = "fused kernels (fused_kernels=auto)"
+    yield "liger-kernel", "liger_kernel.ops", ("LigerRMSNormFunction",), fused
+    yield "liger-kernel", "liger_kernel.ops.rope", ("rope_forward", "rope_backward"), fused
+    yield "liger-kernel", "liger_kernel.ops.swiglu", ("swiglu_forward", "swiglu_backward"), fused
     repository = "hydra._internal.config_repository:ConfigRepository"
     yield "hydra-core", repository, ("initialize_sources",), "reading --config-dir"
 
@@ -197,16 +204,15 @@ TABLE = (
 )
 
 
-def check_internals(with_adapter: bool = False, package: str | None = None) -> None:
+def check_internals(imported: Collection[str] = (), package: str | None = None) -> None:
     """Check that the installed packages have every name of the table that a run needs.
 
-    with_adapter: whether this run imports peft. package: checks this one alone.
+    imported: the optional packages that this run imports. package: checks this one alone.
     Raises UserError, one line that names it, for a name that is missing.
     """
     for entry in TABLE:
-        if entry.is_needed and (
-            entry.package == package or (package is None and (entry.package != "peft" or with_adapter))
-        ):
+        is_imported = entry.package not in OPTIONAL or entry.package in imported
+        if entry.is_needed and (entry.package == package or (package is None and is_imported)):
             missing = find_missing(entry)
             if missing is not None:
                 raise explain_missing(entry.package, missing, entry.use)

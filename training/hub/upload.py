@@ -1,12 +1,12 @@
 """Uploads the model of a run to the Hugging Face hub, with a model card. Main rank only.
 
-The token is HF_TOKEN, from the environment alone: it is in no config, log or file. `huggingface_hub` skips what the
-repository already holds, so an upload that broke off is continued by starting it again.
+The token is HF_TOKEN of the environment, or that of `hf auth login`: it is in no config, log or file of a run.
+`huggingface_hub` skips what the repository already holds, so an upload that broke off is continued by starting it
+again.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -43,6 +43,7 @@ def check_upload(repo_id: str) -> None:
 
 
 def _find_token(repo_id: str) -> str:
+    from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -52,14 +53,16 @@ def _find_token(repo_id: str) -> str:
         is_name = False
     if not is_name:
         raise UserError(f"hub.repo_id={repo_id}: give org/name, or your own name and that of the model")
-    token = os.environ.get("HF_TOKEN")
+    token = get_token()  # HF_TOKEN, or that of `hf auth login`
     if not token:
         raise _miss_token(repo_id)
     return token
 
 
 def _miss_token(repo_id: str) -> UserError:
-    return UserError(f"hub.repo_id={repo_id}: set HF_TOKEN in the environment to a token that may write there")
+    return UserError(
+        f"hub.repo_id={repo_id}: set HF_TOKEN in the environment to a token that may write there, or use hf auth login"
+    )
 
 
 def _refuse(repo_id: str, error: Exception) -> UserError:

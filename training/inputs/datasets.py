@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import xxhash
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -282,12 +282,16 @@ def build_encoder(data: DataConfig, stop_tokens: tuple[str, ...] = ()) -> Encode
     if data.encoder is not None:
         return build_user_encoder(data)
     encoder: Any = find_kind(data.name).encoder
-    given = {
+    given: dict[str, Any] = {
         "stop_tokens": stop_tokens,
         "template_kwargs": read_template_kwargs(data.template_kwargs, "data.template_kwargs"),
     }
-    names = [field.name for field in fields(encoder)]
-    return encoder(**{name: given[name] if name in given else getattr(data, name) for name in names})
+    hints = get_type_hints(encoder)
+    given |= {field.name: getattr(data, field.name) for field in fields(encoder) if field.name not in given}
+    for name, value in given.items():
+        if value is None and hints.get(name) is str:
+            raise UserError(f"data.{name}=null: data={data.name} needs it; omit the key, or give a text")
+    return encoder(**{field.name: given[field.name] for field in fields(encoder)})
 
 
 def build_selection(data: DataConfig, key: str) -> Selection:

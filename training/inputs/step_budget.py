@@ -128,9 +128,9 @@ def compute_step_budget(
 
 def _describe_adapter(config: RunConfig) -> dict[str, str]:
     """Return the start of an adapter that is a part of the base weights: no other run reads its files rightly."""
-    init = config.adapter.init_lora_weights
-    is_one = config.adapter.name is AdapterName.lora and starts_from_base(init)
-    return {"adapter.init_lora_weights": str(init)} if is_one else {}
+    if config.adapter.name is AdapterName.none or not starts_from_base(config.adapter.init_lora_weights):
+        return {}
+    return {"adapter.init_lora_weights": str(config.adapter.init_lora_weights)}
 
 
 def _resume(

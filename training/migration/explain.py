@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from training.config.foreign_keys import find_hint
 from training.config.key_table import list_types
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
@@ -38,8 +38,6 @@ def explain(key: str, headings: Sequence[str]) -> str:
         for left, right in read_rows(heading):
             if any(key in re.findall(r"\w+", code) for code in re.findall(r"`([^`]+)`", left)):
                 return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", right).replace("`", "")
-    by_last_part = {name.rpartition(".")[2]: name for name in list_types()}
-    near = difflib.get_close_matches(key, by_last_part, n=1)
-    if near:
-        return f"none; the nearest key here is {by_last_part[near[0]]}"
+    if hint := find_hint(key, list_types()):
+        return f"none; the nearest key here is {hint}"
     return "none; docs/configure.md lists every key"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Any
 
 import xxhash
@@ -16,7 +15,7 @@ from models.heads.head import Head
 from models.heads.sentence_transformers import SentenceModel
 from training.config.criterion import Criterion
 from training.config.incompatible import write_value
-from training.config.schema import DistillConfig, RunConfig, load_default_group
+from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.objectives.classification import Classification
 from training.objectives.cpo import CPO
@@ -111,7 +110,6 @@ def check_objective(config: RunConfig) -> None:
             "give mtp.loss_coef=0"
         )
     _check_distill(config, objective)
-    _check_other_keys(config, objective)
     check_metric_name(config)
 
 
@@ -142,8 +140,8 @@ def _list_tasks(kind: DataKind) -> list[str]:
 
 
 def _check_distill(config: RunConfig, objective: Objective) -> None:
-    """Raise UserError for a teacher that the objective does not read, and for keys of `distill` without one."""
-    distill, default = config.distill, load_default_group("distill", DistillConfig)
+    """Raise UserError for a teacher that the objective does not read, and for one whose choices cannot be kept."""
+    distill = config.distill
     if distill.teacher is not None and not objective.distills:
         fitting = " or task=".join(sorted(other.name for other in OBJECTIVES.values() if other.distills))
         raise UserError(
@@ -155,29 +153,6 @@ def _check_distill(config: RunConfig, objective: Objective) -> None:
             "distill.top_k=null: the whole vocabulary at each target is not kept; give a number, such as 64, or "
             "distill.online=true"
         )
-    for each in fields(DistillConfig) if distill.teacher is None else ():
-        value = getattr(distill, each.name)
-        if value != getattr(default, each.name):
-            raise UserError(
-                f"distill.{each.name}={write_value(value)} has no effect without a teacher; give distill.teacher, or "
-                "omit the key"
-            )
-
-
-def _check_other_keys(config: RunConfig, objective: Objective) -> None:
-    """Raise UserError for a key of another objective that differs from its default: nothing would read it."""
-    for other in OBJECTIVES.values():
-        if other is objective or not hasattr(config, other.name):
-            continue
-        group = getattr(config, other.name)
-        default = load_default_group(other.name, type(group))
-        for each in fields(group):
-            value = getattr(group, each.name)
-            if value != getattr(default, each.name):
-                raise UserError(
-                    f"{other.name}.{each.name}={write_value(value)}: task={objective.name} does not read it; "
-                    f"give task={other.name}, or omit the key"
-                )
 
 
 def _write_rope(config: RunConfig) -> str:
@@ -212,7 +187,7 @@ def describe_forward(config: RunConfig) -> dict[str, str]:
     omitted."""
     return (
         ({"rope_parameters": _write_rope(config)} if config.rope_parameters.list_given() else {})
-        | ({"adapter.load_in_4bit": "true"} if config.adapter.load_in_4bit else {})
+        | ({"adapter.load_in_4bit": "true"} if config.adapter.quantizes else {})
         | describe_component_key("data.collator", config.data.collator)
     )
 

@@ -10,9 +10,9 @@ import torch
 class Interval:
     """The steps since the last report. The loss stays on the device until `finish`: reading it waits for the step.
 
-    num_skipped: steps that did not change the weights; in fp16 the loss still counts when only
-    gradients overflow. grad_norm: the norm of
-    the last step that did; None if there is none.
+    Every step counts for time and tokens; the loss of a step that is not finite does not. num_skipped: steps that did
+    not change the weights; in fp16 the loss still counts when only gradients overflow. grad_norm: the norm of the last
+    step that did; None if there is none.
     """
 
     def __init__(self, zero: torch.Tensor) -> None:
@@ -25,15 +25,20 @@ class Interval:
         self.grad_norm: torch.Tensor | None = None
         self._seconds, self._since = 0.0, time.perf_counter()
 
-    def add(self, loss: torch.Tensor, num_terms: int, num_tokens: int) -> None:
-        self._loss_sum += loss.detach().double().squeeze() * num_terms
-        self._num_terms += num_terms
+    def add(self, num_tokens: int) -> None:
+        """Count a step."""
         self._num_tokens += num_tokens
         self._num_steps += 1
 
+    def add_loss(self, loss: torch.Tensor, num_terms: int) -> None:
+        """Add the loss of a step that is finite."""
+        self._loss_sum += loss.detach().double().squeeze() * num_terms
+        self._num_terms += num_terms
+
     @property
     def is_empty(self) -> bool:
-        return self._num_steps == 0
+        """Whether no step has a finite loss."""
+        return self._num_terms == 0
 
     def pause(self) -> None:
         """Stop counting time: an evaluation or a save is not training."""

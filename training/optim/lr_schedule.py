@@ -14,6 +14,16 @@ from typing import Protocol
 from training.config.schema import DecayType, SchedulerConfig, SchedulerType
 
 DEFAULT_WARMUP_RATIO = 0.03  # where neither key is given
+_DECAYING = ["min_lr_ratio"]
+# The keys that each schedule reads, beyond the rate and its warm-up
+SCHEDULER_KEYS = {
+    "cosine": _DECAYING,
+    "cosine_with_restarts": [*_DECAYING, "lr_scheduler_kwargs.num_cycles"],
+    "linear": _DECAYING,
+    "polynomial": [*_DECAYING, "lr_scheduler_kwargs.power"],
+    "constant": [],
+    "wsd": [*_DECAYING, "lr_scheduler_kwargs.decay_ratio", "lr_scheduler_kwargs.decay_type"],
+}
 
 
 class LearningRateKeys(Protocol):
@@ -30,11 +40,13 @@ class LearningRateKeys(Protocol):
 def learning_rate_at(step: int, total_steps: int, config: LearningRateKeys) -> float:
     """Return the learning rate of optimizer step `step` (from 0) in a schedule of `total_steps`.
 
-    Linear warm-up, then a decay to `min_lr_ratio * learning_rate`, reached in the last step.
+    Linear warm-up, then a decay to `min_lr_ratio * learning_rate`, reached in the last step; none with `constant`.
     """
     warmup_steps = count_warmup_steps(total_steps, config)
     if step < warmup_steps:
         return config.learning_rate * (step + 1) / (warmup_steps + 1)
+    if config.lr_scheduler_type is SchedulerType.constant:
+        return config.learning_rate
     start = warmup_steps
     if config.lr_scheduler_type is SchedulerType.wsd:
         start = max(warmup_steps, total_steps - 1 - count_decay_steps(total_steps, config))
@@ -49,6 +61,17 @@ def count_warmup_steps(total_steps: int, config: LearningRateKeys) -> int:
         return config.warmup_steps
     ratio = DEFAULT_WARMUP_RATIO if config.warmup_ratio is None else config.warmup_ratio
     return math.ceil(ratio * total_steps)
+
+
+def warn_of_warmup(total_steps: int, config: LearningRateKeys) -> str | None:
+    """Return a warning of a warm-up that the run does not reach the end of; None for a shorter one."""
+    given = {"warmup_steps": config.warmup_steps, "warmup_ratio": config.warmup_ratio}
+    key = next((f"{name}={value}" for name, value in given.items() if value is not None), None)
+    steps = count_warmup_steps(total_steps, config)
+    if key is None or steps < total_steps:
+        return None
+    last = learning_rate_at(total_steps - 1, total_steps, config)
+    return f"{key} is a warm-up of {steps} steps, and the run has {total_steps}: its learning rate ends at {last:.3g}"
 
 
 def count_decay_steps(total_steps: int, config: LearningRateKeys) -> int:
@@ -82,7 +105,6 @@ def _decay(progress: float, config: LearningRateKeys) -> float:
 
 # The fraction of the range above the minimum that remains, by the fraction of the decay that is done.
 _REMAINING: dict[SchedulerType, Callable[[float, LearningRateKeys], float]] = {
-    SchedulerType.constant: lambda progress, config: 1.0,
     SchedulerType.linear: lambda progress, config: 1 - progress,
     SchedulerType.polynomial: _polynomial,
     SchedulerType.cosine: _cosine,

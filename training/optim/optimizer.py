@@ -69,7 +69,7 @@ def keeps_blocks(config: OptimizerKeys) -> bool:
 
 
 def _choose(config: OptimizerKeys) -> OptimizerKind:
-    if config.optimizer.state_dtype is StateDtype.bf16:
+    if config.optimizer.rounds_state:
         return ROUNDED_ADAMW
     return OPTIMIZERS[config.optimizer.name]
 
@@ -94,11 +94,11 @@ def describe_updates(config: OptimizerKeys) -> dict[str, str]:
     """Return the settings that a run must keep, in addition to the optimizer, to continue with the same loss:
     name -> value. Its learning rate may change, and what LoRA+ multiplies with it."""
     entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
-    dtype, ratio = config.optimizer.state_dtype, config.adapter.loraplus_lr_ratio
+    ratio = config.adapter.loraplus_lr_ratio
     return (
         ({"parameter_groups": json.dumps(entries)} if entries else {})
         | ({} if ratio is None else {LORA_PLUS_RATIO: f"{ratio:g}"})
-        | ({} if dtype is StateDtype.fp32 else {"optimizer.state_dtype": dtype.value})
+        | ({"optimizer.state_dtype": StateDtype.bf16.value} if config.optimizer.rounds_state else {})
     )
 
 
@@ -229,6 +229,15 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     ),
     OptimizerName.sgd: OptimizerKind(lambda groups, config: torch.optim.SGD(groups), lambda config: {}),
     OptimizerName.custom: OptimizerKind(_build_custom, _declare_custom),
+}
+
+_MOMENTS = ["optimizer.betas", "optimizer.eps"]
+# The keys that each optimizer reads
+OPTIMIZER_KEYS = {
+    "adamw": [*_MOMENTS, "optimizer.state_dtype"],
+    "adamw_8bit": _MOMENTS,
+    "lion": ["optimizer.betas"],
+    "custom": ["optimizer.custom"],
 }
 
 

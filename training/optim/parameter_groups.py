@@ -18,7 +18,7 @@ from torch import nn
 from errors import UserError
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
-from models.adapters.options import AdapterOptions
+from models.adapters.options import AdapterName, AdapterOptions
 from models.layers.layer import Layer
 from training.config.schema import ParameterGroup
 from training.pipeline.module import StageModule
@@ -47,7 +47,7 @@ class GroupKeys(Protocol):
 def list_entries(config: GroupKeys) -> list[ParameterGroup]:
     """Return the entries of `parameter_groups` and, after them, that of `adapter.loraplus_lr_ratio` (LoRA+,
     2402.12354), the groups of `peft.optimizers.create_loraplus_optimizer`."""
-    ratio = config.adapter.loraplus_lr_ratio
+    ratio = config.adapter.loraplus_lr_ratio if config.adapter.name is AdapterName.lora else None
     plus = [] if ratio is None else [ParameterGroup(LORA_PLUS, ratio * config.learning_rate)]
     return [*config.parameter_groups, *plus]
 

@@ -17,6 +17,8 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "interleaved": Interleaved,
     "zero_bubble": ZeroBubble,
 }
+# The keys that each schedule reads
+SCHEDULE_KEYS = {"interleaved": ["virtual_stages_per_rank"], "zero_bubble": ["schedule_memory_limit"]}
 
 
 class ScheduleKeys(Protocol):
@@ -45,8 +47,9 @@ def schedule_layout(layout: Layout, config: ScheduleKeys, num_layers: int) -> La
     """Return the layout under `config.schedule`. Raises UserError where the schedule is unknown or cannot run it."""
     name = config.schedule
     found = find_schedule(name)
-    limit = config.schedule_memory_limit if found.splits_backward else None
-    num_chunks = found.count_chunks(config.virtual_stages_per_rank)
+    read = {key: getattr(config, key) for key in SCHEDULE_KEYS.get(name, ())}
+    num_chunks = found.count_chunks(read.get("virtual_stages_per_rank", 1))
+    limit = read.get("schedule_memory_limit")
     scheduled = replace(layout, schedule=name, num_chunks=num_chunks, memory_limit=limit)
     build_schedule(scheduled).check(num_layers)
     return scheduled

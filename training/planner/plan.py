@@ -9,7 +9,7 @@ in a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from training.cost_terms import table
@@ -322,10 +322,14 @@ def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
 
     N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal
     half, and recomputation is not. A frozen parameter counts 4: its gradient, the third product, is not part of the
-    training.
+    training. In front of the first layer that is trained nothing runs backward, so there each counts 2, and attention a
+    third.
     """
-    parameters = sum(6 * cost.num_active - 2 * cost.num_frozen for cost in list_owners(costs))
-    return parameters + 6 * seq_length * sum(cost.attention_width for cost in costs)
+    first = next((index for index, cost in enumerate(costs) if cost.num_active > cost.num_frozen), len(costs))
+    ahead = [replace(cost, num_frozen=2 * cost.num_active) for cost in costs[:first]]
+    parameters = sum(6 * cost.num_active - 2 * cost.num_frozen for cost in list_owners([*ahead, *costs[first:]]))
+    widths = 2 * sum(cost.attention_width for cost in ahead) + 6 * sum(cost.attention_width for cost in costs[first:])
+    return parameters + seq_length * widths
 
 
 def list_owners(costs: Sequence[LayerCost]) -> list[LayerCost]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from models.weights.config_file import load_config, parse_config
 from models.weights.further import add_further
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
+from training.config.incompatible import Run
 from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
 from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
@@ -40,6 +41,7 @@ from training.inputs.datasets import (
     list_entries,
     load_extended,
 )
+from training.optim.lr_schedule import warn_of_warmup
 from training.planner.disk import measure_passthrough
 from training.planner.plan import Plan, plan_resolved
 from training.planner.profile_machine import profile_layers
@@ -51,17 +53,22 @@ from training.planner.search_space import Candidate, SharedModels
 from training.planner.teacher import plan_teacher, render_online, render_teacher
 from training.planner.timeline import predicted_timeline
 from training.resolution.architecture import check_teacher_size
+from training.resolution.readers import check_read
 from training.resolution.resolve import ResolvedModel, ResolvedRun, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
 
 SHARED_AS = 3  # layouts of a search, whose ways to share are tried with other updates
 
 
-def run_plan(composed: Any) -> None:
-    """Print the plan of a composed config. A UserError ends the process with one line."""
+def run_plan(composed: Any, given: Collection[str] = ()) -> None:
+    """Print the plan of a composed config. A UserError ends the process with one line. given: see `check_read`."""
     width = measure_width(sys.stdout)
     with exit_on_user_error(SINGLE_PROCESS):
-        for text in plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir")), width):
+        config = to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir"))
+        check_keys(config, has_accelerator=True)
+        for text in check_read(Run(config), given, continues=config.resume is not None):
+            SINGLE_PROCESS.say(text)
+        for text in plan_run(config, width):
             print(fit(text, width), flush=True)
 
 
@@ -89,6 +96,8 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     plan = again(config)
     plan = replace(plan, checkpoint=replace(plan.checkpoint, passthrough=find_passthrough_bytes(config)))
     steps, note = estimate_steps(config, plan.layout.global_batch_size, model.architecture)
+    if steps is not None and (warning := warn_of_warmup(steps, config)):
+        yield f"warning: {warning}"
     if teacher is not None:
         yield "\n".join(describe_teacher(config, teacher, plan, machine))
     remedies = [] if plan.fits else find_remedies(plan, config, again)

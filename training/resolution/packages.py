@@ -35,7 +35,7 @@ def check_packages(config: RunConfig) -> None:
             "flash_kernels=torch"
         )
     build_trackers(config.logger)
-    if config.adapter.load_in_4bit and not has_package(BITSANDBYTES):
+    if config.adapter.quantizes and not has_package(BITSANDBYTES):
         raise UserError(
             "adapter.load_in_4bit=true needs the package bitsandbytes (pip install bitsandbytes), or leave it false"
         )

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data.sources.formats import read_file
+from data.sources.formats import has_maps, read_file
 from errors import UserError
 
 RECORDS = [
@@ -101,6 +101,17 @@ def test_bytes_of_parquet_are_text_or_an_error_that_names_row_and_column(tmp_pat
         f"{path}: row 2: column 'turns' holds bytes that are not UTF-8 text (byte 0x89 at position 0); store it as "
         "text, or remove the column"
     )
+
+
+def test_a_map_of_parquet_is_a_mapping(tmp_path: Path) -> None:
+    path, maps = str(tmp_path / "a.parquet"), pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    parquet.write_table(pyarrow.table({"m": pyarrow.array([[("a", 1), ("b", 2)], []], maps)}), path)
+    assert read(path) == [{"m": {"a": 1, "b": 2}}, {"m": {}}] and has_maps(path)
+    parquet.write_table(pyarrow.table({"m": pyarrow.array([[("a", 1), ("a", 2)]], maps)}), path)
+    with pytest.raises(UserError, match="cannot be read after row 0: .*a"):
+        read(path)
+    parquet.write_table(pyarrow.table({"m": [1]}), path)
+    assert not has_maps(path) and not has_maps(str(tmp_path / "a.jsonl"))
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from support.configs import CONF, build_config
 
 from errors import UserError
 from models.adapters.options import UNSUPPORTED
-from training.cli.command_line import check_command_line, clean_arguments, compose_command
+from training.cli.command_line import IN_SWEEP, check_command_line, clean_arguments, compose_command, list_given
 from training.config.schema import register_schema
 
 
@@ -35,6 +35,22 @@ def test_mistakes_are_found_before_torch_is_imported() -> None:
     code = "import sys, trainer_base_ds_mp; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_version_is_the_projects() -> None:
+    command = [sys.executable, "trainer_base_ds_mp.py", "--version"]
+    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True, check=True)
+    assert f'\nversion = "{done.stdout.strip()}"\n' in (CONF.parent / "pyproject.toml").read_text()
+
+
+def test_the_keys_of_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["-cn", "base", "data=chat", "+eval_file.a=x", "distill={coef: 0.2, model: {a: 1}}", "logger=[wandb,mlflow]",
+            "+model@distill.model=llama_70b", "++adapter.r=4"]  # fmt: skip
+    assert list_given(line) == {
+        "data", "eval_file.a", "distill", "distill.coef", "distill.model", "distill.model.a", "logger", "adapter.r",
+    }  # fmt: skip
+    monkeypatch.setenv(IN_SWEEP, "true")
+    assert list_given(line) == {"data", "logger"}
 
 
 def test_an_unknown_name_is_refused_when_the_config_is_composed() -> None:
@@ -145,18 +161,22 @@ def test_quotes_as_the_message_shows_them_work() -> None:
 
 def test_a_missing_config_or_option_comes_with_the_existing_ones() -> None:
     configs = ", ".join(sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base"))
-    assert message_of("-cn llama_9b") == f"-cn llama_9b: there is no conf/llama_9b.yaml; there are {configs}"
+    assert message_of("-cn llama_9b") == (
+        f"-cn llama_9b: there is no conf/llama_9b.yaml; did you mean llama_8b_pp1? there are {configs}"
+    )
+    assert "; did you mean llama_7b_pp4? there are " in message_of("-cn llama7b")
+    assert message_of("-cn xyzzy") == f"-cn xyzzy: there is no conf/xyzzy.yaml; there are {configs}"
     assert message_of("--config-dir /nowhere/at/all") == "--config-dir /nowhere/at/all: there is no such folder"
-    assert (
-        message_of("optimizer=adam")
-        == "optimizer=adam: there is no conf/optimizer/adam.yaml; there are adamw, adamw_8bit, custom, lion, sgd"
+    assert message_of("optimizer=adam") == (
+        "optimizer=adam: there is no conf/optimizer/adam.yaml; did you mean adamw or adamw_8bit? there are adamw, "
+        "adamw_8bit, custom, lion, sgd"
     )
     for name in UNSUPPORTED:
         assert message_of(f"adapter={name}") == (
             f"adapter={name} is not supported: {UNSUPPORTED[name]}; give adapter=lora"
         )
     assert message_of("model=llama-7b").startswith(
-        "model=llama-7b: there is no conf/model/llama-7b.yaml; there are bloom_7b1, deepseek_v3, "
+        "model=llama-7b: there is no conf/model/llama-7b.yaml; did you mean llama_7b? there are bloom_7b1, "
     )
 
 

@@ -159,8 +159,11 @@ def test_what_would_refuse_the_upload_ends_the_run_before_it_trains(
         open_uploader(HubConfig("me/mine", True, None), run_folder)
     assert "wrong" not in str(refused.value) and "\n" not in str(refused.value)
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UserError, match="set HF_TOKEN in the environment"):
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(run_folder.path / "token"))
+    with pytest.raises(UserError, match="set HF_TOKEN in the environment .*, or use hf auth login"):
         Repository("me/mine", private=True)
+    (run_folder.path / "token").write_text(TOKEN)  # of `hf auth login`
+    Repository("me/mine", private=True)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,12 @@ def test_a_model_from_scratch_has_the_rows_too(tmp_path: Path) -> None:
     assert open_source(write_config(tmp_path, *scratch, "data.chat_template=chatml"), None).config.vocab_size == 322
 
 
+@pytest.mark.parametrize(("kind", "key"), [("sft", "prompt_template"), ("chat", "messages_field")])
+def test_a_key_that_the_encoder_needs_cannot_be_null(tmp_path: Path, kind: str, key: str) -> None:
+    with pytest.raises(UserError, match=f"^data.{key}=null: data={kind} needs it; omit the key, or give a text"):
+        build_encoder(write_config(tmp_path, f"data={kind}", f"data.{key}=null").data)
+
+
 def test_train_on_reaches_the_encoder(tmp_path: Path) -> None:
     for kind in ("chat", "sft"):
         data = write_config(tmp_path, f"data={kind}", "data.train_on=last_turn").data

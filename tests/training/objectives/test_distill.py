@@ -218,7 +218,6 @@ def test_a_teacher_with_other_tokens_is_refused(root: Path, tmp_path: Path) -> N
             ("task=dpo", "data=preference", "distill.teacher=a"),
             "distill.teacher=a: task=dpo does not read it; give task=",
         ),
-        (("distill.coef=0.9",), "distill.coef=0.9 has no effect without a teacher"),
         (("distill.teacher=a", "distill.top_k=null"), "distill.top_k=null: the whole vocabulary"),
     ],
 )

@@ -246,11 +246,6 @@ def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> 
             "task=pretrain and data=preference do not go together; give data=pretrain, or task=dpo or task=orpo or "
             "task=simpo or task=cpo",
         ),
-        (
-            ("task=orpo", "data=preference", "simpo.gamma=1"),
-            "simpo.gamma=1.0: task=orpo does not read it; give task=simpo, or omit the key",
-        ),
-        (("dpo.loss_type=ipo",), "dpo.loss_type=ipo: task=sft does not read it; give task=dpo, or omit the key"),
     ],
 )
 def test_what_does_not_go_with_preferences(usual: RunConfig, overrides: tuple[str, ...], message: str) -> None:

@@ -10,12 +10,20 @@ import torch
 from support.configs import build_config
 from transformers import get_scheduler
 
-from training.optim.lr_schedule import learning_rate_at
+from training.optim.lr_schedule import learning_rate_at, warn_of_warmup
 
 
 def rates(total_steps: int, *overrides: str) -> list[float]:
     config = build_config("learning_rate=0.5", "min_lr_ratio=0.2", *overrides)
     return [learning_rate_at(step, total_steps, config) for step in range(total_steps)]
+
+
+def test_a_warm_up_beyond_the_run_is_named() -> None:
+    assert warn_of_warmup(10, build_config("warmup_steps=9")) is None and warn_of_warmup(1, build_config()) is None
+    assert warn_of_warmup(10, build_config("learning_rate=0.5", "warmup_steps=99")) == (
+        "warmup_steps=99 is a warm-up of 99 steps, and the run has 10: its learning rate ends at 0.05"
+    )
+    assert "warmup_ratio=1.0 is a warm-up of 10 steps" in (warn_of_warmup(10, build_config("warmup_ratio=1")) or "")
 
 
 def test_each_schedule_after_its_warm_up() -> None:

@@ -178,6 +178,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
     """No launcher, no weights, no training data; the picture is all that it leaves."""
     ended = run_alone(["-cn", "llama_65b_pp8", *planned_arguments("llama_65b_pp8")], tmp_path)
     assert ended.code == 0 and "\nFITS: stage" in ended.output, ended.output
+    assert "accelerator" not in ended.output  # of DeepSpeed, when it is imported
     left = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
     assert sorted(left) == ["launch.log", "outputs/llama_65b_pp8/schedule.png"]
 
@@ -253,7 +254,6 @@ def test_the_pass_of_a_teacher_is_planned_at_its_own_layout(tmp_path: Path) -> N
     for overrides, message in (
         (("distill.num_stages=9",), "distill.teacher=a_teacher: num_stages=9"),
         (("distill.top_k=9999",), "distill.top_k=9999: the vocabulary has 2048 tokens"),
-        (("distill.teacher=null",), "distill.top_k=16 has no effect without a teacher"),
     ):
         with pytest.raises(UserError, match=message):
             list(plan_run(build("base", *given, *overrides)))
@@ -321,7 +321,7 @@ def test_an_unknown_machine(tmp_path: Path) -> None:
     ended = run_alone(["-cn", "llama_7b_pp4", "plan=true", "world_size=4", "hardware=a100"], tmp_path)
     assert ended.code == 1 and ended.errors() == [
         "error: hardware=a100: there is no conf/hardware/a100.yaml; "
-        "there are a100_40g, a100_80g, b200, b300, gb200, gb300, h100, h200, "
+        "did you mean a100_40g or a100_80g? there are a100_40g, a100_80g, b200, b300, gb200, gb300, h100, h200, "
         "here, l40s, mi300x, rtx4090, rtx5090, rtx_pro_6000, v100_16g, v100_32g"
     ]
 
