@@ -21,6 +21,8 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
+from masking import mask, mask_text
+
 _SECONDS_BEFORE_BAR = 1.0  # work that takes less needs none
 _SECONDS_BEFORE_PHASE = 2.0
 _SECONDS_BEFORE_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0  # where there is no terminal
@@ -107,8 +109,8 @@ def _wrap(line: str, width: int, indent: str, first: str = "") -> str:
 
 
 def say(text: str) -> None:
-    """Prints lines, above the bar if there is one."""
-    _write(fit(text, measure_width(stream())))
+    """Prints lines, without secrets, above the bar if there is one."""
+    _write(fit(mask_text(text), measure_width(stream())))
 
 
 def _write(text: str) -> None:
@@ -124,9 +126,9 @@ def say_last(text: str) -> None:
 
 
 def show_panel(title: str, facts: Mapping[str, str]) -> None:
-    """Prints a title over named facts; without a terminal one line each, `name: fact`."""
+    """Prints a title over named facts, without secrets; without a terminal one line each, `name: fact`."""
     rule = "\u2500" if "utf" in (stream().encoding or "").lower() else "-"
-    _write(render_panel(title, facts, measure_width(stream()), rule))
+    _write(render_panel(title, mask(facts), measure_width(stream()), rule))
 
 
 def render_panel(title: str, facts: Mapping[str, str], width: int | None, rule: str) -> str:

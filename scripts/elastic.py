@@ -48,7 +48,7 @@ class Elastic:
     def _recall_slots(self, command: Sequence[str], num_slots: int) -> int:
         """Returns the slots of the run's first start, read from `output_dir` if this script was restarted since."""
         file = self._output_dir / FIRST_SLOTS
-        continues = any(word.startswith("resume=") for word in command) and "overwrite_output_dir=true" not in command
+        continues = any(word.lstrip("+").startswith("resume=") for word in command)
         if continues and file.is_file():
             return _read_slots(file)
         self._output_dir.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,8 @@ def search_layout(command: Sequence[str], num_ranks: int) -> tuple[list[str], st
     script = next((place for place, word in enumerate(command) if word.endswith(".py")), None)
     if script is None:
         raise ElasticError("--elastic: the command names no .py file whose plan could be asked for")
-    kept = [word for word in command[script:] if not word.startswith(("resume=", "overwrite_output_dir=", "plan="))]
-    ended = subprocess.run(
-        [sys.executable, *kept, "plan=search", f"world_size={num_ranks}"], capture_output=True, text=True
-    )
+    planned = ["resume=null", "overwrite_output_dir=false", "plan=search", f"world_size={num_ranks}"]
+    ended = subprocess.run([sys.executable, *command[script:], *planned], capture_output=True, text=True)
     used = re.search(r"^use: (.*)$", ended.stdout, re.MULTILINE)
     lines = (
         ended.stderr.strip() or ended.stdout.strip() or f"the plan ended with code {ended.returncode}"

@@ -229,11 +229,26 @@ def read_prompts(file: Path) -> Iterator[Prompt]:
                 roles = [message["role"] for message in messages]
             except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
                 raise UserError(f"{location}: not a JSON object with 'prompt' or 'messages'") from None
+            messages = messages[:-1] if roles[-1] == "assistant" else messages
+            _check_messages(messages, location)
             yield Prompt(
-                messages[:-1] if roles[-1] == "assistant" else messages,
+                messages,
                 location,
                 read_tools(record.get("tools"), location),
                 read_template_kwargs(record.get(RECORD_KWARGS), f"{location}: {RECORD_KWARGS}"),
+            )
+
+
+def _check_messages(messages: Messages, location: str) -> None:
+    """Raise UserError for messages that cannot be answered."""
+    if not messages:
+        raise UserError(f"{location}: holds an answer alone; give the message that it answers")
+    for number, message in enumerate(messages, 1):
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise UserError(
+                f"{location}: message {number}: 'content' is of type {type(content).__name__}; give text, since a text "
+                "model takes nothing else"
             )
 
 
@@ -293,6 +308,8 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts = [Prompt([{"role": "user", "content": prompt}]) for prompt in arguments.prompt]
     if arguments.prompt_file is not None:
         prompts += read_prompts(arguments.prompt_file)
+        if arguments.output is not None and arguments.output.resolve() == arguments.prompt_file.resolve():
+            raise UserError(f"--output {arguments.output} is the file of the prompts; give another one")
     source = open_weights(arguments.model_name_or_path, arguments.trust_remote_code, arguments.trust_checkpoint)
     generator = Generator(
         source,

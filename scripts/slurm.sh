@@ -17,16 +17,16 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 [ -f .venv/bin/activate ] && . .venv/bin/activate
 
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then # the same command, a second time: it must not begin anew
-    words=()
-    for word in "$@"; do
-        case "$word" in resume=* | overwrite_output_dir=*) ;; *) words+=("$word") ;; esac
-    done
-    set -- "${words[@]}" resume=auto
+    set -- "$@" overwrite_output_dir=false resume=auto # of a key that is given twice the last value counts
 fi
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 gpus="${SLURM_GPUS_ON_NODE:-1}"
+if [ "$gpus" -lt 1 ]; then
+    echo "error: SLURM_GPUS_ON_NODE=$gpus: the job has no GPUs on this host; give --gpus-per-node=N to sbatch" >&2
+    exit 1
+fi
 # The job's cores are divided among its tasks: since Slurm 22.05 srun no longer inherits --cpus-per-task from sbatch, and a
 # task without it is bound to one core, which its loaders and an optimizer on the host (offload_optimizer=cpu) would share
 cpus=$((${SLURM_CPUS_ON_NODE:-$gpus} / gpus))

@@ -31,12 +31,16 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import UserError
+from masking import mask_text
 from models.storage.steps import list_checkpoints
 from scripts.elastic import Elastic, ElasticError
 from training.checkpoint.run_folder import RunFolder
@@ -161,23 +165,19 @@ def _signal(pids: Iterable[int], signum: int) -> None:
 
 
 def build_restart(command: Sequence[str], output_dir: Path) -> list[str]:
-    """Returns the command with `resume=auto` if a run is in `output_dir`, and without `overwrite_output_dir`: what the
-    first start has saved is never deleted. A checkpoint that the command names is where the run starts, until it has
-    recorded that it did."""
-    kept = [word for word in command if not _is_key(word, "overwrite_output_dir")]
-    folder = RunFolder(output_dir)
-    start = name_start(read_resume(kept))
+    """Returns the command with `resume=auto` if it continues the run in `output_dir`, and with
+    `overwrite_output_dir=false`: what the first start has saved is never deleted. Of a key that is given twice the last
+    value counts, and it does over that of the config."""
+    return [*command, "overwrite_output_dir=false", *(["resume=auto"] if continues(command, output_dir) else [])]
+
+
+def continues(command: Sequence[str], output_dir: Path) -> bool:
+    """Returns whether a restart of the command continues a run in `output_dir`. A checkpoint that the command or its
+    config names is where the run starts, until it has recorded that it did."""
+    folder, start = RunFolder(output_dir), name_start(read_key(command, "resume"))
     if start is not None and folder.read_started().get("resume") != start:
-        return kept
-    if not list_steps(output_dir) and not folder.read_completed():
-        return kept
-    return [*(word for word in kept if not _is_key(word, "resume")), "resume=auto"]
-
-
-def read_resume(command: Sequence[str]) -> str | None:
-    """Returns the value of `resume` in a command; None without one."""
-    given = [word.partition("=")[2].strip("'\"") for word in command if _is_key(word, "resume")]
-    return given[-1] if given and given[-1] not in ("", "null") else None
+        return False
+    return bool(list_steps(output_dir) or folder.read_completed())
 
 
 def list_steps(output_dir: Path) -> dict[str, int]:
@@ -195,23 +195,38 @@ def _is_key(word: str, key: str) -> bool:
 
 def overwrites(command: Sequence[str]) -> bool:
     """Returns whether the command deletes the checkpoints of an earlier run."""
-    return any(
-        _is_key(word, "overwrite_output_dir") and word.partition("=")[2].lower() in ("true", "1", "yes", "on")
-        for word in command
-    )
+    value = read_key(command, "overwrite_output_dir")
+    return value is True or str(value).lower() in ("true", "1", "yes", "y", "on")
 
 
 def build_start(command: Sequence[str], output_dir: Path) -> list[str]:
     """Returns the command of the first start. It continues an existing run (the whole job may have been restarted)
-    unless it has `overwrite_output_dir`, or names a checkpoint that the run has not started from yet."""
-    return list(command) if overwrites(command) else build_restart(command, output_dir)
+    unless it, or its config, has `overwrite_output_dir`, or names a checkpoint that the run has not started from
+    yet."""
+    if overwrites(command) or not continues(command, output_dir):
+        return list(command)
+    return build_restart(command, output_dir)
 
 
 def find_output_dir(command: Sequence[str]) -> Path | None:
     """Returns the `output_dir` of a training command; None where it cannot be known."""
-    given = [word.partition("=")[2] for word in command if _is_key(word, "output_dir")]
-    if given:
-        return Path(given[-1].strip("'\""))
+    found = read_key(command, "output_dir")
+    return None if found is None else Path(found)
+
+
+def read_key(command: Sequence[str], key: str) -> Any:
+    """Returns the value of a key in the composed config of a training command; of a command that does not start the
+    trainer, or that the trainer would refuse, the last value that is given in it, as text. None where it has none."""
+    composed = compose_command(tuple(command))
+    if composed is not None:
+        return OmegaConf.select(composed, key, throw_on_resolution_failure=False, throw_on_missing=False)
+    given = [word.partition("=")[2].strip("'\"") for word in command if _is_key(word, key)]
+    return given[-1] if given else None
+
+
+@cache
+def compose_command(command: tuple[str, ...]) -> DictConfig | None:
+    """Returns the config that a training command composes; None where it cannot be known."""
     script = next((place for place, word in enumerate(command) if Path(word).name == TRAINER), None)
     if script is None:
         return None
@@ -220,8 +235,7 @@ def find_output_dir(command: Sequence[str]) -> Path | None:
 
     register_schema()
     try:
-        composed = check_command_line(clean_arguments(command[script:])[1:], CONFIG_DIR, "base")
-        return None if composed is None else Path(composed.output_dir)
+        return check_command_line(clean_arguments(command[script:])[1:], CONFIG_DIR, "base")
     except (UserError, OmegaConfBaseException):  # the run reports it
         return None
 
@@ -270,7 +284,7 @@ def supervise(
 
 def say(text: str) -> None:
     try:
-        print(f"supervise: {text}", file=sys.stderr, flush=True)
+        print(f"supervise: {mask_text(text)}", file=sys.stderr, flush=True)
     except OSError:  # nobody reads it any more, and the run goes on
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
@@ -310,9 +324,16 @@ def main() -> None:
         )
         sys.exit(2)
     elastic = Elastic(arguments.hosts_command, arguments.output_dir, say) if arguments.elastic else None
-    sys.exit(
-        supervise(arguments.command, arguments.output_dir, arguments.max_restarts, arguments.stuck_minutes, elastic)
-    )
+    try:
+        code = supervise(
+            arguments.command, arguments.output_dir, arguments.max_restarts, arguments.stuck_minutes, elastic
+        )
+    except (FileNotFoundError, PermissionError) as error:
+        if error.filename != arguments.command[0]:
+            raise
+        say(f"{error.filename} cannot be started: {error.strerror}; give a command that is on PATH, or its path")
+        code = 127
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.encoders.chat import ChatEncoder
 from data.sample import IGNORE_INDEX
+from errors import UserError
 from models.conversion.convert import convert_to_pipeline
 from models.weights.sources import open_weights
 from scripts import generate
@@ -132,6 +133,36 @@ def test_texts_with_line_separators_are_one_prompt(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content, encoding="utf-8")
         (prompt,) = generate.read_prompts(tmp_path / name)
         assert prompt.messages == [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "assistant", "content": "a"}], ":1: holds an answer alone; give the message that it answers"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            ":1: message 1: 'content' is of type list; give text, since a text model takes nothing else",
+        ),
+        ([{"role": "user"}], ":1: message 1: 'content' is of type NoneType; give text, since"),
+    ],
+    ids=["an answer alone", "parts", "none"],
+)
+def test_messages_that_cannot_be_answered(messages: list[dict], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    with pytest.raises(UserError) as caught:
+        list(generate.read_prompts(file))
+    assert str(caught.value).startswith(f"{file}{message}")
+
+
+def test_answers_do_not_replace_their_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    file.write_text("a question")
+    link.symlink_to(file)
+    for output in (file, link):
+        with pytest.raises(SystemExit, match="is the file of the prompts; give another one"):
+            run(monkeypatch, "--model_name_or_path", "m", "--prompt_file", str(file), "--output", str(output))
+    assert file.read_text() == "a question"
 
 
 def test_the_tokenizers_end_token_ends_an_answer_too(root: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+KEPT = "overwrite_output_dir=false resume=auto"
 STUB = """#!/bin/bash
 [[ $1 == -c ]] && { echo "$GPUS"; exit; }
 echo "${DS_ACCELERATOR:-} ${0##*/} $*" >> "$CALLS"
@@ -50,8 +51,8 @@ def test_the_demo_takes_the_gpus_of_a_machine_that_has_two(
     [
         ("", "-cn x seed=1", "-cn x seed=1"),
         ("0", "-cn x overwrite_output_dir=true", "-cn x overwrite_output_dir=true"),
-        ("2", "-cn x overwrite_output_dir=true seed=1", "-cn x seed=1 resume=auto"),
-        ("1", "-cn x resume=elsewhere", "-cn x resume=auto"),
+        ("2", "-cn x ++overwrite_output_dir=true", f"-cn x ++overwrite_output_dir=true {KEPT}"),
+        ("1", "-cn x resume=elsewhere", f"-cn x resume=elsewhere {KEPT}"),
     ],
 )
 def test_a_job_that_slurm_has_put_back_continues(restarts: str, given: str, taken: str, tmp_path: Path) -> None:
@@ -60,6 +61,17 @@ def test_a_job_that_slurm_has_put_back_continues(restarts: str, given: str, take
         SLURM_SUBMIT_DIR=str(tmp_path), SLURM_RESTART_COUNT=restarts,
     )[1:]  # fmt: skip
     assert call.endswith(f"trainer_base_ds_mp.py {taken}")
+
+
+def test_a_job_without_gpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as ended:
+        list_calls(
+            tmp_path, "slurm.sh", "srun", "scontrol", words=["-cn", "x"], SLURM_GPUS_ON_NODE="0",
+            SLURM_JOB_NODELIST="node-1", SLURM_SUBMIT_DIR=str(tmp_path),
+        )  # fmt: skip
+    assert (ended.value.returncode, ended.value.stderr.decode()) == (
+        1, "error: SLURM_GPUS_ON_NODE=0: the job has no GPUs on this host; give --gpus-per-node=N to sbatch\n"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

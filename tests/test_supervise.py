@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.supervise import build_restart, build_start, find_output_dir
+from scripts.supervise import build_restart, build_start, compose_command, find_output_dir
 from training.checkpoint.run_folder import RunFolder
 
+KEPT = "overwrite_output_dir=false"
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "supervise.py"
 
 # Notes its arguments and behaves as the words of its first argument say, one word a start.
@@ -105,7 +106,8 @@ def test_a_failed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     code, said, starts = run(tmp_path, "fail,save,finish", arguments=("seed=1", "overwrite_output_dir=true"))
     assert code == 0 and "start 3 of 4" in said and "ended with code -9" in said
     # nothing to resume after the first start; after the second nothing may be deleted
-    assert starts == [["seed=1", "overwrite_output_dir=true"], ["seed=1"], ["seed=1", "resume=auto"]]
+    given = ["seed=1", "overwrite_output_dir=true"]
+    assert starts == [given, [*given, KEPT], [*given, KEPT, "resume=auto"]]
 
 
 def test_old_checkpoints_are_neither_deleted_nor_resumed_by_a_restart(tmp_path: Path) -> None:
@@ -178,15 +180,15 @@ def test_a_signal_before_the_start_starts_nothing(tmp_path: Path) -> None:
 
 def test_a_supervisor_that_is_started_again_continues_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)  # without `latest`, as after a copy
-    assert run(tmp_path, "confirm", arguments=("x=1",)) == (0, "", [["x=1", "resume=auto"]])
-    for given in ("resume=elsewhere", "overwrite_output_dir=true"):
+    assert run(tmp_path, "confirm", arguments=("x=1",)) == (0, "", [["x=1", KEPT, "resume=auto"]])
+    for given in ("resume=elsewhere", "overwrite_output_dir=true", "++overwrite_output_dir=y"):
         assert build_start(["run", given], tmp_path) == ["run", given]
 
 
 def test_a_finished_run_without_checkpoints_is_left_to_the_run_itself(tmp_path: Path) -> None:
     assert build_start(["run"], tmp_path) == ["run"]
     RunFolder(tmp_path).write_completed({"step": 4})
-    assert build_start(["run"], tmp_path) == ["run", "resume=auto"]
+    assert build_start(["run"], tmp_path) == ["run", KEPT, "resume=auto"]
 
 
 @pytest.mark.parametrize("where", ["other/global_step2", "out/checkpoints/global_step2"])
@@ -195,16 +197,11 @@ def test_a_named_checkpoint_is_the_start_until_the_run_has_started_from_it(tmp_p
     out, start = tmp_path / "out", tmp_path / where
     (out / "checkpoints" / "global_step9").mkdir(parents=True)
     command = ["run", f"resume={start}", "x=1"]
-    assert build_start(command, out) == build_restart(command, out) == command
+    assert build_start(command, out) == command and build_restart(command, out) == [*command, KEPT]
     RunFolder(out).write_started({"resume": str(start), "stop_after_steps": None, "last_step": 9})
-    assert build_start(command, out) == build_restart(command, out) == ["run", "x=1", "resume=auto"]
+    assert build_start(command, out) == build_restart(command, out) == [*command, KEPT, "resume=auto"]
     other = ["run", f"resume={tmp_path}/another"]
     assert build_start(other, out) == other
-
-
-def test_resume_is_never_said_twice(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)
-    assert build_restart(["run", "resume=latest", "x=1"], tmp_path) == ["run", "x=1", "resume=auto"]
 
 
 def test_a_screen_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
@@ -216,3 +213,33 @@ def test_a_screen_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
         ended = subprocess.run(["bash", "-c", f"{words} {redirection}"], capture_output=True, text=True, timeout=60)
         assert (ended.returncode, ended.stdout) == (0, "")
         assert len((out / "starts.jsonl").read_text().splitlines()) == 3
+
+
+def test_what_a_config_says_of_its_start_counts_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)
+    for key in ("overwrite_output_dir: true", "resume: elsewhere"):
+        (tmp_path / "mine.yaml").write_text(f"defaults: [base, _self_]\noutput_dir: {tmp_path}\n{key}\n")
+        trainer = str(SCRIPT.parents[1] / "trainer_base_ds_mp.py")
+        command = ["python", trainer, "--config-dir", str(tmp_path), "-cn", "mine"]
+        assert build_start(command, tmp_path) == command
+        compose_command.cache_clear()
+        again = compose_command(tuple(build_restart(command, tmp_path)))
+        expected = "auto" if key.startswith("overwrite") else "elsewhere"  # which the run has not started from yet
+        assert again is not None and (again.overwrite_output_dir, again.resume) == (False, expected)
+        compose_command.cache_clear()
+
+
+def test_a_command_that_cannot_be_started(tmp_path: Path) -> None:
+    words = [sys.executable, str(SCRIPT), "--output_dir", str(tmp_path), "--", "no-such-launcher", "x=1"]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 127
+    assert ended.stderr.splitlines() == [
+        "supervise: no-such-launcher cannot be started: No such file or directory; give a command that is on PATH, or "
+        "its path"
+    ]
+
+
+def test_the_last_value_of_a_key_is_the_restarts(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)
+    command = ["run", "resume=latest", "x=1"]
+    assert build_restart(command, tmp_path) == [*command, KEPT, "resume=auto"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
+from masking import print_exception
 from training.distributed.ranks import raise_together
 
 
@@ -110,7 +110,7 @@ class Callbacks:
             try:
                 getattr(callback, method, _do_nothing)(self._run, *arguments)
             except Exception as mistake:
-                traceback.print_exception(mistake, file=sys.stdout)  # the rank's log
+                print_exception(mistake, sys.stdout)  # the rank's log
                 error = UserError(
                     f"callbacks: {name}.{method} has failed at step {self._run.step} ({type(mistake).__name__}: "
                     f"{mistake}); its stack trace is in {self._run.output_dir}/logs/rank_{self._run.rank}.log. Saved "

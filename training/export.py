@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from console import progress, say
 from errors import UserError
 from filesystem import publish_changed, write_atomically
+from masking import mask
 from models.adapters.folder import load_adapter_tensors
 from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import WriteOptions, export_hugging_face
@@ -61,7 +62,9 @@ def prepare_folder(
         folder.clear()
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)
-    write_atomically(folder.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+    write_atomically(
+        folder.path / "config.yaml", OmegaConf.to_yaml(mask(OmegaConf.to_container(OmegaConf.structured(config))))
+    )
     staged = folder.checkpoints / f"{TEMPORARY_PREFIX}shared"
     staged.mkdir()
     tokenizer.save_pretrained(staged)

@@ -30,6 +30,7 @@ from data.storage.tokenized import TokenizedWriter, find_damage
 from data.storage.workers import map_in_order
 from errors import UserError
 from filesystem import name_of_this_host, publish_folder
+from masking import mask_text
 
 # A batch of records ends at the first of these limits; a record may be a whole book.
 MAX_BATCH_RECORDS, MAX_BATCH_CHARACTERS = 1000, 2**22
@@ -149,7 +150,9 @@ def _tokenize_sources(
     shown: bool,
 ) -> None:
     names = [source for group in sources for source in group]
-    files = [FileCounts(os.path.abspath(name) if os.path.exists(name) else name, BatchCounts()) for name in names]
+    files = [
+        FileCounts(os.path.abspath(name) if os.path.exists(name) else mask_text(name), BatchCounts()) for name in names
+    ]
     with (
         TokenizedWriter(folder, len(sources)) as writer,
         progress(f"tokenizing {key}", num_records, "records", shown) as bar,

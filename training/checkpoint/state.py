@@ -26,6 +26,7 @@ from typing import Any
 
 from errors import UserError
 from filesystem import write_atomically
+from masking import mask
 from models.storage.manifest import STATE_NAME
 from training.checkpoint import optimizer_state
 from training.checkpoint.best import Best
@@ -72,6 +73,9 @@ class TrainerState:
     stream: dict[str, Any] = field(default_factory=dict)  # of a run that streams its data: shards and cursor
     weights_only: bool = False  # `save_weights_only`: without the optimizer's state
     format: int = FORMAT  # of the file that it was read from
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", mask(self.data))  # of components, whose fields may be secret
 
 
 def read_state(step_dir: Path) -> TrainerState:

@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -120,9 +121,12 @@ def check_command_line(
         raise UserError(f"--config-dir {options.config_dir}: there is no such folder")
     try:
         composed = compose_command(options, options.overrides, config_dir, default_config)
+    except yaml.MarkedYAMLError as error:
+        raise UserError(_describe_yaml_error(error)) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         dirs = [config_dir, *([Path(options.config_dir)] if options.config_dir else [])]
         raise UserError(_explain(error, options.config_name or default_config, dirs, options.overrides)) from None
+    _check_base(composed, options.config_name or default_config)
     if check_names is not None:
         check_names(composed)
     return composed
@@ -136,6 +140,22 @@ def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Pa
             loader.get_search_path().prepend("command-line", f"file://{Path(options.config_dir).resolve()}", "schema")
             loader.repository.initialize_sources(loader.get_search_path())
         return compose((options.config_name or default_config).removesuffix(".yaml"), list(overrides))
+
+
+def _describe_yaml_error(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark
+    where = "a config" if mark is None else f"{mark.name}, line {mark.line + 1}"
+    return f"{where}: {error.problem or 'not valid YAML'}; fix the file"
+
+
+def _check_base(composed: DictConfig, config_name: str) -> None:
+    """Raise UserError for a config that does not start from conf/base.yaml, and so lacks keys."""
+    known = list(composed)
+    if missing := [item.name for item in fields(RunConfig) if item.name not in known]:
+        raise UserError(
+            f"-cn {config_name}: it lacks the key '{missing[0]}' and {len(missing) - 1} others; begin the file with "
+            "'defaults: [base, _self_]'"
+        )
 
 
 def _check_override(override: str) -> None:
@@ -165,7 +185,8 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     text = "\n".join(str(link) for link in chain)
-    reason = str(chain[-1]).splitlines()[0]
+    # Of a value in a file Hydra says first which config it composed.
+    reason = re.sub(r"^In '.*': \w+ raised while composing config:\n", "", str(chain[-1])).splitlines()[0]
     if isinstance(error, MissingConfigException):
         return _missing_config(str(error.missing_cfg_file), config_name, dirs)
     if isinstance(error, OverrideParseException):

@@ -7,6 +7,7 @@ Hydra's own sweeps would start the runs inside the ranks of one launch, where a 
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
 import json
@@ -14,8 +15,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from errors import UserError
+from filesystem import hash_ends, write_atomically
+from masking import mask, mask_text
 from training.cli.command_line import IN_SWEEP, CheckNames, check_command_line, compose_command, parse_arguments
 from training.config.schema import to_typed
 from training.distributed.ranks import find_free_port
 
 NUM_GPUS = "num_gpus"  # ranks of each launch: read only here
+DATA_FILE = "sweep_data.json"  # in output_dir: `Job.files` of the finished run
 HOW_TO_START = ("resume", "overwrite_output_dir")  # keys that do not change what a finished run has made
 MOST_READABLE = 150  # characters of a folder's name before its hash; a file system takes 255
 Launch = Callable[[Sequence[str]], int]
@@ -44,7 +49,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return " ".join(self.swept) or "(no values to choose from)"
+        return mask_text(" ".join(self.swept)) or "(no values to choose from)"
 
     def read_completed(self) -> dict[str, Any] | None:
         """Return the content of `completed.json`; None when no run of this config has finished in the folder."""
@@ -53,14 +58,30 @@ class Job:
             return None
         return json.loads(file.read_text())
 
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Path -> size, and hash of both ends, of each file of records on this machine, when first asked for."""
+        named = (self.config.get(key) for key in ("train_file", "eval_file"))
+        paths = sorted({path for value in named for path in _list_files(value)})
+        return {path: f"{os.path.getsize(path)} {hash_ends(Path(path))}" for path in paths}
+
+    def note_files(self, files: Mapping[str, str]) -> None:
+        """Write down which files a run of this job that has finished was trained on, as `files` describes them."""
+        if (self.output_dir / "completed.json").is_file():
+            write_atomically(self.output_dir / DATA_FILE, json.dumps(files, indent=2) + "\n")
+
     def list_differences(self) -> Iterator[str]:
         """Yield, in words, the keys whose values differ from those of the last run in the folder, if there was one."""
         file = self.output_dir / "config.yaml"
-        before = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+        before = mask(OmegaConf.to_container(OmegaConf.load(file))) if file.is_file() else {}
         assert isinstance(before, dict)
         for key in sorted({*before, *self.config} - set(HOW_TO_START)) if before else []:
             if before.get(key) != self.config.get(key):
                 yield f"{key} was {before.get(key)}, is {self.config.get(key)}"
+        noted = self.output_dir / DATA_FILE
+        if noted.is_file():  # an earlier version did not write it
+            trained_on = json.loads(noted.read_text())
+            yield from (f"{path} has changed" for path, found in self.files.items() if trained_on.get(path) != found)
 
 
 def plan_sweep(
@@ -104,7 +125,7 @@ def _name_folder(swept: Sequence[str]) -> str:
 def _list_values(composed: DictConfig) -> dict[str, Any]:
     """Return the keys and values of a run as its config.yaml has them."""
     config = to_typed(composed, unread=[str(key) for key in composed if OmegaConf.is_missing(composed, str(key))])
-    values = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config))))
+    values = mask(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))))
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -122,6 +143,19 @@ def _check_folders(jobs: Sequence[Job]) -> None:
                     f"--multirun: {job.output_dir} holds a finished run of another config ({difference}); give "
                     "another output_dir, or overwrite_output_dir=true to run it again"
                 )
+
+
+def _list_files(value: Any) -> Iterator[str]:
+    """Yield the files on this machine that a value of `train_file` or `eval_file` names."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _list_files(inner)
+    elif isinstance(value, str):
+        path = os.path.expanduser(value)
+        matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+        yield from (match for match in matches if os.path.isfile(match))
 
 
 def _read_num_gpus(overrides: Sequence[str]) -> int:
@@ -164,7 +198,9 @@ def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
                 )
                 continue
             print(f"\nrun {number} of {len(jobs)} on {num_gpus} ranks: {job.name}", file=sys.stderr, flush=True)
+            before = job.files
             launch(job.arguments)
+            job.note_files(before)
     except KeyboardInterrupt:
         pass
     print(render_table(jobs))

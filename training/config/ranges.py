@@ -51,6 +51,11 @@ def share(*, note: str = "", default: Any = MISSING) -> Any:
     return _declare(lambda value: 0 <= value <= 1, "a share between 0 and 1", note, default)
 
 
+def fraction(*, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field of a number above 0, and of at most 1."""
+    return _declare(lambda value: 0 < value <= 1, "more than 0 and at most 1", note, default)
+
+
 def below(limit: float, *, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of a number that is not negative, and less than `limit`."""
     return _declare(lambda value: 0 <= value < limit, f"from 0 to below {limit:g}", note, default)

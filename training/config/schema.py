@@ -29,6 +29,7 @@ from data.options import (
     TrainOn,
 )
 from errors import UserError
+from masking import remember_secrets
 from models.adapters.options import AdapterOptions
 from models.losses.options import Divergence, DPOLossType, NLLReduction, Pooling, RerankLossType
 from training.config.ranges import (
@@ -36,6 +37,7 @@ from training.config.ranges import (
     below,
     between,
     count_or_counts,
+    fraction,
     one_of,
     positive,
     share,
@@ -365,9 +367,9 @@ class HardwareConfig:
     device: Device = MISSING
     cards_per_node: int | None = at_least(1)
     memory: float | None = positive()
-    usable_memory: float = positive()
+    usable_memory: float = fraction()
     peak_flops: dict[str, float] | None = positive()  # noqa: RUF009 (a field, as those around it)
-    efficiency: float = positive()
+    efficiency: float = fraction()
     multiprocessors: int | None = at_least(1)
     flash_attention_2: float = zero_or_more(default=1.0)
     memory_bandwidth: float | None = positive()
@@ -604,4 +606,5 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]} (conf/base.yaml lists the keys)") from None
     if not config.output_dir.strip():
         raise UserError("output_dir= is empty; give a folder of the run's own, such as output_dir=outputs/my_run")
+    remember_secrets(OmegaConf.to_container(composed, resolve=True))
     return config

@@ -18,6 +18,7 @@ from random import SystemRandom
 
 import console
 from errors import UserError, explain_refusal
+from masking import mask_text, print_exception
 
 SECONDS_FOR_ANOTHER_TO_REPORT = 10
 _TRIED_PORTS = 50
@@ -157,9 +158,9 @@ def _keep_trace(error: Exception, log: Path) -> str:
     """Write the stack trace to the log. Returns, in words, where it is: with it where the disk takes nothing more."""
     try:
         with open(log, "a") as stream:
-            traceback.print_exception(error, file=stream)
+            print_exception(error, stream)
     except OSError as refused:
-        trace = "".join(traceback.format_exception(error))
+        trace = mask_text("".join(traceback.format_exception(error)))
         return f"{log} cannot be written ({refused.strerror or refused}), so this is its stack trace:\n{trace}"
     return f"the stack trace is in {log}"
 

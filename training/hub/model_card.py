@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 
 from filesystem import write_atomically
+from masking import mask
 from training.checkpoint.run_folder import RunFolder
 from training.observability.run_page import RunHistory, read_history
 
 README, PLOT = "README.md", "loss.png"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 # How the hub lists models of a task, or of a kind of data; the others write text
 PIPELINE_TAGS = {
     "reward": "text-classification",
@@ -40,14 +41,21 @@ def find_base(run: RunFolder) -> str | None:
     """Return the base model of a run: a hub id without its revision, or a path. None for one from scratch."""
     config = _read(run.facts).get("config", {})
     name = config.get("model_name_or_path")
-    return name.partition("@")[0] if name and config.get("init") != "random" else None
+    if not name or config.get("init") == "random":
+        return None
+    repository = name.partition("@")[0]
+    return repository if HUB_ID.fullmatch(repository) and not Path(name).exists() else name
 
 
 def find_license(folder: Path) -> str | None:
-    """Return the licence that the model card in a folder states, None where there is none."""
+    """Return the licence that the model card in a folder states, None where there is none that can be read."""
     file = folder / README
-    found = re.match(r"---\n(.*?)\n---\n", file.read_text(), re.DOTALL) if file.is_file() else None
-    fields = yaml.safe_load(found.group(1)) if found else None
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    found = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    try:
+        fields = yaml.safe_load(found.group(1)) if found else None
+    except yaml.YAMLError:
+        return None
     return fields.get("license") if isinstance(fields, dict) else None
 
 
@@ -179,4 +187,4 @@ def _render_losses(history: RunHistory) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return mask(json.loads(file.read_text())) if file.is_file() else {}  # an earlier version wrote secrets as well

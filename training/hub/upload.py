@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 import sys
 import threading
-import traceback
 from pathlib import Path
 
 from console import report_progress, say
 from errors import UserError
+from masking import print_exception
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import HubConfig
 from training.hub.model_card import find_base, find_license, write_card
@@ -135,7 +135,7 @@ class Uploader:
         try:
             say(f"hub: {message} is at {self._repository.upload(self._run, folder, message)}")
         except Exception as error:
-            traceback.print_exception(error, file=sys.stdout)  # the rank's log
+            print_exception(error, sys.stdout)  # the rank's log
             say(
                 f"hub: {message} could not be uploaded ({describe_error(error)}); the run continues. Later: "
                 f"python scripts/upload.py {self._run.path} --repo_id {self._repository.repo_id}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,18 +19,21 @@ from typing import Any
 
 from console import say
 from filesystem import write_atomically
+from masking import print_exception
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import LoggerConfig, TrackerMode
 from training.observability.metrics import Event, Record, Reporter, split_stages
 from training.trackers.build import build_trackers
 from training.trackers.tracker import TrackedRun, Tracker
 
+_MOST_SECONDS = 120.0  # that a tracker may keep the run waiting; MLflow's own attempts take up to 80
+
 # "config", "environment", "plan", ... -> text or values: facts of the run that are known before its first step.
 Facts = Mapping[str, Any]
 
 
 class IsolatedReporter(Reporter):
-    """A reporter that cannot end a run: what it raises is printed, and it is dropped."""
+    """A reporter that cannot end a run: what it raises, `sys.exit` included, is printed, and it is dropped."""
 
     def __init__(self, name: str, build: Callable[[], Reporter]) -> None:
         self._name = name
@@ -56,9 +59,11 @@ class IsolatedReporter(Reporter):
     def _try(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except Exception as error:
-            traceback.print_exception(error, file=sys.stdout)  # the rank's log
+        except (Exception, SystemExit) as error:
+            print_exception(error, sys.stdout)  # the rank's log
             reason = (str(error).splitlines() or [type(error).__name__])[0]
+            if isinstance(error, SystemExit):
+                reason = f"it ended with sys.exit({error.code!r})"
             self._drop(
                 f"{self._name}: {reason}; nothing more is logged there. The run continues, with all of its "
                 "figures in metrics.jsonl"
@@ -75,7 +80,7 @@ class TrackerReporter(Reporter):
 
     def __init__(self, name: str, tracker: Tracker, run: TrackedRun, facts: Facts) -> None:
         self._tracker, self._run = tracker, run
-        with keep_handlers():
+        with keep_handlers(), limit_time("started"):
             where = tracker.start(run, facts)
         say(f"logger={name}: {where}")
         folder = RunFolder(run.output_dir)
@@ -83,7 +88,8 @@ class TrackerReporter(Reporter):
 
     def report(self, record: Record) -> None:
         figures = {key: value for key, value in split_stages(record).items() if key != "step"}
-        self._tracker.log_metrics(figures, int(record["step"]))
+        with limit_time("taken the figures of a step"):
+            self._tracker.log_metrics(figures, int(record["step"]))
 
     def note(self, event: Event) -> None:
         if event.kind == "picture":
@@ -96,7 +102,34 @@ class TrackerReporter(Reporter):
     def _log_files(self, *files: Path) -> None:
         for file in files:
             if self._run.first_step is not None and file.is_file():
-                self._tracker.log_file(file)
+                with limit_time(f"taken {file.name}"):
+                    self._tracker.log_file(file)
+
+
+class _TookTooLong(BaseException):
+    """Not an Exception, which a package might take for a failed attempt and try again."""
+
+
+@contextmanager
+def limit_time(done: str) -> Iterator[None]:
+    """Raise TimeoutError when the block takes longer than a run can wait for a tracker: the other ranks wait too. done:
+    what the tracker has not done, for the message. Does nothing outside the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise _TookTooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, _MOST_SECONDS)
+    try:
+        yield
+    except _TookTooLong:
+        raise TimeoutError(f"has not {done} after {_MOST_SECONDS:g} seconds") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

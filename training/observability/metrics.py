@@ -14,6 +14,7 @@ from typing import Any
 
 from console import Progress, is_terminal, say
 from filesystem import write_atomically
+from masking import mask
 
 # What an evaluation of a language model reports.
 _OF_TOKENS = re.compile(r"eval_(loss|tokens|token_accuracy|distill_loss|mtp_loss_\d+)")
@@ -77,10 +78,10 @@ class MetricsFile(_LinesFile):
 
 
 class EventsFile(_LinesFile):
-    """`events.jsonl`, one line per event."""
+    """`events.jsonl`, one line per event, without secrets."""
 
     def note(self, event: Event) -> None:
-        self._write(asdict(event))
+        self._write(mask(asdict(event)))
 
 
 def _step_of(line: str) -> float:

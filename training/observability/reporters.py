@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from data.inspection.files import shorten_source
 from data.storage.tokenized import load_summary
 from filesystem import write_atomically
+from masking import mask
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
 from training.inputs.step_budget import StepBudget
@@ -70,8 +71,9 @@ def describe_data(datasets: Mapping[str, Path]) -> dict[str, list[dict[str, Any]
 
 
 def describe_run(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
-    """Return the config and the environment of a run, ready for JSON. hosts: the host of each rank."""
-    return {
+    """Return the config and the environment of a run without secrets, ready for JSON. hosts: the host of each rank."""
+    described = {
         "config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True),
         "environment": describe_environment(hosts),
     }
+    return mask(described)

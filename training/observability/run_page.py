@@ -16,6 +16,7 @@ from typing import Any
 
 from errors import UserError
 from filesystem import write_page
+from masking import mask
 from training.checkpoint.run_folder import RunFolder
 from training.observability.curves import Curve
 from training.observability.metrics import Event, Record, Reporter, split_stages
@@ -119,14 +120,14 @@ def _describe(name: str, folder: RunFolder, history: RunHistory) -> dict[str, An
         "completed": _read_json(folder.completed) or None,
         "last": {key: value for key, value in history.last.items() if isinstance(value, list) or _is_number(value)},
         "curves": {key: curve.describe() for key, curve in history.curves.items()},
-        "events": [asdict(event) for event in history.events],
+        "events": [mask(asdict(event)) for event in history.events],
         "pictures": [_embed(picture) for picture in _list_pictures(folder, history)],
         "samples": _read_lines(folder.path / SAMPLES)[:MOST_SAMPLES],
     }
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return mask(json.loads(file.read_text())) if file.is_file() else {}  # an earlier version wrote secrets as well
 
 
 def _list_pictures(folder: RunFolder, history: RunHistory) -> list[Path]:

@@ -19,6 +19,7 @@ from data.options import LengthPolicy
 from data.sources.records import resolve_sources
 from data.storage.disk import RowEstimate, estimate_rows
 from errors import UserError
+from masking import mask_text
 from models.architecture.lookup import warn_of_length
 from models.layers.wrapped import Wrapper
 from models.weights.config_file import load_config, parse_config
@@ -69,7 +70,7 @@ def run_plan(composed: Any, given: Collection[str] = ()) -> None:
         for text in check_read(Run(config), given, continues=config.resume is not None):
             SINGLE_PROCESS.say(text)
         for text in plan_run(config, width):
-            print(fit(text, width), flush=True)
+            print(fit(mask_text(text), width), flush=True)
 
 
 def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from support.configs import CONF, build_config
 from errors import UserError
 from models.adapters.options import UNSUPPORTED
 from training.cli.command_line import IN_SWEEP, check_command_line, clean_arguments, compose_command, list_given
-from training.config.schema import register_schema
+from training.config.schema import RunConfig, register_schema
+
+BASE = "defaults: [base, _self_]\n"
 
 
 def check(line: str) -> None:
@@ -189,6 +192,29 @@ def test_a_mistake_in_a_user_defined_config(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nlearning_rte: 1\n")
     with pytest.raises(UserError, match="unknown key 'learning_rte'; did you mean 'learning_rate'?"):
         check_command_line(["-cn", "mine"], tmp_path, "mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{BASE}output_dir: x\n  seed: 3\n", "{file}, line 3: mapping values are not allowed here; fix the file"),
+        (f"{BASE}num_stages: two\n", "num_stages=two: must be a whole number"),
+        (f"{BASE}seed: 1\nseed: 2\n", "{file}, line 3: found duplicate key seed; fix the file"),
+        (
+            "seed: 1\n",
+            "-cn mine: it lacks the key 'model' and {others} others; begin the file with 'defaults: [base, _self_]'",
+        ),
+    ],
+    ids=["not YAML", "a wrong type", "a key twice", "without base"],
+)
+def test_a_config_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    register_schema()
+    with pytest.raises(UserError) as caught:
+        check_command_line(["--config-dir", str(tmp_path), "-cn", "mine"], CONF, "base")
+    others = len(dataclasses.fields(RunConfig)) - 2
+    assert str(caught.value) == message.format(file=file, others=others)
 
 
 def test_multirun_is_refused_inside_a_launch() -> None:

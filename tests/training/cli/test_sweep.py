@@ -84,6 +84,25 @@ def test_a_finished_run_is_skipped_only_when_its_config_is_the_same(tmp_path: Pa
         started.clear()
 
 
+def test_a_finished_run_is_not_reported_for_changed_data(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("old")
+    keys = f"model_name_or_path=m train_file='{tmp_path}/*.jsonl' output_dir={tmp_path}/out seed=1,2"
+    line = f"-m num_gpus=2 -cn base {keys}"
+    (job, _), _ = plan(line)
+
+    def launch(arguments: Sequence[str]) -> int:
+        job.output_dir.mkdir(parents=True)
+        OmegaConf.save(OmegaConf.create(job.config), job.output_dir / "config.yaml")
+        (job.output_dir / "completed.json").write_text(json.dumps({"step": 5}))
+        return 0
+
+    assert run_sweep([job], 2, launch) == 0
+    assert plan(line)[0][0].read_completed() == {"step": 5}
+    (tmp_path / "train.jsonl").write_text("new")
+    with pytest.raises(UserError, match=r"holds a finished run of another config \(.*train.jsonl has changed\)"):
+        plan(line)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -12,7 +12,17 @@ from omegaconf import OmegaConf
 from support.configs import build_config
 
 from errors import UserError
-from training.config.ranges import at_least, below, check_ranges, list_ranges, one_of, positive, share, zero_or_more
+from training.config.ranges import (
+    at_least,
+    below,
+    check_ranges,
+    fraction,
+    list_ranges,
+    one_of,
+    positive,
+    share,
+    zero_or_more,
+)
 from training.config.schema import RunConfig
 
 
@@ -53,6 +63,7 @@ def test_a_number_is_checked_however_deep_its_group() -> None:
         (positive(), (1e-30, 5), (0.0, -1.0, math.inf)),
         (zero_or_more(), (0.0, 5), (-1e-30, math.inf)),
         (share(), (0.0, 1.0), (-0.1, 1.1)),
+        (fraction(), (0.01, 1.0), (0.0, 1.1, 95)),
         (below(0.5), (0.0, 0.49), (-0.1, 0.5)),
         (one_of(1, 3), (1, 3), (0, 2, 4)),
     ],

@@ -25,7 +25,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.config.schema import HubConfig
 from training.distributed.ranks import SINGLE_PROCESS
 from training.hub import upload
-from training.hub.model_card import render_card
+from training.hub.model_card import find_base, find_license, render_card
 from training.hub.upload import Repository, Uploader, open_uploader
 from training.observability.run_page import read_history
 
@@ -108,6 +108,36 @@ def test_the_model_card_says_what_the_files_of_the_run_say(run_folder: RunFolder
         f"```bash\n{FACTS['environment']['command']}\n```",
     ):  # fmt: skip
         assert line in text, line
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("org/model@main", "org/model"),
+        ("org/model", "org/model"),
+        ("/data/models/llama@v2", "/data/models/llama@v2"),
+        ("../llama@v2/hf", "../llama@v2/hf"),
+    ],
+)
+def test_the_base_of_a_run_is_a_repository_or_a_path(run_folder: RunFolder, name: str, base: str) -> None:
+    run_folder.facts.write_text(json.dumps({"config": {"model_name_or_path": name}}))
+    assert find_base(run_folder) == base
+
+
+@pytest.mark.parametrize("text", ["---\nlicense: [a\n---\n", "---\n\x01\n---\n", "no front matter"])
+def test_a_model_card_that_cannot_be_read_states_no_licence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "README.md").write_text(text)
+    assert find_license(tmp_path) is None
+
+
+def test_secrets_of_an_earlier_version_are_not_in_the_model_card(run_folder: RunFolder) -> None:
+    """1.1 wrote them into run.json."""
+    trackers = {"mine": {"_target_": "m.T", "api_key": "planted"}}
+    environment = FACTS["environment"] | {"command": "deepspeed trainer.py '+logger.trackers.mine={api_key: planted}'"}
+    config = FACTS["config"] | {"logger": {"trackers": trackers}, "train_file": "https://me:planted@host/a.jsonl"}
+    run_folder.facts.write_text(json.dumps(FACTS | {"config": config, "environment": environment, "data": {}}))
+    text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", None)
+    assert "planted" not in text and "api_key: ***" in text and "https://***@host" in text
 
 
 def test_the_model_card_of_an_adapter_on_a_local_model_names_neither_a_repository_nor_a_licence(

@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,10 @@ from support.trackers import FACTS, HELD, RECORDS
 
 from errors import UserError
 from training.observability.environment import describe_environment
-from training.observability.loggers import IsolatedReporter, build_loggers, keep_handlers
+from training.observability.loggers import IsolatedReporter, TrackerReporter, build_loggers, keep_handlers
 from training.observability.metrics import Reporter
 from training.resolution.packages import check_packages
+from training.trackers.tracker import TrackedRun
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONAL = {"mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio", "comet": "comet_ml"}  # -> package
@@ -217,6 +220,45 @@ def test_a_logger_that_fails_is_reported_once_and_dropped(capfd: pytest.CaptureF
     said = capfd.readouterr()
     assert said.err.count("logger=mine: the server is gone; nothing more is logged there.") == 1
     assert "ConnectionError" in said.out  # the log
+
+
+@pytest.mark.parametrize("place", ["start", "log_metrics", "log_file"])
+@pytest.mark.parametrize("how", ["exits", "hangs"])
+def test_a_tracker_that_exits_or_hangs_ends_nothing(
+    place: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("training.observability.loggers._MOST_SECONDS", 0.2)
+
+    class Tracker:
+        def _call(self, name: str) -> str:
+            while name == place:
+                if how == "exits":
+                    sys.exit("no login")
+                with suppress(Exception):  # as a package that tries again
+                    time.sleep(9)
+            return "there"
+
+        def start(self, *arguments: Any) -> str:
+            return self._call("start")
+
+        def log_metrics(self, *arguments: Any) -> None:
+            self._call("log_metrics")
+
+        def log_file(self, *arguments: Any) -> None:
+            self._call("log_file")
+
+        def close(self) -> None: ...
+
+    (tmp_path / "run.json").write_text("{}")
+    handler = signal.getsignal(signal.SIGALRM)
+    run = TrackedRun(tmp_path, "id", "name", "project", None, False, 0, False)
+    reporter = IsolatedReporter("logger=mine", lambda: TrackerReporter("mine", Tracker(), run, {}))  # type: ignore[arg-type]
+    reporter.report(RECORDS[0])
+    reporter.close()
+    said = capfd.readouterr().err
+    reason = "it ended with sys.exit('no login')" if how == "exits" else "has not "
+    assert said.count(f"logger=mine: {reason}") == 1 and "The run continues" in said
+    assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_the_environment_names_versions_source_and_hosts() -> None:
