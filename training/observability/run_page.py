@@ -23,7 +23,7 @@ from training.observability.metrics import Event, Record, Reporter, split_stages
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 SAMPLES = "samples.jsonl"  # in output_dir: prompts and answers, as `scripts/generate.py --output` writes them
-MOST_EVENTS, MOST_SAMPLES, MOST_PICTURES = 500, 20, 2
+MOST_EVENTS, MOST_SAMPLES, MOST_PICTURES = 500, 20, 2  # events: of each kind
 
 
 class RunHistory(Reporter):
@@ -32,7 +32,12 @@ class RunHistory(Reporter):
     def __init__(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.last: Record = {}
-        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._events: dict[str, deque[Event]] = {}  # by kind: saves do not push out what happens seldom
+
+    @property
+    def events(self) -> list[Event]:
+        """The latest events of each kind, in their order."""
+        return sorted((event for kept in self._events.values() for event in kept), key=lambda event: event.time)
 
     def report(self, record: Record) -> None:
         self.last |= record
@@ -42,7 +47,7 @@ class RunHistory(Reporter):
                 self.curves.setdefault(key, Curve()).add(record["step"], value)
 
     def note(self, event: Event) -> None:
-        self.events.append(event)
+        self._events.setdefault(event.kind, deque(maxlen=MOST_EVENTS)).append(event)
 
 
 def _is_number(value: object) -> bool:
@@ -114,6 +119,7 @@ def _name_runs(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def _describe(name: str, folder: RunFolder, history: RunHistory) -> dict[str, Any]:
+    samples = _read_lines(folder.path / SAMPLES)
     return {
         "name": name,
         "facts": _read_json(folder.facts),
@@ -122,7 +128,8 @@ def _describe(name: str, folder: RunFolder, history: RunHistory) -> dict[str, An
         "curves": {key: curve.describe() for key, curve in history.curves.items()},
         "events": [mask(asdict(event)) for event in history.events],
         "pictures": [_embed(picture) for picture in _list_pictures(folder, history)],
-        "samples": _read_lines(folder.path / SAMPLES)[:MOST_SAMPLES],
+        "samples": samples[:MOST_SAMPLES],
+        "num_samples": len(samples),
     }
 
 

@@ -75,6 +75,7 @@ def list_figures(plan: Plan) -> dict[str, Any]:
         "mfu": plan.mfu,
         "bubble": plan.idle,
         "imbalance": plan.imbalance,
+        "memory_limit": plan.memory_limit,
     }
     return {"layout": plan.layout.describe(), **run, **stages}
 

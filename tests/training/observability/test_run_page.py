@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +135,75 @@ def test_the_script_compares_runs_and_names_a_folder_that_is_none(tmp_path: Path
     assert runs[0]["curves"]["loss"]["mean"] == [1, 0.5, 0.333333] and runs[0]["curves"]["grad_norm"]["step"] == [1, 3]
     failed = compare(tmp_path)
     assert failed.returncode == 1 and failed.stderr.startswith(f"error: {tmp_path} has no metrics.jsonl; give the ")
+
+
+# A document that takes everything, and the page's data.
+STUB = """
+const everything = new Proxy(function () {}, {
+  get: (target, name) => name === Symbol.toPrimitive ? () => 0 : name === "textContent" ? DATA : everything,
+  set: () => true, apply: () => everything,
+});
+globalThis.document = globalThis.matchMedia = globalThis.addEventListener = everything;
+globalThis.Node = class {};
+"""
+
+
+def run_in_page(file: Path, expression: str) -> Any:
+    """Return the value of an expression of the page's script, run by Node without a browser."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no Node")
+    data, script = re.findall(r"<script[^>]*>(.*?)</script>", file.read_text(), re.DOTALL)
+    program = f"const DATA = {json.dumps(data)};{STUB}{script};console.log(JSON.stringify({expression}))"
+    done = subprocess.run([node, "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def write_metrics(folder: Path, *records: dict[str, Any]) -> None:
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"config": {"model_name_or_path": "org/m", "num_stages": 2}}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+
+
+def test_a_metric_has_one_dash_and_one_colour_whichever_came_first(tmp_path: Path) -> None:
+    loss, evaluation = {"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 3.0}
+    write_metrics(tmp_path / "a", loss, evaluation)
+    write_metrics(tmp_path / "b", evaluation, loss)  # evaluated at its start
+    drawn = "series(CHARTS[0]).map(each => [each.label, each.dash, each.colour])"
+    for names in ("ab", "ba"):
+        folders = [tmp_path / name for name in names]
+        assert compare(*folders, "--output", tmp_path / "compared.html").returncode == 0
+        found = run_in_page(tmp_path / "compared.html", drawn)
+        assert {label: dash for label, dash, _ in found} == {
+            "a, loss": "", "a, eval_loss": "6 3", "b, loss": "", "b, eval_loss": "6 3"
+        }  # fmt: skip
+    alone = []
+    for name in "ab":
+        assert compare(tmp_path / name).returncode == 0
+        alone.append(run_in_page(tmp_path / name / "report.html", drawn))
+    assert alone[0] == alone[1] == [["loss", "", "var(--c0)"], ["eval_loss", "", "var(--c1)"]]
+
+
+def test_the_page_names_model_data_and_layout(tmp_path: Path) -> None:
+    data = {"train_file": [{"name": "a.jsonl"}, {"name": "b.jsonl"}]}
+    config = {"model_name_or_path": "org/m", "num_stages": 2, "tensor_parallel_size": 4}
+    folder = write_run(tmp_path / "a", 3, config=config, data=data)
+    assert compare(folder).returncode == 0
+    about = dict(run_in_page(folder / "report.html", "aboutOf(runs[0])"))
+    assert about == {"model": "org/m", "data": "a.jsonl, b.jsonl", "layout": "num_stages 2, tensor_parallel_size 4"}
+
+
+def test_saves_do_not_push_out_other_events(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", 3)
+    events = [{"step": 1, "kind": "resume", "text": "from step 1", "time": 1}]
+    events += [{"step": step, "kind": "save", "text": "saved", "time": step} for step in range(2, 1000)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    (folder / "samples.jsonl").write_text('{"messages": []}\n' * 30)
+    assert compare(folder).returncode == 0
+    (run,) = load_page(folder / "report.html")["runs"]
+    assert run["events"][0]["kind"] == "resume" and len(run["events"]) == 501
+    assert (len(run["samples"]), run["num_samples"]) == (20, 30)
 
 
 @pytest.mark.full
