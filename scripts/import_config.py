@@ -12,12 +12,55 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from errors import UserError  # noqa: E402
-from training.migration.importer import PROJECTS, import_config  # noqa: E402
+from scripts.elastic import search_layout  # noqa: E402
+from training.cli.command_line import check_command_line  # noqa: E402
+from training.config.incompatible import Run, check_together  # noqa: E402
+from training.config.schema import CONF, register_schema, to_typed  # noqa: E402
+from training.config.validate import check_config  # noqa: E402
+from training.migration.importer import (  # noqa: E402
+    PROJECTS,
+    Imported,
+    import_config,
+    take_layout,
+    write_config,
+)
+
+
+def find_refusal(imported: Imported) -> str:
+    """Return why a run of the imported config would be refused, by all that is checked without its files and machine;
+    empty where it would not be. Raises UserError for a value that no run reads, such as text for a number."""
+    with TemporaryDirectory() as folder:
+        register_schema()
+        composed = check_command_line(write_config(imported, folder), CONF, "base")
+    assert composed is not None
+    config = to_typed(composed, unread=("model_name_or_path", "train_file"))
+    try:
+        check_config(config, has_accelerator=True)
+        check_together(Run(config))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def propose_layout(imported: Imported, num_gpus: int, hardware: str) -> tuple[Imported, str]:
+    """Return the config at the fastest layout that fits by `plan=search`, and a line that says so; as it is where none
+    is found."""
+    with TemporaryDirectory() as folder:
+        command = ["python", str(ROOT / "trainer_base_ds_mp.py"), *write_config(imported, folder)]
+        overrides, reason = search_layout([*command, f"hardware={hardware}"], num_gpus)
+    if not overrides:
+        return imported, f"no layout for {num_gpus} x {hardware} was found: {reason}"
+    return take_layout(imported, overrides), f"for {num_gpus} x {hardware}, by plan=search: {' '.join(overrides)}"
+
+
+def list_notes(refusal: str, proposal: str) -> list[str]:
+    return [*([proposal] if proposal else []), *([f"a run would refuse it: {refusal}"] if refusal else [])]
 
 
 def main() -> None:
@@ -25,12 +68,22 @@ def main() -> None:
     parser.add_argument("theirs", type=Path, help="their config, or a script with their command")
     parser.add_argument("-o", "--output", type=Path, help="where to write ours; without it, it is printed")
     parser.add_argument("--project", choices=PROJECTS, help="whose config it is, where its keys do not tell")
+    parser.add_argument("--num_gpus", type=int, help="choose the layout for that many GPUs, by plan=search")
+    parser.add_argument("--hardware", help="with --num_gpus: their kind, one of conf/hardware")
     arguments = parser.parse_args()
+    if (arguments.num_gpus is None) != (arguments.hardware is None):
+        parser.error("--num_gpus and --hardware go together: a layout is chosen for GPUs of a kind")
     try:
         imported = import_config(arguments.theirs, arguments.project)
+        refusal = find_refusal(imported)
+        proposal = ""
+        if arguments.num_gpus is not None:
+            imported, proposal = propose_layout(imported, arguments.num_gpus, arguments.hardware)
         text = imported.render((arguments.output or Path("mine")).stem, arguments.theirs.name)
         if arguments.output is None:
             print(text, end="")
+            for note in list_notes(refusal, proposal):
+                print(note, file=sys.stderr)
             return
         if arguments.output.exists():
             raise UserError(f"{arguments.output} is there already; give another --output, or move it")
@@ -40,6 +93,8 @@ def main() -> None:
     print(f"{arguments.output}: {len(imported.keys) + len(imported.groups)} keys of a {imported.project} config")
     for key, why in imported.left.items():
         print(f"  not carried over: {key}: {why}")
+    for note in list_notes(refusal, proposal):
+        print(note)
     plan = f"python trainer_base_ds_mp.py -cn {arguments.output.stem} plan=true world_size=N hardware=NAME"
     print(f"look at it, then: {plan}")
 

@@ -17,6 +17,7 @@ from training.migration.draft import (
     set_zero_stage,
     to,
     unneeded,
+    usual,
     when,
 )
 from training.migration.hugging_face import SCHEDULES, name_hub, set_betas, set_held_out, set_task
@@ -44,6 +45,36 @@ def set_tokens(draft: Draft, key: str, value: Any) -> None:
         draft.leave(f"special_tokens.{others[0]}", "data.special_tokens, convert2ckpt.py --pad_token")
 
 
+# What is read of an entry of `datasets`, and what says nothing of what is trained on
+ENTRY_KEYS = {"path", "name", "split", "data_files", "type", "ds_type", "trust_remote_code"}
+# By kind of data, what an entry calls the fields of a record -> our key
+FIELDS = {
+    "chat": {"field_messages": "data.messages_field"}, "pretrain": {"field": "data.text_field"},
+    "preference": {"field_messages": "data.prompt_field", "field_chosen": "data.chosen_field",
+                   "field_rejected": "data.rejected_field"},
+    "unpaired_preference": {},
+}  # fmt: skip
+ENTRY_REASONS = {
+    "shards": "none: data.max_samples takes the first records of each entry",
+    "preprocess_shards": "none needed",
+    "message_property_mappings": "messages are read as role and content, or as from and value; rename their fields",
+}
+OTHER_REASON = "none: what a record has is read by the keys of the group data; docs/data.md"
+TRAINED_ROLES = ("assistant", "gpt", "model")
+USUAL_VALUES = {"train_on_eos": "turn", "message_field_training": "train", "chat_template": "tokenizer_default"}
+# Values that records of chats are read with here, whatever they are called
+USUAL_MAPPINGS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
+
+
+def _is_as_usual(name: str, value: Any) -> bool:
+    """Whether a key of an entry asks for what is always so here."""
+    if name == "message_property_mappings":
+        return any(dict(value or {}).items() <= mapping.items() for mapping in USUAL_MAPPINGS)
+    if name == "roles_to_train":
+        return {*(value or [])} <= {*TRAINED_ROLES}
+    return value in (None, USUAL_VALUES.get(name))
+
+
 RULES: dict[str, Rule] = {
     "base_model": to("model_name_or_path"), "base_model_config": unneeded, "model_type": unneeded,
     "tokenizer_type": unneeded, "tokenizer_config": to("tokenizer_name_or_path"), "revision_of_model": left(),
@@ -52,8 +83,9 @@ RULES: dict[str, Rule] = {
     "test_datasets": unneeded, "dataset_prepared_path": unneeded, "dataset_processes": to("data.num_proc"),
     "shuffle_merged_datasets": unneeded, "val_set_size": set_held_out,
     "chat_template": left("the tokenizer's own, or data.chat_template"),
-    "chat_template_jinja": to("data.chat_template"), "train_on_inputs": if_true(), "train_on_eos": unneeded,
-    "roles_to_train": unneeded, "output_dir": to("output_dir"), "micro_batch_size": to("micro_batch_size"),
+    "chat_template_jinja": to("data.chat_template"), "train_on_inputs": left(), "train_on_eos": usual("turn"),
+    "roles_to_train": usual(*TRAINED_ROLES), "output_dir": to("output_dir"),
+    "micro_batch_size": to("micro_batch_size"),
     "gradient_accumulation_steps": to("gradient_accumulation_steps"), "eval_batch_size": unneeded,
     "learning_rate": to("learning_rate"), "weight_decay": to("weight_decay"), "warmup_ratio": to("warmup_ratio"),
     "warmup_steps": hugging_face.set_warmup, "max_steps": at_least_one("max_steps"),
@@ -139,17 +171,25 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
 
 
 def read_dataset(draft: Draft, entry: Any, is_train: bool) -> str:
-    """Return an entry of `datasets` as `train_file` takes it, and set the field of its conversations."""
+    """Return an entry of `datasets` as `train_file` takes it, and set the field of its records. What else an entry says
+    of what is trained on is left by name."""
     if isinstance(entry, str):
         return entry
     path, split = str(entry.get("path", "")), entry.get("split")
-    if is_train and draft.groups["data"] == "chat" and entry.get("field_messages"):
-        draft.set("data.messages_field", entry["field_messages"])
-    if is_train and draft.groups["data"] == "pretrain" and entry.get("field"):
-        draft.set("data.text_field", entry["field"])
+    for theirs, ours in FIELDS[draft.groups["data"]].items() if is_train else ():
+        if not entry.get(theirs):
+            continue
+        if draft.keys.get(ours, entry[theirs]) == entry[theirs]:
+            draft.set(ours, entry[theirs])
+        else:
+            draft.leave(f"datasets.{theirs}: {entry[theirs]}", f"{ours} is one for all files; rename the field")
+    for name, value in entry.items():
+        is_read = name in ENTRY_KEYS or name in FIELDS[draft.groups["data"]]
+        if not is_read and not _is_as_usual(name, value):
+            draft.leave(f"datasets.{name}", ENTRY_REASONS.get(name, OTHER_REASON))
     files = entry.get("data_files")
-    if files:
-        return str(files[0] if isinstance(files, list) else files)
-    if Path(path).suffix in (".json", ".jsonl", ".parquet", ".csv", ".txt") or Path(path).exists():
-        return path
+    if files or Path(path).suffix in (".json", ".jsonl", ".parquet", ".csv", ".txt") or Path(path).exists():
+        if split not in (None, "train"):
+            draft.leave("datasets.split", f"a file is taken whole; give the records of {split} in a file, or hf:NAME")
+        return str(files[0] if isinstance(files, list) else files) if files else path
     return name_hub(path, config=entry.get("name"), split=split)

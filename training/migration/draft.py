@@ -103,6 +103,18 @@ def left(why: str = "") -> Rule:
     return rule
 
 
+def usual(*values: Any, why: str = "") -> Rule:
+    """A key whose usual values ask for what is always so here; any other is left. A list is usual where all of its
+    words are. why: empty where docs/migration.md says it."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        words = value if isinstance(value, list) else [value]
+        if not all(word is None or (_is_hashable(word) and word in values) for word in words):
+            draft.leave(key, why)
+
+    return rule
+
+
 def read_list(value: Any) -> list[str]:
     """Return the words of a list, or of a text with commas."""
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else list(value or [])

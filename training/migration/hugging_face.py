@@ -6,7 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from training.config.validate import MAX_BF16_BETA
-from training.migration.draft import Draft, Rule, at_least_one, if_true, left, set_zero_stage, to, unneeded, when
+from training.migration.draft import (
+    Draft,
+    Rule,
+    at_least_one,
+    if_true,
+    left,
+    set_zero_stage,
+    to,
+    unneeded,
+    usual,
+    when,
+)
 
 
 def each(names: Iterable[str], **keys: Any) -> dict[str, dict[str, Any]]:
@@ -90,12 +101,15 @@ def set_warmup(draft: Draft, key: str, value: Any) -> None:
 
 
 def set_schedule_kwargs(draft: Draft, key: str, value: Any) -> None:
+    """The `num_cycles` of `cosine` are waves, half a one by default, as always here; those of `cosine_with_restarts`
+    are the restarts."""
+    schedule = draft.their.get("lr_scheduler_type", draft.their.get("lr_scheduler"))
     for name, given in (value or {}).items():
         if name in ("min_lr_rate", "min_lr_ratio"):
             draft.set("min_lr_ratio", given)
-        elif name in ("power", "num_cycles"):
+        elif name == "power" or (name == "num_cycles" and schedule == "cosine_with_restarts" and given == int(given)):
             draft.set(f"lr_scheduler_kwargs.{name}", given)
-        else:
+        elif not (name == "num_cycles" and given == 0.5):
             draft.leave(f"{key}.{name}", "lr_scheduler_kwargs")
 
 
@@ -140,6 +154,21 @@ RULES: dict[str, Rule] = {
     "trust_remote_code": to("trust_remote_code"), "disable_tqdm": unneeded, "include_num_input_tokens_seen": unneeded,
     "include_tokens_per_second": unneeded, "log_level": unneeded, "prediction_loss_only": unneeded,
     "auto_find_batch_size": left(), "full_determinism": unneeded,
+    "optim_args": left(), "optim_target_modules": left(), "average_tokens_across_devices": usual(True),
+    "bf16_full_eval": unneeded, "fp16_full_eval": unneeded,
+    "activation_checkpointing": if_true(activation_checkpoint_interval=1), "activation_checkpointing_kwargs": unneeded,
+    "torch_compile_backend": unneeded, "torch_compile_mode": unneeded, "liger_kernel_config": left(),
+    "use_cache": unneeded, "torch_empty_cache_steps": unneeded, "log_on_each_node": unneeded,
+    "logging_nan_inf_filter": unneeded, "log_level_replica": unneeded, "project": to("logger.project"),
+    "trackio_space_id": left(), "trackio_bucket_id": left(), "trackio_static_space_id": left(), "eval_delay": left(),
+    "eval_do_concat_batches": unneeded, "eval_use_gather_object": unneeded, "include_for_metrics": left(),
+    "batch_eval_metrics": unneeded, "save_on_each_node": unneeded, "enable_jit_checkpoint": unneeded,
+    "hub_token": left(), "hub_strategy": usual("every_save", "end"), "hub_always_push": unneeded,
+    "hub_revision": left(), "restore_callback_states_from_checkpoint": unneeded, "use_cpu": left(),
+    "accelerator_config": left(), "parallelism_config": left(), "dataloader_multiprocessing_context": unneeded,
+    "dataloader_in_order": unneeded, "label_names": left(), "train_sampling_strategy": usual("random"),
+    "length_column_name": unneeded, "ddp_bucket_cap_mb": unneeded, "ddp_broadcast_buffers": unneeded,
+    "ddp_static_graph": unneeded, "ddp_backend": unneeded, "debug": unneeded, "skip_memory_metrics": unneeded,
 }  # fmt: skip
 
 EVALUATION = ("eval_steps", "eval_epochs", "eval_on_start", "load_best_model_at_end", "metric_for_best_model",

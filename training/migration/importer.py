@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,6 +94,20 @@ def import_config(file: Path, project: str | None = None) -> Imported:
     draft.keys.setdefault("output_dir", f"outputs/{file.stem}")
     left = {key: why or explain(key, module.HEADINGS) for key, why in draft.left.items()}
     return Imported(found, draft.groups, draft.keys, left)
+
+
+def write_config(imported: Imported, folder: str) -> list[str]:
+    """Write the imported config into a folder, and return the words of a command line that choose it."""
+    (Path(folder) / "imported.yaml").write_text(imported.render("imported", "theirs"))
+    return ["--config-dir", folder, "-cn", "imported"]
+
+
+def take_layout(imported: Imported, overrides: Sequence[str]) -> Imported:
+    """Return the imported config at another layout, of the same global batch. overrides: as `plan=search` says them."""
+    layout = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in overrides)}
+    batch = {"gradient_accumulation_steps", "micro_batch_size", "global_batch_size"}
+    kept = {key: value for key, value in imported.keys.items() if not (batch & layout.keys() and key in batch)}
+    return replace(imported, keys=kept | layout)
 
 
 def find_project(their: Mapping[str, Any]) -> str | None:

@@ -19,6 +19,17 @@ COLUMNS = {
     "prompt": "data.prompt_field", "response": "data.completion_field", "messages": "data.messages_field",
     "chosen": "data.chosen_field", "rejected": "data.rejected_field", "kto_tag": "data.label_field",
 }  # fmt: skip
+# What a record is read with here without a key: of Alpaca and of ShareGPT, and the names of OpenAI
+COLUMN_NAMES = {
+    "prompt": ("instruction",), "query": ("input",), "response": ("output",), "messages": ("conversations", "messages"),
+    "system": ("system",), "tools": ("tools",), "history": ("history",), "chosen": ("chosen",),
+    "rejected": ("rejected",), "kto_tag": ("label",),
+}  # fmt: skip
+TAG_NAMES = {
+    "role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"), "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",), "system_tag": ("system",),
+}  # fmt: skip
 FIELDS = {
     "chat": ("data.messages_field",), "preference": ("data.prompt_field", "data.chosen_field", "data.rejected_field"),
     "unpaired_preference": ("data.prompt_field", "data.completion_field", "data.label_field"),
@@ -134,9 +145,21 @@ def find_file(draft: Draft, name: str, info: Mapping[str, Any]) -> str:
     if entry is None:
         draft.leave(f"dataset {name}", "it is not in a dataset_info.json that was found; give its file in train_file")
         return f"data/{name}.json"
-    for ours, field in list_fields(entry):
-        if ours in FIELDS[draft.groups["data"]]:
+    fields = {ours: field for ours, field in list_fields(entry) if ours in FIELDS[draft.groups["data"]]}
+    for ours, field in fields.items():
+        if draft.keys.get(ours, field) == field:
             draft.set(ours, field)
+        else:
+            draft.leave(
+                f"dataset {name}: {field}", f"{ours} is one for all files, {draft.keys[ours]}; rename the field"
+            )
+    for part, usual_names in (("columns", COLUMN_NAMES), ("tags", TAG_NAMES)):
+        for column, field in entry.get(part, {}).items():
+            is_read = part == "columns" and COLUMNS.get(column) in FIELDS[draft.groups["data"]]
+            if not is_read and field not in usual_names.get(column, ()):
+                draft.leave(
+                    f"dataset {name}: {part}.{column}", f"none: no key names it; rename '{field}' in the records"
+                )
     if "file_name" in entry:
         return str(info[""] / entry["file_name"])
     if "hf_hub_url" in entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -12,13 +13,15 @@ import yaml
 from omegaconf import OmegaConf
 from support.configs import CONF
 from support.published_configs import CONFIGS
+from transformers import TrainingArguments
 
 from errors import UserError
+from scripts.import_config import find_refusal
 from training.cli.command_line import check_command_line
 from training.config.schema import RunConfig, register_schema
 from training.migration import hugging_face
 from training.migration.explain import explain, list_documented, read_rows
-from training.migration.importer import PROJECTS, Imported, import_config
+from training.migration.importer import PROJECTS, Imported, import_config, take_layout
 from training.planner.run import plan_run
 
 # The first of each project
@@ -137,6 +140,82 @@ def test_the_page_and_the_rules_know_the_same_keys(project: str) -> None:
     documented = set(list_documented(module.HEADINGS))
     own = module.RULES.keys() - (hugging_face.RULES.keys() if module.RULES.keys() > {"ddp_timeout"} else set())
     assert sorted(key for key in own if key not in documented) == [], "docs/migration.md does not name them"
+
+
+def test_every_field_of_training_arguments_has_a_rule() -> None:
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert sorted(fields - hugging_face.RULES.keys()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("train_on_inputs: true\ntrain_on_eos: all\nroles_to_train: [assistant, user]\n",
+         {"train_on_inputs", "train_on_eos", "roles_to_train"}),
+        ("train_on_inputs: false\ntrain_on_eos: turn\nroles_to_train: [assistant]\n", set()),
+        ("datasets: [{path: a.jsonl, type: chat_template, shards: 4, split: test, field_system: sys}]\n",
+         {"datasets.shards", "datasets.split", "datasets.field_system"}),
+        ("datasets: [{path: a.jsonl, message_property_mappings: {role: who, content: said}}]\n",
+         {"datasets.message_property_mappings"}),
+        ("datasets: [{path: a.jsonl, message_property_mappings: {role: from, content: value}, split: train}]\n", set()),
+        ("datasets: [{path: a.jsonl, field_messages: turns}, {path: b.jsonl, field_messages: chat}]\n",
+         {"datasets.field_messages: chat"}),
+    ],
+)  # fmt: skip
+def test_what_changes_what_axolotl_trains_on_is_never_dropped(text: str, left: set[str], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"base_model: m\nsequence_len: 512\n{text}")
+    imported = import_config(tmp_path / "a.yaml")
+    assert imported.left.keys() == left and all(imported.left.values())
+
+
+def test_fields_of_llama_factorys_data_sets_are_never_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    info = {
+        "one": {"file_name": "a.json", "columns": {"messages": "turns", "system": "preface"}},
+        "two": {"file_name": "b.json", "columns": {"messages": "chat"},
+                "tags": {"role_tag": "role", "user_tag": "who", "assistant_tag": "gpt"}},
+    }  # fmt: skip
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "a.yaml").write_text("stage: sft\nfinetuning_type: full\ndataset: one,two\n")
+    imported = import_config(tmp_path / "a.yaml")
+    assert imported.keys["data.messages_field"] == "turns"
+    assert imported.left.keys() == {"dataset one: columns.system", "dataset two: chat", "dataset two: tags.user_tag"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cycles", "expected"), [("cosine", 0.5, (None, False)), ("cosine", 2, (None, True)),
+                                         ("cosine_with_restarts", 3, (3, False)), ("linear", 1.5, (None, True))],
+)  # fmt: skip
+def test_cycles_of_a_schedule(schedule: str, cycles: float, expected: tuple[int | None, bool], tmp_path: Path) -> None:
+    keys = f"lr_scheduler_type: {schedule}\nlr_scheduler_kwargs: {{num_cycles: {cycles}}}\n"
+    (tmp_path / "a.yaml").write_text(f"stage: sft\nmodel_name_or_path: m\n{keys}")
+    imported = import_config(tmp_path / "a.yaml")
+    is_left = "lr_scheduler_kwargs.num_cycles" in imported.left
+    assert (imported.keys.get("lr_scheduler_kwargs.num_cycles"), is_left) == expected
+
+
+def test_the_result_is_checked_as_a_run_is(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("base_model: m\nsequence_len: 512\nmicro_batch_size: 2\nwarmup_ratio: 3\n")
+    assert find_refusal(import_config(file)) == "warmup_ratio=3.0: a share between 0 and 1"
+    file.write_text("base_model: m\nsequence_len: 512\nmicro_batch_size: two\n")
+    with pytest.raises(UserError, match="^micro_batch_size=two: must be a whole number$"):
+        find_refusal(import_config(file))
+
+
+def test_a_layout_is_taken_with_its_batch(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base_model: m\nsequence_len: 512\ngradient_accumulation_steps: 8\n")
+    found = ["num_stages=2", "micro_batch_size=4", "gradient_accumulation_steps=null", "global_batch_size=32"]
+    imported = take_layout(import_config(tmp_path / "a.yaml"), found)
+    config = compose(imported, tmp_path)
+    assert (config.num_stages, config.micro_batch_size, config.global_batch_size) == (2, 4, 32)
+    assert config.gradient_accumulation_steps is None and find_refusal(imported) == ""
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_run_of_an_example_is_not_refused(name: str, tmp_path: Path) -> None:
+    assert find_refusal(convert(tmp_path, name)) == ""
 
 
 def test_what_is_left_is_said_with_the_nearest_key(tmp_path: Path) -> None:
