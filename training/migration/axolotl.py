@@ -12,6 +12,7 @@ from training.migration.draft import (
     at_least_one,
     if_true,
     left,
+    read_list,
     set_init_weights,
     set_targets,
     set_zero_stage,
@@ -69,9 +70,10 @@ USUAL_MAPPINGS = ({"role": "role", "content": "content"}, {"role": "from", "cont
 def _is_as_usual(name: str, value: Any) -> bool:
     """Whether a key of an entry asks for what is always so here."""
     if name == "message_property_mappings":
-        return any(dict(value or {}).items() <= mapping.items() for mapping in USUAL_MAPPINGS)
+        given = value if isinstance(value, dict) else {"": value}
+        return any(given.items() <= mapping.items() for mapping in USUAL_MAPPINGS)
     if name == "roles_to_train":
-        return {*(value or [])} <= {*TRAINED_ROLES}
+        return {*read_list(value)} <= {*TRAINED_ROLES}
     return value in (None, USUAL_VALUES.get(name))
 
 

@@ -107,7 +107,9 @@ def set_schedule_kwargs(draft: Draft, key: str, value: Any) -> None:
     for name, given in (value or {}).items():
         if name in ("min_lr_rate", "min_lr_ratio"):
             draft.set("min_lr_ratio", given)
-        elif name == "power" or (name == "num_cycles" and schedule == "cosine_with_restarts" and given == int(given)):
+        elif name == "power" or (
+            name == "num_cycles" and schedule == "cosine_with_restarts" and given in range(1, 1000)
+        ):
             draft.set(f"lr_scheduler_kwargs.{name}", given)
         elif not (name == "num_cycles" and given == 0.5):
             draft.leave(f"{key}.{name}", "lr_scheduler_kwargs")
