@@ -70,9 +70,11 @@ def read_stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> 
     """Return the tokens at which generation_config.json in a model's folder stops; none where there is no such file."""
     file = Path(folder) / "generation_config.json"
     try:
-        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError):
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return ()
-    ids = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
-    tokens = tokenizer.convert_ids_to_tokens([index for index in ids if index < len(tokenizer)])
+    ends = fields.get("eos_token_id") if isinstance(fields, dict) else None
+    ids = ends if isinstance(ends, list) else [ends]
+    known = [index for index in ids if isinstance(index, int) and 0 <= index < len(tokenizer)]
+    tokens = tokenizer.convert_ids_to_tokens(known)
     return tuple(sorted(token for token in tokens if token))

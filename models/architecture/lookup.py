@@ -46,7 +46,7 @@ from models.experts.grouped import GROUPED
 from models.experts.sizes import count_experts
 from models.further.table import add_further_layers
 from models.heads.table import put_head
-from models.layers.layer import Layer, Styles, refuse_sharding
+from models.layers.layer import Layer, Styles, explain_config, refuse_sharding
 from models.layers.packed_attention import FLASH, VARLEN, find_obstacle
 from models.layers.rope_scaling import DYNAMIC, depends_on_length, find_length_limit, stretch_positions
 from models.layers.wrapped import Wrapper
@@ -78,7 +78,8 @@ def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> li
     """
     if count_experts(config) != (1, 1) and config._experts_implementation is None:
         config._experts_implementation = GROUPED
-    layers = _load_architecture(config).build_layers(config)
+    with explain_config(f"a '{config.model_type}'"):
+        layers = _load_architecture(config).build_layers(config)
     if wrapper is None:
         return put_head(config, name_pieces(config, add_further_layers(config, layers)))
     proof = importlib.import_module("models.generic.wrapped_proof")

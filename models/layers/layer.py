@@ -6,7 +6,8 @@ Below every family, so that a family imports this and nothing that looks familie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -16,6 +17,21 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
+
+
+@contextmanager
+def explain_config(what: str) -> Iterator[None]:
+    """Raise UserError for any other exception while `what` is built from a config: classes of transformers raise
+    whatever a wrong value leads to."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"config.json: {what} cannot be built from it ({reason}); one of its fields is wrong, or of another release"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -88,8 +104,9 @@ class Layer:
         return not self.owns_weights and not self.is_further
 
     def build_on_meta(self) -> nn.Module:
-        """Return the module without storage: its parameter names, shapes and counts cost nothing."""
-        with torch.device("meta"):
+        """Return the module without storage: its parameter names, shapes and counts cost nothing. Raises UserError for
+        a config that its class cannot be built from."""
+        with torch.device("meta"), explain_config(f"layer '{self.hf_prefix}'"):
             return self.module_class(*self.args).to("meta")  # buffers that follow from the config have storage
 
     def with_pieces(self, pieces: Mapping[str, Sequence[Piece]]) -> Layer:

@@ -4,6 +4,7 @@ file."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ def _read_object(fields: dict[str, Any]) -> Any:
 
 def load_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises UserError when the file is something else or half-written."""
+    _check_regular(file)
     try:
         fields = json.loads(file.read_text(encoding="utf-8"), object_hook=_read_object)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file} is not valid JSON (line {error.lineno}: {error.msg}); it may be half-written"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"{file} cannot be read (its objects are nested too deeply)") from None
+    except (OSError, ValueError) as error:  # not UTF-8, or a number of thousands of digits
         raise UserError(f"{file} cannot be read ({error})") from None
     if not isinstance(fields, dict):
         raise UserError(f"{file} holds a JSON {type(fields).__name__} instead of an object")
@@ -37,6 +41,13 @@ def load_json(file: Path) -> dict[str, Any]:
 def open_tensors(file: Path) -> safe_open | dict[str, torch.Tensor]:
     """Return a mapping of tensors: `safe_open` for safetensors, a dict for .bin."""
     return open_safetensors(file) if file.suffix == ".safetensors" else load_torch_file(file)
+
+
+def list_shapes(files: Iterable[Path]) -> list[torch.Size]:
+    """Return the shapes of all tensors in safetensors files, by their headers alone. Raises UserError for a damaged
+    file."""
+    opened = [open_safetensors(file) for file in files]
+    return [torch.Size(file.get_slice(name).get_shape()) for file in opened for name in file.keys()]
 
 
 def open_safetensors(file: Path) -> safe_open:
@@ -69,7 +80,14 @@ def load_torch_file(file: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _check_regular(file: Path) -> None:
+    """Raise UserError for what is there and is no file, such as a pipe, which would be waited for."""
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} is not a regular file; put the file itself there")
+
+
 def _check_permission(file: Path) -> None:
     """Raise PermissionError, which the libraries report as another error (safetensors 0.8.0: no such file)."""
+    _check_regular(file)
     with suppress(FileNotFoundError), open(file, "rb"):
         pass

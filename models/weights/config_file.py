@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from errors import UserError
 from models.architecture.lookup import is_supported, remove_undeclared, unsupported
 from models.further.table import FURTHER_LAYERS, TRAINED
 from models.layers.rope_scaling import name_for_version_4
 from models.layers.wrapped import TEXT_CONFIG, Wrapper, unwrap
+from models.storage.declared_sizes import check_least, find_rope_types
 from models.storage.tensor_files import load_json
 from models.weights.quantized import QUANTIZATION_CONFIG, parse_quantization
 
@@ -39,8 +41,9 @@ def load_config(path: Path, trust_remote_code: bool = False) -> tuple[Pretrained
         )
     fields = load_json(file)
     if "auto_map" in fields and not trust_remote_code:
+        named = fields["auto_map"]
         raise UserError(
-            f"{file} points to custom code ({', '.join(sorted(fields['auto_map']))}); "
+            f"{file} points to custom code ({', '.join(sorted(named)) if isinstance(named, dict) else named}); "
             "check that it only repackages a known architecture, then give trust_remote_code=true "
             "(the other commands: --trust_remote_code)"
         )
@@ -63,6 +66,11 @@ def parse_model(fields: dict[str, Any], file: Path) -> tuple[PretrainedConfig, W
     """Return the config of the text model that `fields`, the content of `file`, describe, and the model around it, if
     there is one. Raises UserError for an unknown `model_type` or a bad value."""
     model_type = fields.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise UserError(f"{file}: model_type is {model_type!s:.40}, and must be a name; fetch the file again")
+    named = fields.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise UserError(f"{file}: architectures is {named!s:.40}, and must be a list of names; fetch the file again")
     if model_type not in CONFIG_MAPPING:
         raise UserError(f"{file}: {unsupported(model_type)}")
     parse_quantization(fields, file)  # the layers have dequantized weights: their config does not name it
@@ -75,6 +83,13 @@ def parse_model(fields: dict[str, Any], file: Path) -> tuple[PretrainedConfig, W
         text, wrapper = unwrap(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+    check_least(text, file)
+    for rope_type in find_rope_types(getattr(text, "rope_parameters", None)):
+        if rope_type != "default" and (not isinstance(rope_type, str) or rope_type not in ROPE_INIT_FUNCTIONS):
+            raise UserError(
+                f"{file}: rope_type is {rope_type!s:.40}; transformers knows default, "
+                f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+            )
     if not is_supported(text):
         within = f" in a '{model_type}'" if wrapper is not None else ""
         raise UserError(f"{file}: {unsupported(text.model_type, within)}")

@@ -17,8 +17,9 @@ from models.architecture.lookup import build_layers
 from models.architecture.unused import find_unread
 from models.heads.table import find_head
 from models.layers.layer import Layer, Piece
+from models.storage.declared_sizes import check_stored
 from models.storage.safetensors_writer import TensorInfo
-from models.storage.tensor_files import load_json, open_tensors
+from models.storage.tensor_files import list_shapes, load_json, open_tensors
 from models.weights.config_file import load_config
 from models.weights.passthrough import describe_tensor
 from models.weights.quantized import Read, parse_quantization
@@ -36,6 +37,8 @@ class HuggingFaceFolder:
         self.config, self.wrapper = load_config(path, trust_remote_code)
         self._quantization = parse_quantization(load_json(path / "config.json"), path / "config.json")
         self._files = _find_tensors(path)
+        headers = sorted({file for file in self._files.values() if file.suffix == ".safetensors"})
+        check_stored(self.config, path / "config.json", list_shapes(headers))
         self._stored: dict[str, str] = {}  # the names in the files, where they differ
         self._open_file = threading.local()  # the file that a thread has open
         if self.wrapper is not None:  # its folders have had other names over the years
@@ -229,6 +232,8 @@ def _find_tensors(path: Path) -> dict[str, Path]:
     weight_map = load_json(path / chosen).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{path / chosen} holds no 'weight_map'; it is not an index of weights")
+    if wrong := [name for name, file in weight_map.items() if not isinstance(file, str)]:
+        raise UserError(f"{path / chosen}: weight_map gives '{wrong[0]}' no file; fetch the index again")
     shards = sorted(set(weight_map.values()))
     if missing := [file for file in shards if not (path / file).is_file()]:
         raise UserError(f"{path}/{chosen} names {missing[0]}, which is not there ({len(missing)} shards missing)")

@@ -48,7 +48,9 @@ def open_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     chosen = {} if revision is None else {"revision": revision}
     try:
         return AutoTokenizer.from_pretrained(local if local.is_dir() else name, trust_remote_code=False, **chosen)
-    except Exception as error:  # tokenizers and transformers raise many types
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers and transformers raise many types, and a panic of Rust is no Exception
         raise _explain_tokenizer(str(name_or_path), local, error) from None
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +86,11 @@ def drop_from_shard(folder: Path) -> None:
     save_file(tensors, file)
 
 
+def replace_by_pipe(folder: Path) -> None:
+    (folder / MODEL).unlink()
+    os.mkfifo(folder / MODEL)
+
+
 BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     "missing tensor": (
         "hf",
@@ -103,6 +111,57 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     "truncated": ("hf", lambda d: truncate(d / MODEL), (MODEL, "truncated")),
     "no weights": ("hf", lambda d: (d / MODEL).unlink(), ("no weights", "latest")),
     "no config": ("hf", lambda d: (d / "config.json").unlink(), ("no config.json",)),
+    "a size of 0": (
+        "hf",
+        lambda d: edit_json(d / "config.json", hidden_size=0),
+        ("config.json: hidden_size is 0, and must be 1",),
+    ),
+    "a size below 0": (
+        "hf",
+        lambda d: edit_json(d / "config.json", num_hidden_layers=-1),
+        ("config.json: num_hidden_layers is -1, and must be 1 or more",),
+    ),
+    "a million layers": (
+        "hf",
+        lambda d: edit_json(d / "config.json", num_hidden_layers=10**6),
+        ("config.json: num_hidden_layers is 1000000, more than the ", " tensors in the files next to it"),
+    ),
+    "a huge head": (
+        "hf",
+        lambda d: edit_json(d / "config.json", head_dim=10**9),
+        ("config.json: head_dim is 1000000000, more than the ", " numbers that the largest tensor holds in the files"),
+    ),
+    "heads that do not fit": (
+        "hf",
+        lambda d: edit_json(d / "config.json", num_key_value_heads=3),
+        ("config.json",),
+    ),
+    "an unknown rope type": (
+        "hf",
+        lambda d: edit_json(d / "config.json", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        ("config.json: rope_type is spiral; transformers knows default, ",),
+    ),
+    "a list as model_type": (
+        "hf",
+        lambda d: edit_json(d / "config.json", model_type=["llama"]),
+        ("config.json: model_type is ['llama'], and must be a name",),
+    ),
+    "a nested config": (
+        "hf",
+        lambda d: (d / "config.json").write_text('{"a": ' + "[" * 100_000),
+        ("config.json", "nested too deeply"),
+    ),
+    "a number of ten thousand digits": (
+        "hf",
+        lambda d: (d / "config.json").write_text('{"a": ' + "1" * 10_000 + "}"),
+        ("config.json cannot be read",),
+    ),
+    "a pipe": ("hf", replace_by_pipe, (f"{MODEL} is not a regular file",)),
+    "numbers in an index": (
+        "sharded",
+        lambda d: edit_json(d / "model.safetensors.index.json", weight_map={"model.norm.weight": 5}),
+        ("index.json: weight_map gives 'model.norm.weight' no file",),
+    ),
     "half a config": ("hf", lambda d: truncate(d / "config.json"), ("config.json", "half-written")),
     "config of a list": ("hf", lambda d: (d / "config.json").write_text("[]"), ("config.json", "list")),
     "bad value": ("hf", lambda d: edit_json(d / "config.json", hidden_size="big"), ("config.json", "hidden_size")),
@@ -212,6 +271,42 @@ def test_a_broken_folder_is_refused(name: str, originals: dict[str, Path], tmp_p
     message = str(caught.value)
     assert "\n" not in message and str(folder) in message, message
     assert all(part in message for part in expected), message
+
+
+ODD = [0, -1, 3, 10**6, 10**9, 10**18, 0.5, 1e300, True, None, "", "x", "llama", [], [1, "a"], {}, {"a": {"b": []}}]
+
+
+def mutate(folder: Path, rng: random.Random) -> None:
+    """Change one to three fields of config.json or of the index, at any depth."""
+    index = folder / "model.safetensors.index.json"
+    file = rng.choice([folder / "config.json"] * 4 + [index] * index.is_file())
+    fields = json.loads(file.read_text())
+    for _ in range(rng.randint(1, 3)):
+        place = fields
+        while True:
+            name = rng.choice([*place, "extra"])
+            if not (isinstance(place.get(name), dict) and place[name] and rng.random() < 0.7):
+                break
+            place = place[name]
+        place[name] = rng.choice(ODD)
+    file.write_text(json.dumps(fields))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(8))
+def test_a_folder_that_a_stranger_wrote_is_read_or_refused_within_seconds(
+    seed: int, originals: dict[str, Path], tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    for number in range(50):
+        folder = Path(shutil.copytree(originals[rng.choice(["hf", "sharded", "tied"])], tmp_path / str(number)))
+        mutate(folder, rng)
+        start = time.process_time()
+        try:
+            read_everything(folder)
+        except UserError as error:
+            assert "\n" not in str(error), str(error)
+        assert time.process_time() - start < 20, (folder / "config.json").read_text()
 
 
 @pytest.mark.parametrize("kind", ["hf", "sharded"])
