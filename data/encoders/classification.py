@@ -25,6 +25,7 @@ from data.encoders.segments import (
     Piece,
     Pieces,
     check_filled,
+    find_word,
     get_fields,
     tokenize_parts,
     tokenize_sample,
@@ -136,8 +137,9 @@ def _join_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Pie
 @lru_cache(maxsize=4)
 def find_special(tokenizer: PreTrainedTokenizerBase, num_texts: int) -> tuple[tuple[int, ...], ...]:
     """Return the ids that the tokenizer itself puts before, between and after that many texts."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    rest, special = tokenizer(*["a"] * num_texts)["input_ids"], []
+    word = find_word(tokenizer)
+    plain = tokenizer(word, add_special_tokens=False)["input_ids"]
+    rest, special = tokenizer(*[word] * num_texts)["input_ids"], []
     for _ in range(num_texts):
         start = next(i for i in range(len(rest)) if rest[i : i + len(plain)] == plain)
         special.append(tuple(rest[:start]))

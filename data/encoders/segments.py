@@ -121,9 +121,7 @@ def tokenize_pieces(
     its letters: it would be lost.
     """
     texts = [piece.content for pieces in records for piece in pieces if isinstance(piece.content, str)]
-    # verbose=False: a text longer than the model's maximum is cut and counted later; the tokenizer need not warn.
-    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    tokenized = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
+    tokenized = iter(tokenize_plain(texts, tokenizer))
     samples = []
     for number, pieces in enumerate(records):
         segments = []
@@ -135,6 +133,19 @@ def tokenize_pieces(
             segments.append(piece._replace(content=token_ids))
         samples.append(_join(segments))
     return samples
+
+
+def tokenize_plain(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the ids of each text without special tokens; none of a text with a word that the tokenizer does not know
+    and has no token for, at which models of whole words raise."""
+    # verbose=False: a text longer than the model's maximum is cut and counted later; the tokenizer need not warn.
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    try:
+        return tokenizer(list(texts), **options)["input_ids"] if texts else []
+    except Exception:  # tokenizers raises nothing more special (0.23: "WordLevel error: Missing [UNK] token")
+        if len(texts) == 1:
+            return [[]]
+        return [tokenize_plain([text], tokenizer)[0] for text in texts]
 
 
 def tokenize_sample(pieces: Pieces, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -176,10 +187,21 @@ def _join(segments: Sequence[Piece]) -> Sample:
     return Sample(input_ids=input_ids, labels=labels, num_prompt=len(input_ids) if num_prompt is None else num_prompt)
 
 
+@lru_cache(maxsize=4)
+def find_word(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a text that becomes a token or more: `a`, or where the vocabulary lacks it a word that it holds. Raises
+    `UserError` where no text does."""
+    words = (token for token in sorted(tokenizer.get_vocab()) if token not in tokenizer.all_special_tokens)
+    for text in ("a", *words):
+        if tokenize_plain([text], tokenizer)[0]:
+            return text
+    raise UserError("the tokenizer makes no token of any text of its own vocabulary; give another one")
+
+
 @lru_cache(maxsize=1)
 def _find_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     # Not an empty text: where bos and eos are one token, a tokenizer that only appends eos would seem to prepend bos.
-    first = tuple(tokenizer("a")["input_ids"][:1])
+    first = tuple(tokenizer(find_word(tokenizer))["input_ids"][:1])
     return first if first == (tokenizer.bos_token_id,) else ()
 
 

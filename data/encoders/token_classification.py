@@ -21,7 +21,15 @@ from transformers import PreTrainedTokenizerBase
 from data.counts import ContentCounts
 from data.encoders.classification import find_class, name_classes
 from data.encoders.messages import refuse_media
-from data.encoders.segments import CountingEncoder, check_text, get_eos, get_fields, leading_bos, no_token_error
+from data.encoders.segments import (
+    CountingEncoder,
+    check_text,
+    get_eos,
+    get_fields,
+    leading_bos,
+    no_token_error,
+    tokenize_plain,
+)
 from data.encoders.sft import PROMPT_SLOT, check_template
 from data.options import ProblemType
 from data.sample import IGNORE_INDEX, Sample
@@ -66,6 +74,8 @@ class TokenClassificationEncoder(CountingEncoder):
             raise UserError(f"{location}: {len(texts)} words and {len(names)} labels; fix or remove the record")
         known = list(self.labels or ())
         classes = [find_class(name, known, f"{location}: field '{self.label_field}'") for name in names]
+        if not tokenize_plain([" ".join(texts)], tokenizer)[0]:
+            raise no_token_error(" ".join(texts), location)
         encoded = tokenizer(" ".join(texts), return_offsets_mapping=True, return_attention_mask=False, verbose=False)
         owners = find_words(texts, encoded["offset_mapping"])
         if missing := sorted(set(range(len(texts))) - set(owners)):
@@ -120,9 +130,8 @@ class ProcessRewardEncoder(CountingEncoder):
             )
         if len(texts) != len(labels):
             raise UserError(f"{location}: {len(texts)} steps and {len(labels)} labels; fix or remove the record")
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         parts = [self.prompt_template.replace(PROMPT_SLOT, question), self.step_separator, *texts]
-        begin, separator, *pieces = encoded = tokenizer(parts, **options)["input_ids"]
+        begin, separator, *pieces = encoded = tokenize_plain(parts, tokenizer)
         for text, ids in zip(parts, encoded, strict=True):
             if text and not ids:
                 raise no_token_error(text, location)

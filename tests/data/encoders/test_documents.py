@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from data.collator import number_documents
 from data.encoders.classification import ClassificationEncoder
+from data.encoders.sft import SFTEncoder
+from data.encoders.token_classification import TokenClassificationEncoder
 from data.options import LengthPolicy, OnBadRecord, Packing, ProblemType
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, prepare_rows
@@ -119,6 +122,25 @@ def test_a_bad_record_is_named(build_tokenizer, given: dict, changed: dict, mess
             {"text": "Legs?", "label": "no"} | changed, WHERE, build_tokenizer()
         )
     assert str(raised.value).startswith(f"{WHERE}: {message}")
+
+
+def test_a_tokenizer_of_words_without_one_for_what_is_unknown(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "legs": 2, "eight": 3}))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    encoder = ClassificationEncoder(labels=["no", "yes"])
+    assert encoder.encode({"text": "legs eight", "label": 1}, WHERE, tokenizer)["input_ids"] == [0, 2, 3, 1]
+    words = TokenClassificationEncoder(labels=["no", "yes"])
+    for each, record in (
+        (encoder, {"text": "legs of", "label": 1}),
+        (words, {"words": ["legs", "of"], "labels": [0, 1]}),
+        (SFTEncoder(prompt_template="{prompt}"), {"prompt": "legs", "completion": "of"}),
+    ):
+        with pytest.raises(UserError, match=f"^{WHERE}: the tokenizer makes no token of '.*of', because"):
+            each.encode(record, WHERE, tokenizer)
 
 
 def test_a_text_that_is_cut_keeps_what_the_tokenizer_puts_at_its_end(build_tokenizer, tmp_path: Path) -> None:

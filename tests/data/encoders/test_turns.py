@@ -17,7 +17,7 @@ from data.encoders.messages import REASONING_FIELDS
 from data.encoders.preference import PreferenceEncoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.stops import read_stop_tokens
-from data.encoders.turns import find_template_stops
+from data.encoders.turns import _align, _count_shared, find_template_stops
 from data.options import LengthPolicy, OnBadRecord, RewrittenTurns
 from data.sources.formats import RawRecord
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
@@ -186,6 +186,31 @@ def test_calls_and_tools_are_read_as_objects_and_as_text(name: str) -> None:
     for calls in ([{**call, "function": function}], json.dumps([call]), [{"id": call["id"], **function}]):
         messages = [asked, {**called, "tool_calls": calls}, *rest]
         assert read(name, {"tools": json.dumps(record["tools"]), "messages": messages}) == expected
+
+
+def test_where_one_text_ends_with_the_longest_end_of_another() -> None:
+    for text, other, expected in [
+        ("abcab", "cab", (5, 3)),
+        ("abxcab.ab", "cab", (6, 3)),
+        ("ab ab", "xab", (5, 2)),  # the last of several
+        ("abc", "", (3, 0)),
+        ("abc", "x", (3, 0)),
+        ("", "x", (0, 0)),
+        ("aaaa", "aa", (4, 2)),
+    ]:
+        assert _align(text, other) == expected, (text, other)
+    for one, other, number in [("abc", "abd", 2), ("", "a", 0), ("ab", "ab", 2), ("x", "y", 0)]:
+        assert _count_shared(one, other) == number
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "GLM-4.5", "DeepSeek-R1 distilled"])
+def test_the_time_for_a_long_text_is_in_proportion_to_it(name: str) -> None:
+    long = "legs and " * 200_000  # of which comparing each letter with all would take hours
+    turn = {"role": "assistant", "content": long, "reasoning": "An arachnid."}
+    encoder, counts = ChatEncoder(stop_tokens=FAMILIES[name].stops, train_on_reasoning=False), ContentCounts()
+    (pieces,) = encoder.split({"messages": [ASKED, turn]}, "chat.jsonl:1", build_tokenizer(name), counts)
+    (target,) = [piece.content for piece in pieces if piece.is_target and isinstance(piece.content, str)]
+    assert long.rstrip() in target and "arachnid" not in target
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "DeepSeek-V3", "GLM-4.5", "Llama 3.1"])
