@@ -20,6 +20,7 @@ class ContentCounts:
     template's `{% generation %}` tags mark something else than what the model has to generate.
     num_default_dates: conversations in which the template writes a date that no keyword gives.
     num_control_tokens: texts of control tokens in the content of records; control_places: the first of them.
+    num_empty_prompts: questions without a letter; empty_places: the first of them.
     stop_tokens: what ends the turns.
     """
 
@@ -36,6 +37,8 @@ class ContentCounts:
     num_other_masks: int = 0
     num_default_dates: int = 0
     num_control_tokens: int = 0
+    num_empty_prompts: int = 0
+    empty_places: list[str] = field(default_factory=list)
     control_places: list[str] = field(default_factory=list)
     stop_tokens: dict[str, int] = field(default_factory=dict)
 
@@ -51,6 +54,13 @@ class ContentCounts:
         for token, number in other.stop_tokens.items():
             self.stop_tokens[token] = self.stop_tokens.get(token, 0) + number
         self.control_places = (self.control_places + other.control_places)[:MAX_PLACES]
+        self.empty_places = (self.empty_places + other.empty_places)[:MAX_PLACES]
+
+    def note_prompt(self, text: str, where: str) -> None:
+        """Count a question that is empty. where: its place."""
+        if not text.strip():
+            self.num_empty_prompts += 1
+            self.empty_places = [*self.empty_places, where][:MAX_PLACES]
 
     def describe_turns(self) -> str:
         """Return in words the turns, and those without targets by reason; empty where there are no turns."""
@@ -87,6 +97,8 @@ class ContentCounts:
                 f"the chat template writes the date of the day in {self.num_default_dates:,} conversations; here it is "
                 f"{DEFAULT_DATE}, unless data.template_kwargs={{date: ...}} gives another"
             )
+        if self.num_empty_prompts:
+            parts.append(f"{self.num_empty_prompts:,} questions are empty, first in {', '.join(self.empty_places)}")
         if self.num_control_tokens:
             parts.append(
                 f"{self.num_control_tokens:,} control tokens in the text of records, first in "

@@ -133,6 +133,9 @@ def split_messages(
         )
     checked = check_messages(messages, location)
     targets = list_targets(checked, location, keys.train_on, first_target)
+    for number, turn in enumerate(checked[: targets[-1]], start=1):
+        if turn["role"] == "user":
+            counts.note_prompt(turn.get("content") or "", f"{location}: message {number}")
     guard = Guard(tokenizer, keys.control_tokens, counts)
     renderer = open_renderer(record, location, guard, keys.template_kwargs)
     turns = [

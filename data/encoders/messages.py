@@ -149,13 +149,18 @@ def _check_message(message: object, before: str, where: str) -> str:
     if role == ASSISTANT and not before:
         raise UserError(f"{where} is an assistant turn; put the turn that it answers before it")
     if before not in PREDECESSORS[role]:
-        allowed = " or ".join(name or "nothing" for name in PREDECESSORS[role])
-        article = "an" if role == ASSISTANT else "a"
+        after = [_name_turn(name) for name in PREDECESSORS[role] if name]
+        allowed = ["as the first message"] * ("" in PREDECESSORS[role]) + [f"after {' or '.join(after)}"] * bool(after)
+        place = f"after {_name_turn(before)}" if before else "the first message"
         raise UserError(
-            f"{where} is {article} {role} turn after {before or 'nothing'}, where only {allowed} may come; "
-            "fix the order, join the turns, or remove the record"
+            f"{where} is {_name_turn(role)}, {place}; it may only come {' or '.join(allowed)}: fix the order, join the "
+            "turns, or remove the record"
         )
     return role
+
+
+def _name_turn(role: str) -> str:
+    return f"{'an' if role == ASSISTANT else 'a'} {role} turn"
 
 
 def normalize_message(message: Turn) -> Turn:

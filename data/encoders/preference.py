@@ -117,6 +117,7 @@ def split_answers(
         guard = Guard(tokenizer, keys.control_tokens, counts)
         question = guard.protect_text(prompt, f"{location}: the prompt")
         guarded = [guard.protect_text(text, f"{location}: an answer") for text in texts]
+        counts.note_prompt(prompt, location)
         counts.num_target_turns += len(texts)
         return [guard.release(split_completion(keys.prompt_template, question, text, tokenizer)) for text in guarded]
     turns = as_messages(prompt, "user")
@@ -125,7 +126,10 @@ def split_answers(
     for messages, own in zip(conversations, found):
         (pieces,) = split_messages(messages, record, location, tokenizer, keys, own, len(turns))
         samples.append(pieces)
-    for own in (found[0], *(replace(each, num_prompt_turns=0) for each in found[1:])):  # the prompt is one
+    for own in (
+        found[0],
+        *(replace(each, num_prompt_turns=0, num_empty_prompts=0, empty_places=[]) for each in found[1:]),
+    ):  # the prompt is one
         counts.add(own)
     return samples
 

@@ -60,6 +60,7 @@ class SFTEncoder(TurnKeys, PieceEncoder):
         question, answer = (
             guard.protect_text(text, f"{location}: field '{name}'") for name, text in zip(fields, texts)
         )
+        counts.note_prompt(texts[0], location)
         counts.num_target_turns += 1
         return [guard.release(split_completion(self.prompt_template, question, answer, tokenizer))]
 

@@ -14,7 +14,7 @@ import numpy as np
 from data.components import TARGET
 from data.sources.records import COMPONENT_PREFIX
 from data.storage.summary import BatchCounts, FileCounts, sum_counts
-from data.storage.tokenized import load_record_hashes, load_summary
+from data.storage.tokenized import load_record_hashes, load_summary, read_skipped
 
 MOST_FILES = 8  # of a key that are shown on their own
 WINDOW = 2**20  # hashes that are compared at a time
@@ -32,6 +32,8 @@ class FileReport:
     def describe(self) -> str:
         """Return the counts in words."""
         words = self.counts.describe()
+        if self.counts.num_skipped > 1:
+            words += "; skipped.txt in output_dir lists all that were skipped"
         if not self.num_shared:
             return words
         return f"{words}; {self.num_shared:,} of its records are in train_file too, so the evaluation is contaminated"
@@ -74,6 +76,17 @@ def _count_shared(train: np.ndarray, hashes: np.ndarray, files: Sequence[FileCou
         is_shared[places[different[places] == window]] = True
     ends = np.cumsum([file.counts.num_encoded for file in files])
     return [int(np.count_nonzero(part)) for part in np.split(is_shared[numbers], ends[:-1])]
+
+
+def save_skipped(datasets: Mapping[str, Path], file: Path) -> None:
+    """Write a line for each record that was skipped as bad: key, place and what is wrong with it; no file where none
+    was. datasets: key -> tokenized folder."""
+    file.unlink(missing_ok=True)
+    for key, path in datasets.items():
+        for message in read_skipped(path):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(file, "a", encoding="utf-8") as lines:
+                lines.write(f"{key}: {message}\n")
 
 
 def merge_rest(reports: Sequence[FileReport], most: int = MOST_FILES) -> list[FileReport]:

@@ -73,12 +73,14 @@ class EncodedBatch:
     """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length and
     num_targets of each, and num_prompt where they are answers; int32. Where the kind of data has labels of samples,
     those of each, end to end: `label`, int32, or `value`, float64. files: counts of each file by its number. hashes: of
-    the records that became samples, or were dropped as too long, uint64. label_kinds: of its samples, at most one."""
+    the records that became samples, or were dropped as too long, uint64. label_kinds: of its samples, at most one.
+    skipped: the message of each record that was skipped as bad."""
 
     columns: dict[str, np.ndarray]
     files: dict[int, BatchCounts]
     hashes: np.ndarray
     label_kinds: frozenset[LabelKind] = frozenset()
+    skipped: Sequence[str] = ()
 
     @property
     def counts(self) -> BatchCounts:
@@ -88,10 +90,12 @@ class EncodedBatch:
 
 @dataclass
 class _Record:
-    """A record while it is encoded. counts: those of its file. content: its own, added to them once it is encoded."""
+    """A record while it is encoded. counts: those of its file. skipped: the messages of its batch. content: its own,
+    added to them once it is encoded."""
 
     location: str
     counts: BatchCounts
+    skipped: list[str]
     content: ContentCounts = field(default_factory=ContentCounts)
     hash: int = 0
 
@@ -100,7 +104,9 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     """Encode a batch of records. files: the number of the file of each; without them, all are of file 0. Raises
     UserError for a bad record, unless bad records are skipped."""
     per_file = {number: BatchCounts() for number in files or [0]}
-    states = [_Record(raw.location, per_file[number]) for raw, number in zip(records, files or [0] * len(records))]
+    skipped: list[str] = []
+    numbered = zip(records, files or [0] * len(records))
+    states = [_Record(raw.location, per_file[number], skipped) for raw, number in numbered]
     input_ids, labels, lengths, num_targets, num_prompt = (array("i") for _ in range(5))
     hashes: list[int] = []
     sample_labels: list[int | float] = []
@@ -109,7 +115,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
         try:
             fitted = _fit(encoded, record, encoding)
         except UserError as error:
-            _handle_bad_record(error, encoding, record.counts)
+            _handle_bad_record(error, encoding, record)
             continue
         record.counts.content.add(record.content)
         record.counts.num_samples += len(fitted)
@@ -134,7 +140,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     if sample_labels:
         ((name, _),) = kinds
         arrays[name] = np.array(sample_labels, LABEL_DTYPES[name])
-    return EncodedBatch(arrays, per_file, np.array(hashes, np.uint64), frozenset(kinds))
+    return EncodedBatch(arrays, per_file, np.array(hashes, np.uint64), frozenset(kinds), skipped)
 
 
 def check_label_kinds(kinds: Collection[LabelKind], encoder: Encoder) -> None:
@@ -224,7 +230,7 @@ def _encode_records(
                 )
             encoded.append(made)
         except UserError as error:
-            _handle_bad_record(error, encoding, record.counts)
+            _handle_bad_record(error, encoding, record)
             continue
         taken.append(record)
     unknown: dict[int, str] = {}
@@ -232,7 +238,7 @@ def _encode_records(
     samples: Sequence[Encoded] = _tokenize_encoded(encoded, tokenizer, unknown) if splits else encoded
     for number, (record, sample) in enumerate(zip(taken, samples, strict=True)):
         if number in unknown:
-            _handle_bad_record(no_token_error(unknown[number], record.location), encoding, record.counts)
+            _handle_bad_record(no_token_error(unknown[number], record.location), encoding, record)
             continue
         yield record, sample
 
@@ -294,7 +300,10 @@ def _tokenize_encoded(
     return [tuple(one) if isinstance(record, tuple) else one for one, record in zip(made, encoded)]
 
 
-def _handle_bad_record(error: UserError, encoding: Encoding, counts: BatchCounts) -> None:
+def _handle_bad_record(error: UserError, encoding: Encoding, record: _Record) -> None:
     if encoding.on_bad_record is OnBadRecord.stop:
-        raise error
-    counts.add_skipped(str(error))
+        if not str(error).startswith(record.location):  # not of this record alone
+            raise error
+        raise UserError(f"{error} (data.on_bad_record=skip leaves such records out)")
+    record.counts.add_skipped(str(error))
+    record.skipped.append(str(error))

@@ -6,6 +6,7 @@
     num_prompt             int32 [num_samples], tokens before the answer, of a kind of data whose samples are answers
     label, value           int32 or float64 [num_samples, K], of a kind of data whose samples have labels, or numbers
     source                 int32 [num_samples], the entry of `train_file` that the sample comes from
+    skipped                text, a line for each record that was skipped as bad: its place and what is wrong with it
     record_hash            uint64 [num_records], of the records that became samples, or were dropped as too long
 
 Opening it reads nothing and copies nothing into a process's own memory, whatever its size.
@@ -14,7 +15,7 @@ Opening it reads nothing and copies nothing into a process's own memory, whateve
 import bisect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ DTYPES: dict[str, np.dtype] = {
     "offset": np.dtype(np.int64),
 }
 LABEL_DTYPES: dict[str, np.dtype] = {"label": np.dtype(np.int32), "value": np.dtype(np.float64)}
+SKIPPED_FILE = "skipped.txt"
 HASHES_COLUMN, HASH_DTYPE = "record_hash", np.dtype(np.uint64)
 BYTES_PER_TOKEN = sum(DTYPES[name].itemsize for name in TOKEN_COLUMNS)
 BYTES_PER_SAMPLE = sum(DTYPES[name].itemsize for name in (*SAMPLE_COLUMNS, "offset"))
@@ -73,6 +75,14 @@ def load_record_hashes(path: str | Path) -> np.ndarray | None:
     if not column_file(path, HASHES_COLUMN).is_file():
         return None
     return map_column(path, HASHES_COLUMN, HASH_DTYPE)
+
+
+def read_skipped(path: str | Path) -> Iterator[str]:
+    """Yield the messages of a tokenized folder's records that were skipped as bad, in the order of its files."""
+    file = Path(path) / SKIPPED_FILE
+    if file.is_file():
+        with open(file, encoding="utf-8") as lines:
+            yield from (line.rstrip("\n") for line in lines)
 
 
 class TokenizedWriter:
@@ -112,6 +122,12 @@ class TokenizedWriter:
     def append_hashes(self, hashes: np.ndarray) -> None:
         """Write the hashes of some records, uint64."""
         self._write(HASHES_COLUMN, hashes)
+
+    def append_skipped(self, messages: Sequence[str]) -> None:
+        """Write the messages of records that were skipped as bad."""
+        if messages:
+            with open(self._path / SKIPPED_FILE, "a", encoding="utf-8") as file:
+                file.writelines(f"{' '.join(message.split())}\n" for message in messages)
 
     def append_lengths(self, lengths: np.ndarray, source: int) -> None:
         """Write documents whose tokens are stored elsewhere, all but the first targets. lengths: int64, 1 or more."""

@@ -163,6 +163,7 @@ def _tokenize_sources(
             check_label_kinds(kinds, encoding.encoder)
             writer.append(batch.columns, number)
             writer.append_hashes(batch.hashes)
+            writer.append_skipped(batch.skipped)
             for file, found in batch.files.items():
                 files[file].counts.add(found)
             bar.advance(batch.counts.num_read)

@@ -29,6 +29,7 @@ class RunFolder:
         self.events = self.path / "events.jsonl"
         self.facts = self.path / "run.json"
         self.report = self.path / "report.html"
+        self.skipped = self.path / "skipped.txt"  # the records that were skipped as bad
         self.export = self.path / "hf"
         self.plan = self.path / "plan.txt"
         self.started = self.path / "started.json"
@@ -128,7 +129,7 @@ class RunFolder:
 
     def _list_files(self) -> tuple[Path, ...]:
         """Return the files that `clear` deletes."""
-        return (self.metrics, self.events, self.facts, self.report, self.started, self.tracker_id)
+        return (self.metrics, self.events, self.facts, self.report, self.skipped, self.started, self.tracker_id)
 
     def _list_folders(self) -> Iterator[Path]:
         """Yield the folders that `clear` deletes."""

@@ -10,12 +10,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.encoders.kinds import find_kind
-from data.inspection.files import describe_files
+from data.inspection.files import describe_files, save_skipped
 from data.inspection.findings import Inspected, describe_findings
 from data.inspection.page import NAME as page_name
 from data.inspection.page import save_page
 from data.inspection.report import choose_rows, describe_dataset, render_row, save_histogram
 from data.storage.rows import Rows, list_rows
+from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
 from training.inputs.datasets import build_row_plan, list_entries
 from training.objectives.registry import get_objective
@@ -28,6 +29,7 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
     """Print what became of each file, counts and a few rows with their masks for `train_file` and what is evaluated,
     and what looks wrong; save histograms of lengths, and a page of samples to read, in `output_dir`."""
     in_colour = sys.stdout.isatty()
+    save_skipped(datasets, RunFolder(config.output_dir).skipped)
     print("=== files ===", *(f"{name}: {text}" for name, text in describe_files(datasets).items()), "", sep="\n")
     print("trained parts are green, masked ones faint" if in_colour else "trained parts are in [[double brackets]]")
     kind = find_kind(config.data.name)

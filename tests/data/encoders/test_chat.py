@@ -135,12 +135,24 @@ def turns(*roles: str) -> dict:
         (turns("user"), "chat.jsonl:7: no assistant turn among the messages"),
         (
             turns("system", "assistant"),
-            "chat.jsonl:7: message 2 is an assistant turn after system, where only user or tool may",
+            "chat.jsonl:7: message 2 is an assistant turn, after a system turn; it may only come after a",
         ),
-        (turns("user", "user", "assistant"), "chat.jsonl:7: message 2 is a user turn after user"),
-        (turns("user", "assistant", "assistant"), "chat.jsonl:7: message 3 is an assistant turn after assistant"),
-        (turns("user", "system", "assistant"), "message 2 is a system turn after user, where only nothing may come"),
-        (turns("tool", "assistant"), "chat.jsonl:7: message 1 is a tool turn after nothing"),
+        (
+            turns("user", "user", "assistant"),
+            "chat.jsonl:7: message 2 is a user turn, after a user turn; it may only",
+        ),
+        (
+            turns("user", "assistant", "assistant"),
+            "chat.jsonl:7: message 3 is an assistant turn, after an assis",
+        ),
+        (
+            turns("user", "system", "assistant"),
+            "is a system turn, after a user turn; it may only come as the first message: fix",
+        ),
+        (
+            turns("tool", "assistant"),
+            "chat.jsonl:7: message 1 is a tool turn, the first message; it may only",
+        ),
         (
             turns("user", "bot"),
             "chat.jsonl:7: message 2 has the role 'bot'; known are system, developer, user, assistant, tool",

@@ -177,6 +177,21 @@ def test_control_tokens_are_counted_with_the_first_places(tokenizer) -> None:
     assert refused.num_skipped == 1
 
 
+def test_empty_questions_are_counted_with_the_first_places(tokenizer) -> None:
+    empty = [{"role": "user", "content": " "}, ASKED[1]]
+    counts = read_batch(tokenizer, {"messages": ASKED}, *[{"messages": [*ASKED, *empty]}] * 4).counts.content
+    assert counts.num_empty_prompts == 4
+    assert counts.describe() == [
+        "4 questions are empty, first in a.jsonl:2: message 3, a.jsonl:3: message 3, a.jsonl:4: message 3"
+    ]
+    texts = {"prompt": "", "completion": "b", "chosen": "b", "rejected": "c", "label": True}
+    for encoder, together in ((SFTEncoder(), 1), (PreferenceEncoder(), 2), (UnpairedEncoder(), 1)):
+        for prompt in ("", [empty[0]]):
+            raw = [RawRecord("a.jsonl:1", json.dumps(texts | {"prompt": prompt}))]
+            found = encode_batch(raw, Encoding(encoder, tokenizer, 64, samples_per_record=together)).counts.content
+            assert found.num_empty_prompts == 1, (encoder, prompt)
+
+
 def test_letters_that_the_tokenizer_lacks_are_not_lost_in_silence() -> None:
     letters = Tokenizer(models.BPE({"</s>": 0, "S": 1, "a": 2, "y": 3, "o": 4}, []))
     letters.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

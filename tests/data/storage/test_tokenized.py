@@ -24,11 +24,12 @@ from support.tiny import save_tokenizer
 
 import filesystem
 from data.encoders.sft import SFTEncoder
+from data.inspection.files import save_skipped
 from data.options import LengthPolicy, OnBadRecord
 from data.storage import tokenizing
 from data.storage.disk import estimate_size
 from data.storage.encoding import Encoding
-from data.storage.tokenized import TokenizedDataset, load_summary
+from data.storage.tokenized import TokenizedDataset, load_summary, read_skipped
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 from filesystem import name_of_this_host
@@ -286,7 +287,14 @@ def test_bad_records_are_skipped_and_counted(prepare, train_file: Path, num_proc
     assert len(TokenizedDataset(path, True, True)) == 12
     assert load_summary(path).describe().startswith("16 records; 12 samples, ")
     assert f"; 4 of 16 records skipped as bad, such as {train_file}:" in load_summary(path).describe()
-    with pytest.raises(UserError, match="train.jsonl:2: no field 'completion'"):
+    skipped = list(read_skipped(path))
+    assert len(skipped) == 4 and skipped[0].startswith(f"{train_file}:2: no field 'completion'")
+    assert skipped[2].startswith(f"{train_file}:4: not UTF-8 text")
+    save_skipped({"train_file": path}, train_file.parent / "out" / "skipped.txt")
+    lines = (train_file.parent / "out" / "skipped.txt").read_text().splitlines()
+    assert lines == [f"train_file: {line}" for line in skipped]
+    named = r"train.jsonl:2: no field 'completion'.* \(data.on_bad_record=skip leaves such records out\)$"
+    with pytest.raises(UserError, match=named):
         prepare()  # a run that does not skip does not find the other's cache
 
 
