@@ -11,11 +11,12 @@ import errno
 import filecmp
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -118,11 +119,19 @@ def name_of_this_host(path: Path, ending: str) -> Path:
 
 def write_page(file: Path, template: Path, content: object) -> None:
     """Writes an HTML page that holds its data. template: it has the word DATA, in a script element of the type
-    application/json, where `content` belongs. Raises ValueError for a number that is not finite, which no browser
-    reads."""
+    application/json, where `content` belongs. A number that is not finite, which no browser reads, becomes null."""
     # In a script element only this character could end the JSON early.
-    data = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(_drop_infinite(content), allow_nan=False).replace("<", "\\u003c")
     write_atomically(file, template.read_text().replace("DATA", data, 1))
+
+
+def _drop_infinite(content: object) -> object:
+    """Returns content for JSON with None in place of each number that is not finite."""
+    if isinstance(content, Mapping):
+        return {name: _drop_infinite(part) for name, part in content.items()}
+    if isinstance(content, list | tuple):
+        return [_drop_infinite(part) for part in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def publish_changed(staged: Path, folder: Path) -> None:

@@ -10,7 +10,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from training.observability.metrics import Event, Record, Reporter, split_stages
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 SAMPLES = "samples.jsonl"  # in output_dir: prompts and answers, as `scripts/generate.py --output` writes them
-MOST_EVENTS, MOST_SAMPLES, MOST_PICTURES = 500, 20, 2  # events: of each kind
+MOST_EVENTS, MOST_SAMPLES, MOST_PICTURES, MOST_SKIPPED = 500, 20, 2, 100  # events: of each kind
 
 
 class RunHistory(Reporter):
@@ -60,22 +62,21 @@ def read_history(folder: RunFolder) -> RunHistory:
         raise UserError(f"{folder.path} has no metrics.jsonl; give the output_dir of a run that has trained")
     history = RunHistory()
     for record in _read_lines(folder.metrics):
-        history.report(record)
+        if isinstance(record.get("step"), int):
+            history.report(record)
     for event in _read_lines(folder.events):
-        history.note(Event(**event))
+        if event.keys() == Event.__dataclass_fields__.keys():
+            history.note(Event(**event))
     return history
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines; none where it is missing. The last line may be half written."""
-    lines = file.read_text().splitlines() if file.is_file() else []
+    """Return the records of a file of JSON lines; none where it is missing. A line may be half written."""
     records = []
-    for line in lines:
-        try:
+    for line in file.read_bytes().split(b"\n") if file.is_file() else []:  # a text has more ends of lines than JSON
+        with suppress(ValueError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    return [record for record in records if isinstance(record, dict)]
 
 
 class RunPage(Reporter):
@@ -130,11 +131,24 @@ def _describe(name: str, folder: RunFolder, history: RunHistory) -> dict[str, An
         "pictures": [_embed(picture) for picture in _list_pictures(folder, history)],
         "samples": samples[:MOST_SAMPLES],
         "num_samples": len(samples),
+        "skipped": _read_first(folder.skipped, MOST_SKIPPED),
     }
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
-    return mask(json.loads(file.read_text())) if file.is_file() else {}  # an earlier version wrote secrets as well
+    """Return the object in a file; an empty one where it is missing, half written or damaged."""
+    with suppress(OSError, ValueError):
+        content = json.loads(file.read_bytes())
+        return mask(content) if isinstance(content, dict) else {}  # an earlier version wrote secrets as well
+    return {}
+
+
+def _read_first(file: Path, count: int) -> list[str]:
+    """Return the first lines of a text file; none where it is missing."""
+    if not file.is_file():
+        return []
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        return [line.rstrip("\n") for line in islice(lines, count)]
 
 
 def _list_pictures(folder: RunFolder, history: RunHistory) -> list[Path]:

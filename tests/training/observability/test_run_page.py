@@ -18,7 +18,7 @@ from support.pages import load_page, open_in_browser
 from training.checkpoint.run_folder import RunFolder
 from training.observability.curves import MOST_POINTS, Curve
 from training.observability.metrics import Event, EventsFile, MetricsFile
-from training.observability.run_page import RunPage
+from training.observability.run_page import RunPage, read_history, write_run_page
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -110,6 +110,25 @@ def test_pictures_and_samples_are_in_the_page(tmp_path: Path) -> None:
     assert [picture["name"] for picture in run["pictures"]] == ["step_3.png"]
     assert run["pictures"][0]["src"].startswith("data:image/png;base64,iVBOR")
     assert run["samples"][0]["messages"][0]["content"] == hostile and hostile not in folder.report.read_text()
+
+
+def test_files_that_are_half_written_and_odd_values_do_not_remove_the_page(tmp_path: Path) -> None:
+    folder = RunFolder(write_run(tmp_path / "run", 3))
+    with open(folder.metrics, "a") as file:
+        file.write('{"step": 4, "loss": Infinity, "peak_memory": [Infinity, 8]}\n[1]\n{"loss": 1}\n{"step": 5, "lo')
+    folder.events.write_bytes(b'{"step": 3, "kind": "save"}\n"text"\n{"step": 3, "kind": "end", "text": "\xc3')
+    folder.facts.write_text('{"config": {"se')
+    folder.completed.write_text(json.dumps({"step": 4, "ended_by": "max_steps", "eval_loss": math.inf}))
+    said = "a\u2028b\u0085c"
+    sample = {"messages": [{"role": "user", "content": said}], "score": -math.inf}
+    (folder.path / "samples.jsonl").write_text(json.dumps(sample, ensure_ascii=False) + "\n", encoding="utf-8")
+    folder.skipped.write_text("train_file: a.jsonl:2: bad\n" * 200)
+    write_run_page(folder.report, [(folder, read_history(folder))])
+    (run,) = load_page(folder.report)["runs"]
+    assert run["curves"]["loss"]["step"] == [1, 2, 3] and run["last"]["peak_memory"] == [None, 8]
+    assert run["facts"] == {} and run["events"] == [] and run["completed"]["eval_loss"] is None
+    assert run["samples"] == [sample | {"score": None}] and run["skipped"] == ["train_file: a.jsonl:2: bad"] * 100
+    assert run["samples"][0]["messages"][0]["content"] == said
 
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
