@@ -74,9 +74,11 @@ class TokenClassificationEncoder(CountingEncoder):
             raise UserError(f"{location}: {len(texts)} words and {len(names)} labels; fix or remove the record")
         known = list(self.labels or ())
         classes = [find_class(name, known, f"{location}: field '{self.label_field}'") for name in names]
-        if not tokenize_plain([" ".join(texts)], tokenizer)[0]:
-            raise no_token_error(" ".join(texts), location)
-        encoded = tokenizer(" ".join(texts), return_offsets_mapping=True, return_attention_mask=False, verbose=False)
+        options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
+        try:
+            encoded = tokenizer(text := " ".join(texts), **options)
+        except Exception:  # see `tokenize_plain`
+            raise no_token_error(text, location) from None
         owners = find_words(texts, encoded["offset_mapping"])
         if missing := sorted(set(range(len(texts))) - set(owners)):
             raise UserError(
