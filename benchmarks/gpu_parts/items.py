@@ -1,8 +1,8 @@
 """The table of `benchmarks/gpu_window.py`: what is run on a GPU whose time is short, in order, each with its question.
 
-Expected seconds are those on an H200 with 16 cores, of rows that run side by side each alone. What a first quarter of
-an hour should answer comes first; the report marks in which call of `--budget` each item fits.
-tests/test_gpu_window.py holds the table to that.
+Expected seconds are those on an H200 with 16 cores, also of a row that runs next to others. What a first quarter of an
+hour should answer comes first; the report says in which call of `--budget` each item fits. tests/test_gpu_window.py
+holds the table to that.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ def run_python(machine: Machine, words: Sequence[str], log: Path, deadline: Dead
 class Worker:
     """A process that is kept: it reads jobs, one per line, and writes the result of each to the job's file.
 
-    A job that fails or does not end in time ends the process, and the next one starts another.
+    A job that fails or does not end in time ends the process, and the next one starts another. So does one whose result
+    says that it was the last.
     """
 
     def __init__(self, command: Callable[[], Command], logs: Path) -> None:
@@ -120,7 +121,7 @@ class Worker:
         self._count = 0  # of jobs
 
     def send(self, job: dict[str, object]) -> None:
-        """Start a job; `receive` must come next."""
+        """Start a job, whose result `receive` returns."""
         self._count += 1
         if self._process is None or self._process.poll() is not None:
             self._start()
@@ -138,7 +139,10 @@ class Worker:
         except BaseException:
             self.end()
             raise
-        return json.loads(self._result.read_text())
+        found = json.loads(self._result.read_text())
+        if found.get("is_last"):
+            self.end()
+        return found
 
     def end(self) -> None:
         """End the process, and what it has started."""

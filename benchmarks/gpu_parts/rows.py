@@ -90,7 +90,7 @@ def count_jobs(cores: int) -> int:
 
 
 class Named(Protocol):
-    """What has a name by which a user chooses it."""
+    """A row or an item, which a user chooses by its name."""
 
     @property
     def name(self) -> str: ...

@@ -42,12 +42,10 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         found = _JOBS[job["kind"]](job)
-        left = drop()
+        found["is_last"] = drop() > _LEFT  # the next variant would have less memory than a run has
         file = Path(job["result"])
         file.with_suffix(".part").write_text(json.dumps(found))
         os.replace(file.with_suffix(".part"), file)
-        if left > _LEFT:  # the next variant would have less memory than a run has
-            break
 
 
 def measure_speed(job: dict[str, Any]) -> dict[str, Any]:

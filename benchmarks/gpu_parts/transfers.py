@@ -111,7 +111,7 @@ def list_schedules(num_stages: int) -> Iterator[Schedule]:
 
 @dataclass
 class Device:
-    """What keeps the device of a rank busy between its exchanges.
+    """The work that keeps the device of a rank busy between its exchanges.
 
     random: decides when the host waits; None: never. is_slow: whether it sleeps, too. sums: the group of replicas that
     sum gradients meanwhile; None without replicas.

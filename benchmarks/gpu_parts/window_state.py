@@ -1,4 +1,4 @@
-"""What the items of `items.py` have found: state.json and report.md, rewritten after each item.
+"""Keeps the results of the items of `items.py`: state.json and report.md, rewritten after each item.
 
 A result counts for the sources and the GPU that it was found with. Another call with the same folder leaves out what
 the folder holds, and continues.
