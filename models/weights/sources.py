@@ -33,11 +33,10 @@ from models.weights.config_file import load_config
 from models.weights.fingerprint import check_base, read_base_fingerprint
 from models.weights.further import FurtherWeights
 from models.weights.hugging_face_folder import WEIGHT_FILES, HuggingFaceFolder
-from models.weights.new_head import StoredWithNewHead
+from models.weights.new_head import StoredWithNewHead, UntiedWeights
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from models.weights.resized_vocab import ResizedVocabWeights, with_rows
 from models.weights.source import StoredWeights
-from models.weights.untied import UntiedWeights
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
