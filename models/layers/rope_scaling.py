@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from errors import UserError
 
 DYNAMIC, LONG = "dynamic", "longrope"
-BY_LENGTH = frozenset({DYNAMIC, LONG})  # types whose angles depend on the longest document of a micro-batch
+BY_LENGTH = frozenset({DYNAMIC, LONG})  # types whose angles depend on the length of a document
 _NEXT_TO_SCALING = ("rope_theta", "partial_rotary_factor")  # within `rope_parameters` since transformers 5
 _COMMON_FIELDS = frozenset({"rope_type", "factor", "rope_theta"})
 _LENGTH = "original_max_position_embeddings"
@@ -92,7 +92,7 @@ def copy_positions(source: PretrainedConfig, target: PretrainedConfig) -> None:
 
 
 def depends_on_length(config: PretrainedConfig) -> bool:
-    """Return whether angles depend on the lengths of a micro-batch's documents."""
+    """Return whether angles depend on the length of a document, not on positions alone."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return any(kind.get("rope_type") in BY_LENGTH for kind in kinds)

@@ -142,10 +142,6 @@ EXAMPLES = {
         "data.length_policy=split",
         "data.chat_template=chatml",
     ),
-    "rope_parameters.rope_type=dynamic does not go together with data.packing=true: ": (
-        "rope_parameters.rope_type=dynamic",
-        "data.packing=true",
-    ),
     "data=preference does not go together with data.packing=true: ": ("data=preference", "data.packing=true"),
     "data=preference does not go together with data.length_policy=split: ": (
         "data=preference",

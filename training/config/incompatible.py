@@ -161,7 +161,6 @@ _MIXTURE = Feature(
     "train_file with shares",
     lambda run: not run.config.evaluate_only and parse_key(run.config, "train_file").mixture is not None,
 )
-_DYNAMIC_ROPE = _is("rope_parameters.rope_type", "dynamic")
 _COMPILED = _is("compile", "true")
 _FP16 = _is("precision", "fp16")
 _FLASH = _is("attn_implementation", "flash_attention_2", "flash_attention_3")
@@ -434,12 +433,6 @@ INCOMPATIBLE = (
         _DOCUMENTS,
         "raw text holds no messages",
         "give data=chat, or data.special_tokens to add tokens only",
-    ),
-    Pair(
-        _DYNAMIC_ROPE,
-        _PACKED,
-        "angles depend on the longest document of a micro-batch",
-        "give data.packing=false, or rope_parameters.rope_type=yarn",
     ),
     Pair(_DPO, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
     Pair(
