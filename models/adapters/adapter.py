@@ -290,5 +290,5 @@ def _name_in_layer(pattern: Mapping[str, Any], targets: Targets, layer: Layer) -
     from peft.utils.other import get_pattern_key
 
     names = (*targets.projections, *targets.parameters)
-    keys = {name: get_pattern_key(pattern.keys(), layer.hf_prefix + name) for name in names}
+    keys = {name: get_pattern_key(list(pattern), layer.hf_prefix + name) for name in names}
     return {f"^{re.escape(name)}": pattern[key] for name, key in keys.items() if key in pattern}

@@ -54,7 +54,7 @@ def open_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         raise _explain_tokenizer(str(name_or_path), local, error) from None
 
 
-def _explain_tokenizer(place: str, local: Path, error: Exception) -> UserError:
+def _explain_tokenizer(place: str, local: Path, error: BaseException) -> UserError:
     """Return what is wrong with the tokenizer of `place`, in the folder `local` if it is one. Raises UserError for a
     damaged file."""
     reason = " ".join(str(error).split())[:200]

@@ -29,7 +29,7 @@ from training.pipeline.exchanges import Exchange, Message, find_sender, is_local
 from training.pipeline.schedule import Schedule
 
 Tensors = tuple[torch.Tensor, ...]
-Operation = Callable[..., dist.Work]  # dist.isend or dist.irecv
+Operation = Callable[..., dist.Work | None]  # dist.isend or dist.irecv
 
 # Exchanges under way before a rank waits for the first: what they send stays in memory until then
 UNDER_WAY = 2

@@ -97,8 +97,8 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     plan = again(config)
     plan = replace(plan, checkpoint=replace(plan.checkpoint, passthrough=find_passthrough_bytes(config)))
     steps, note = estimate_steps(config, plan.layout.global_batch_size, model.architecture)
-    if steps is not None and (warning := warn_of_warmup(steps, config)):
-        yield f"warning: {warning}"
+    if steps is not None and (text := warn_of_warmup(steps, config)):
+        yield f"warning: {text}"
     if teacher is not None:
         yield "\n".join(describe_teacher(config, teacher, plan, machine))
     remedies = [] if plan.fits else find_remedies(plan, config, again)
