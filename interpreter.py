@@ -1,4 +1,4 @@
-"""What the commands need of the Python that runs them, checked before anything else fails because of it."""
+"""Checks the Python that runs a command, before anything else fails because of it."""
 
 from __future__ import annotations
 

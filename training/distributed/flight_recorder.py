@@ -1,5 +1,5 @@
-"""What ranks wait in, by torch's flight recorder: the last operations that this process has begun in each of its
-process groups, kept by gloo and by NCCL (2,000 each by default; torch 2.13.0).
+"""Finds the operation that ranks wait in, from torch's flight recorder: gloo and NCCL keep the last operations that a
+process has begun in its process groups (2,000 each by default; torch 2.13.0).
 
 A collective is named by its group and its number in it, which all ranks of the group count alike. gloo records
 collectives alone, NCCL also messages from one rank to another: an entry for each, and one named `nccl:coalesced` for
@@ -25,7 +25,7 @@ _MESSAGE = re.compile(r"nccl:(?P<verb>send|recv) (?P<own>\d+)(->|<-)(?P<peer>\d+
 
 
 class Operation(NamedTuple):
-    """One that a rank has begun and not ended. Compared between ranks."""
+    """An operation that a rank has begun and not ended."""
 
     group: str  # a name that all ranks give this group
     description: str  # of the group
@@ -35,9 +35,9 @@ class Operation(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What one rank knows of itself. last: the number of its last collective by group."""
+    """The operations that one rank waits in."""
 
-    last: dict[str, int]
+    last: dict[str, int]  # the number of its last collective in each group
     pending: list[Operation]
 
 
