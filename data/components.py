@@ -24,11 +24,11 @@ from filesystem import hash_ends, hash_file
 
 TARGET = "_target_"
 _HASHED_WHOLE = 2**26  # bytes of the largest file that is hashed whole: it may be the data themselves
-# Folders of installed packages. Models and training of this project count as such: they make no samples.
+# Folders of Python and of installed packages, and those of this project that make no samples
 _INSTALLED = tuple(
-    f"{os.path.realpath(folder)}{os.sep}"
+    os.path.realpath(folder) + os.sep
     for folder in (
-        *(Path(__file__).resolve().parents[1] / name for name in ("models", "training")),
+        *(str(Path(__file__).parents[1] / name) for name in ("models", "training")),
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         *site.getsitepackages(),
         site.getusersitepackages(),

@@ -153,3 +153,28 @@ def test_a_rank_that_ends_is_named_on_both_hosts_and_the_others_end(
     for host, message in zip(ended, messages, strict=True):
         assert not message or [line[: len(message)] for line in host.errors()] == [message], host.output
         assert host.seconds_after_error < 60, host.output
+
+
+@pytest.mark.parametrize("what", ["weights", "config", "data", "same"])
+def test_hosts_with_different_copies_do_not_train(hosts: TwoHosts, root: Path, tmp_path: Path, what: str) -> None:
+    other = tmp_path / "other"
+    save_llama(other / "hf", num_hidden_layers=2, seed=1 if what == "weights" else 0)
+    save_tokenizer(other / "hf")
+    save_records(other / "train.jsonl", 24, seed=1 if what == "data" else 0)
+    if what == "config":
+        fields = json.loads((other / "hf/config.json").read_text())
+        (other / "hf/config.json").write_text(json.dumps(fields | {"rms_norm_eps": 1e-4}))
+    hosts.mounts[1][root / "hf"] = other / "hf"
+    hosts.mounts[1][root / "train.jsonl"] = other / "train.jsonl"
+    given = arguments(root, tmp_path / "out", "data.cache_dir=cache")  # of each host its own
+    ended = run_on_hosts(hosts, torchrun(hosts, 1), given, tmp_path)
+    if what == "same":
+        assert [(host.code, host.errors()) for host in ended] == [(0, [])] * 2, ended
+        return
+    assert all(host.code != 0 for host in ended) and [host.left_alive for host in ended] == [[], []]
+    named = {"weights": "model.safetensors of the model", "config": "config.json of the model",
+             "data": "the tokens of train_file"}  # fmt: skip
+    (error,) = [line for host in ended for line in host.errors()]
+    assert f"hosts read different copies of {named[what]}: {hosts.names[0]} has " in error
+    assert f", {hosts.names[1]} has " in error and "copy the right one to all hosts" in error
+    assert not (tmp_path / "out/checkpoints").exists()

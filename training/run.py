@@ -26,6 +26,7 @@ from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
 from training.export import export_end, export_steps, prepare_folder
+from training.host_files import check_same_files
 from training.hub.upload import Uploader, check_upload, open_uploader
 from training.inputs.datasets import check_same_tokens, complete_labels, list_trained_stops, load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
@@ -127,6 +128,8 @@ def train(
         datasets = tokenize(config, tokenizer)  # reads the cache
         setup = agree_on_setup(config, setup, ranks)
         config = setup.config
+        with ranks.phase("comparing what the hosts read"):
+            check_same_files(setup, datasets, tokenizer, ranks)
         budget, start = agree_on_steps(config, setup, datasets, tokenizer, ranks)
         if budget.finished:
             ranks.say(f"resume: {budget.finished}")
@@ -195,6 +198,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)
         setup = load_resumed(setup, config, ranks.say)
+        check_same_files(setup, datasets, tokenizer, ranks)
         sizes = process.broadcast_from_main(lambda: measure_evaluations(config, setup.layout, datasets), ranks)
         hosts = process.gather_hosts()
         reporters: list[Reporter] = []

@@ -24,6 +24,11 @@ def write_hashes(folder: Path) -> None:
         sync_to_disk(path)
 
 
+def read_hashes(folder: Path) -> dict[str, str]:
+    """Return file name -> hash, as the files of `folder` were written. Raises OSError and ValueError."""
+    return {name: written for name, (_, written) in json.loads((folder / HASHES_FILE).read_text()).items()}
+
+
 def find_changed(folder: Path, compares_bytes: bool) -> str | None:
     """Return, in words, the first file of `folder` that is not as it was written; None when all are.
 

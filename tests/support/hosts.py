@@ -18,6 +18,7 @@ class TwoHosts:
         self.names = (f"node-a-{tag}", f"node-b-{tag}")
         self.addresses = ("10.77.53.1", "10.77.53.2")
         self._cables = (f"cab-a-{tag}", f"cab-b-{tag}")
+        self.mounts: tuple[dict[Path, Path], ...] = ({}, {})  # of each host: path -> what lies there instead
         self._table = folder / "hosts"  # what /etc/hosts is on both
         self._table.write_text(
             "127.0.0.1 localhost\n"
@@ -56,7 +57,8 @@ class TwoHosts:
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """The command, on that host."""
-        inside = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+        mounts = "".join(f" && mount --bind '{other}' '{path}'" for path, other in self.mounts[host].items())
+        inside = f'hostname "$1" && mount --bind "$2" /etc/hosts{mounts} && shift 2 && exec "$@"'
         enter = [
             "ip",
             "netns",

@@ -1,0 +1,96 @@
+"""Whether all hosts read the same: models, tokenizer, tokenized data, labels, and the code of a user.
+
+Each host may have copies of its own. Stages of different models, or inputs and targets of different samples, would
+train without any error. So before anything is built, the hosts compare a fingerprint of each file that one of them may
+read; of each tensor a sample (`models/weights/fingerprint.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from data.storage.cache import describe_tokenizer
+from data.storage.hashes import read_hashes
+from data.storage.tokenized import CORPORA_FILE, SUMMARY_FILE, load_summary
+from errors import UserError
+from filesystem import hash_file
+from models.storage.manifest import MANIFEST_NAME, has_manifest
+from models.weights.fingerprint import fingerprint_files
+from training.distributed.ranks import Ranks, raise_together
+from training.inputs.datasets import build_row_plan
+from training.objectives.registry import describe_objective
+from training.setup import RunSetup
+
+Files = dict[str, tuple[str, str]]  # what it is, in words -> its fingerprint, and where it is
+
+
+def check_same_files(
+    setup: RunSetup, datasets: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> None:
+    """Check that this host reads what the others do. All ranks call it, in a process group. Raises UserError, on all of
+    them, where hosts differ, or one cannot read its files."""
+    if ranks.local_size == ranks.world_size:
+        return
+    own: Files | None = None
+    error = None
+    try:
+        if ranks.local_rank == 0:
+            own = list_files(setup, datasets, tokenizer)
+    except (UserError, OSError, ValueError) as mistake:
+        error = UserError(f"{socket.gethostname()} cannot compare what it reads with other hosts: {mistake}")
+    raise_together(error)
+    found: list[tuple[str, Files | None]] = [("", None)] * ranks.world_size
+    dist.all_gather_object(found, (socket.gethostname(), own))
+    first, *others = [(host, files) for host, files in found if files is not None]
+    differences = [text for other in others if (text := find_difference(first, other)) is not None]
+    error = None
+    if differences and ranks.is_main:
+        error = UserError(f"hosts read different copies of {differences[0]}; copy the right one to all hosts")
+    raise_together(error)
+
+
+def find_difference(one: tuple[str, Files], other: tuple[str, Files]) -> str | None:
+    """Return, in words, the first of what two hosts read that differs; None where all is the same. one, other: a host's
+    name, and its files."""
+    for name in {**one[1], **other[1]}:
+        (a, place), (b, other_place) = (files.get(name, ("none", "nowhere")) for _, files in (one, other))
+        if a != b:
+            return f"{name}: {one[0]} has {a} ({place}), {other[0]} has {b} ({other_place})"
+    return None
+
+
+def list_files(setup: RunSetup, datasets: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase) -> Files:
+    """Return what this host reads. Raises UserError, OSError and ValueError for what cannot be read."""
+    config = setup.config
+    found: Files = {}
+    teacher = None if setup.teacher is None else setup.teacher.source
+    sources = {"the model": setup.source, "the reference model": setup.reference, "distill.teacher": teacher}
+    for what, source in sources.items():
+        for file, fingerprint in fingerprint_files(source).items() if source is not None else ():
+            name = f"{file.name} of {what}"
+            same = found.get(name, ("", ""))[0]  # of an adapter whose base is an adapter: one more file of that name
+            found[name] = (same + fingerprint, str(file))
+    if setup.resume_from is not None and has_manifest(setup.resume_from):
+        manifest = setup.resume_from / MANIFEST_NAME
+        found["the checkpoint that is resumed"] = (hash_file(manifest), str(manifest))
+    found["the tokenizer"] = (_hash(describe_tokenizer(tokenizer)), str(tokenizer.name_or_path))
+    for key, folder in datasets.items():
+        found[f"the tokens of {key}"] = (_hash(load_summary(folder).fingerprints), str(folder))
+        plan = build_row_plan(config, key)
+        for each in [folder] if plan.is_trivial else [folder, plan.folder(folder)]:
+            for name, written in read_hashes(each).items():
+                if name not in (SUMMARY_FILE, CORPORA_FILE):  # which have paths
+                    found[f"{name} of the tokenized {key}"] = (written, str(each / name))
+    described = describe_objective(config) | {"data.labels": str(config.data.labels)}
+    return found | {name: (_hash(value), value) for name, value in described.items()}
+
+
+def _hash(value: object) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
