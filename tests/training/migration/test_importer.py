@@ -205,7 +205,7 @@ def test_the_result_is_checked_as_a_run_is(tmp_path: Path) -> None:
 
 
 def test_a_layout_is_taken_with_its_batch(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("base_model: m\nsequence_len: 512\ngradient_accumulation_steps: 8\n")
+    (tmp_path / "a.yaml").write_text("base_model: m\nsequence_len: 512\ndatasets: [{path: a.jsonl}]\n")
     found = ["num_stages=2", "micro_batch_size=4", "gradient_accumulation_steps=null", "global_batch_size=32"]
     imported = take_layout(import_config(tmp_path / "a.yaml"), found)
     config = compose(imported, tmp_path)
