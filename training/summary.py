@@ -116,6 +116,8 @@ def show_evaluation(
         "precision": f"{config.precision.value}; attention {setup.architecture._attn_implementation}",
         "output": f"{config.output_dir}/evaluation.json",
     }
+    if setup.unread:
+        facts["warning"] = "; ".join(setup.unread)
     show_panel(f"{Path(config.output_dir).name}: evaluating on {setup.layout.describe_ranks()}", facts)
 
 

@@ -101,7 +101,7 @@ def _set(key: str) -> Feature:
     return Feature(key, lambda run: run.read(key) is not None, key)
 
 
-def _of_lora(feature: Feature) -> Feature:
+def _with_lora(feature: Feature) -> Feature:
     """Return the feature of a key of `adapter`, which only adapter=lora reads."""
     return Feature(
         feature.words, lambda run: run.config.adapter.name is AdapterName.lora and feature.holds(run), feature.key
@@ -262,19 +262,19 @@ INCOMPATIBLE = (
     Pair(_TENSOR_PARALLEL, _USER_LOSS, "it would see only a part of the vocabulary", "give tensor_parallel_size=1"),
     Pair(
         _TENSOR_PARALLEL,
-        _of_lora(_positive("adapter.lora_dropout")),
+        _with_lora(_positive("adapter.lora_dropout")),
         "the ranks of a layer would drop different inputs",
         "give adapter.lora_dropout=0, or tensor_parallel_size=1",
     ),
     Pair(
         _TENSOR_PARALLEL,
-        _of_lora(_is("adapter.use_dora", "true")),
+        _with_lora(_is("adapter.use_dora", "true")),
         "its magnitudes are norms of whole rows of a weight",
         "give tensor_parallel_size=1",
     ),
     Pair(
         _TENSOR_PARALLEL,
-        _of_lora(
+        _with_lora(
             Feature(
                 "adapter.init_lora_weights=pissa or olora",
                 lambda run: starts_from_base(run.config.adapter.init_lora_weights),
@@ -286,7 +286,7 @@ INCOMPATIBLE = (
     ),
     Pair(
         _TENSOR_PARALLEL,
-        _of_lora(_is("adapter.load_in_4bit", "true")),
+        _with_lora(_is("adapter.load_in_4bit", "true")),
         "quantized projections are not sharded",
         "give tensor_parallel_size=1",
     ),
@@ -369,13 +369,13 @@ INCOMPATIBLE = (
     ),
     Pair(
         _WEIGHTS_SHARDED,
-        _of_lora(_is("adapter.load_in_4bit", "true")),
+        _with_lora(_is("adapter.load_in_4bit", "true")),
         "it is not tested with quantized projections",
         "give zero_stage=1 or 2",
     ),
     Pair(
         _WEIGHTS_SHARDED,
-        _of_lora(_is("adapter.use_dora", "true")),
+        _with_lora(_is("adapter.use_dora", "true")),
         "its magnitudes are norms of whole weights, which only the layer that holds them gathers",
         "give zero_stage=1 or 2",
     ),
@@ -473,7 +473,7 @@ INCOMPATIBLE = (
         "its records have no negatives",
         "give data.num_negatives=0",
     ),
-    Pair(_EMBEDDING, _of_lora(_positive("adapter.lora_dropout")), _TWO_PASSES, "give adapter.lora_dropout=0"),
+    Pair(_EMBEDDING, _with_lora(_positive("adapter.lora_dropout")), _TWO_PASSES, "give adapter.lora_dropout=0"),
     Pair(_EMBEDDING, _positive("neftune_noise_alpha"), _TWO_PASSES, "give neftune_noise_alpha=0"),
     Pair(
         _STREAMED,

@@ -565,6 +565,7 @@ def _load_defaults(group: str, choice: str) -> DictConfig:
     contents = [{group: _load_base().get(group, {})}]
     if choice:
         chosen = OmegaConf.load(CONF / group / f"{choice}.yaml")
+        assert isinstance(chosen, DictConfig)
         shared = [name.partition("@")[0] for name in chosen.pop("defaults", [])]  # such as shared/every_kind@_here_
         files = [OmegaConf.load(CONF / group / f"{name}.yaml") for name in shared if name != "_self_"]
         contents = [{group: content} for content in (*files, chosen)]

@@ -322,7 +322,7 @@ def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
 
     N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal
     half, and recomputation is not. A frozen parameter counts 4: its gradient, the third product, is not part of the
-    training. In front of the first layer that is trained nothing runs backward, so there each counts 2, and attention a
+    training. Below the first layer that is trained nothing runs backward, so there each counts 2, and attention a
     third.
     """
     first = next((index for index, cost in enumerate(costs) if cost.num_active > cost.num_frozen), len(costs))

@@ -141,7 +141,7 @@ def _counts_correct(run: Run) -> bool:
 LORA = _one_of("adapter.name", ["lora"])
 NEW_LORA = Feature(
     "adapter=lora without adapter.name_or_path",
-    lambda run: LORA.holds(run) and run.config.adapter.name_or_path is None,
+    lambda run: LORA.holds(run) and not run.config.adapter.name_or_path,
 )
 TEACHER = Feature("distill.teacher", lambda run: run.config.distill.teacher is not None)
 TRACKED = Feature("logger", lambda run: bool(run.config.logger.trackers))

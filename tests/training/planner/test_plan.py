@@ -167,7 +167,7 @@ def test_a_frozen_parameter_counts_no_gradient() -> None:
     assert compute_model_flops([frozen, layer()], T) == (4 * N + 6 * 10) + 6 * N
 
 
-def test_what_is_frozen_in_front_of_all_that_is_trained_counts_its_forward_pass_alone() -> None:
+def test_what_is_frozen_below_all_that_is_trained_counts_its_forward_pass_alone() -> None:
     ahead = replace(layer(), num_active=N, num_frozen=N, attention_width=8)
     trained = replace(layer(), num_active=N, attention_width=8)
     assert compute_model_flops([ahead, ahead, trained, ahead], T) == (2 + 2 + 6 + 4) * N + (2 + 2 + 6 + 6) * T * 8
