@@ -49,6 +49,7 @@ from models.architecture.lookup import build_layers  # noqa: E402
 from models.further.layers import FurtherDecoderLayer  # noqa: E402
 from models.further.speculative import SpeculativeDecoder  # noqa: E402
 from models.heads.table import find_head  # noqa: E402
+from models.storage.tensor_files import load_json  # noqa: E402
 from models.weights.further import add_further  # noqa: E402
 from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
@@ -91,8 +92,8 @@ def load_model(source: WeightSource) -> PreTrainedModel:
         .from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype, trust_remote_code=False)
         .eval()
     )
-    if (source.config_dir / "generation_config.json").is_file():
-        chosen = GenerationConfig.from_pretrained(source.config_dir)
+    if (file := source.config_dir / "generation_config.json").is_file():
+        chosen = GenerationConfig.from_dict(load_json(file))
         if chosen.eos_token_id is None:
             chosen.eos_token_id = model.generation_config.eos_token_id
         model.generation_config = chosen
