@@ -21,7 +21,7 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from masking import mask, mask_text
+from masking import mask_text
 
 _SECONDS_BEFORE_BAR = 1.0  # work that takes less needs none
 _SECONDS_BEFORE_PHASE = 2.0
@@ -128,7 +128,8 @@ def say_last(text: str) -> None:
 def show_panel(title: str, facts: Mapping[str, str]) -> None:
     """Prints a title over named facts, without secrets; without a terminal one line each, `name: fact`."""
     rule = "\u2500" if "utf" in (stream().encoding or "").lower() else "-"
-    _write(render_panel(title, mask(facts), measure_width(stream()), rule))
+    shown = {name: mask_text(fact) for name, fact in facts.items()}
+    _write(render_panel(title, shown, measure_width(stream()), rule))
 
 
 def render_panel(title: str, facts: Mapping[str, str], width: int | None, rule: str) -> str:
