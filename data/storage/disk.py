@@ -1,4 +1,4 @@
-"""What files become, estimated before they are tokenized: the disk space of the tokenized folder, and its rows."""
+"""Estimates, before files are tokenized, the disk space that they will need and the rows that they will become."""
 
 import shutil
 import sys
