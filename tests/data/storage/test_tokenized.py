@@ -235,7 +235,7 @@ def test_two_hosts_at_once_without_common_locks_both_get_it(
     prepare, train_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a lock holds for one host, both write; the first one's folder stays, and the other's vanishes."""
-    monkeypatch.setattr(tokenizing, "lock_folder", lambda path, log: nullcontext())
+    monkeypatch.setattr("data.storage.cache.lock_file", lambda file, on_wait: nullcontext())
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
     encoder = SlowEncoder(trace=str(train_file.parent / "trace"))
