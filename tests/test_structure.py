@@ -50,7 +50,7 @@ TRAINING = (
     ("training.resolution",),
     ("training.planner",),
     ("training.setup", "training.observability"),
-    ("training.build", "training.hub"),
+    ("training.build", "training.host_files", "training.hub"),
     ("training.evaluations", "training.callbacks"),
     ("training.loop", "training.evaluate", "training.export", "training.summary"),
     ("training.run",),

@@ -1,4 +1,4 @@
-"""What is stored is found again by what it depends on: a change of any one tensor, file or key leads elsewhere."""
+"""Stored values are found by all that they depend on: another tensor, file or key gives another name."""
 
 from __future__ import annotations
 
@@ -201,12 +201,12 @@ def test_any_other_field_of_an_encoding(tokenizer: PreTrainedTokenizerBase) -> N
 
 def test_every_key_of_the_data_has_its_place() -> None:
     """A key of `data` is a field of an encoder, or read as one of the others, or no token depends on it."""
-    of_encoders = {field.name for kind in KINDS.values() for field in fields(kind.encoder)}  # type: ignore[arg-type]
+    encoder_fields = {field.name for kind in KINDS.values() for field in fields(kind.encoder)}  # type: ignore[arg-type]
     in_tokenizer, in_encoding = {"chat_template", "special_tokens", "eos_token"}, {"length_policy", "on_bad_record"}
     in_selection = {"filter", "max_samples", "eval_fraction", "eval_samples"}
     in_rows, compared_by_resume = {"packing", "mixture_by"}, {"collator", "streaming", "shuffle_block"}
     without_effect = {"pad_to", "cache_dir", "num_proc"}
-    places = of_encoders | in_tokenizer | in_encoding | in_selection | in_rows | compared_by_resume | without_effect
+    places = encoder_fields | in_tokenizer | in_encoding | in_selection | in_rows | compared_by_resume | without_effect
     assert {field.name for field in fields(DataConfig)} <= places | {"name", "encoder"}
 
 
