@@ -22,7 +22,7 @@ from models.layers.layer import Layer
 
 BuildLayers = Callable[[PretrainedConfig], list[Layer]]
 
-_proven: dict[str, str | None] = {}  # a config with all fields -> why its layers do not compute what the model does
+_proven: dict[str, str | None] = {}  # a config with all fields -> those that its layers lack and the model obeys
 
 
 def remove_undeclared(
@@ -44,7 +44,10 @@ def remove_undeclared(
     if key not in _proven:
         _proven[key] = _find_fault(config, undeclared, build_layers, kernels[0])
     if _proven[key] is not None:
-        raise UserError(_proven[key] or "")
+        raise UserError(
+            f"a '{config.model_type}' of transformers does something else with {_proven[key]}, which its config class "
+            "does not declare; remove that field if the model was made without it, since it cannot be trained with it"
+        )
     for name in undeclared:
         delattr(config, name)
 
@@ -64,6 +67,7 @@ def find_undeclared(config: PretrainedConfig, given: Collection[str], kept: Coll
 def _find_fault(
     config: PretrainedConfig, undeclared: Mapping[str, Any], build_layers: BuildLayers, kernel: str
 ) -> str | None:
+    """Return the first field, or all of them together, that changes what the model computes; None where none does."""
     if _agrees(config, undeclared, build_layers, kernel):
         return None
     for name, value in undeclared.items():
@@ -71,15 +75,8 @@ def _find_fault(
         for other in undeclared.keys() - {name}:
             delattr(alone, other)
         if not _agrees(alone, {name: value}, build_layers, kernel):
-            return _describe(config, f"{name}={value}")
-    return _describe(config, ", ".join(f"{name}={value}" for name, value in undeclared.items()))
-
-
-def _describe(config: PretrainedConfig, named: str) -> str:
-    return (
-        f"a '{config.model_type}' of transformers does something else with {named}, which its config class does not "
-        "declare; remove that field if the model was made without it, since it cannot be trained with it"
-    )
+            return f"{name}={value}"
+    return ", ".join(f"{name}={value}" for name, value in undeclared.items())
 
 
 def _agrees(config: PretrainedConfig, undeclared: Collection[str], build_layers: BuildLayers, kernel: str) -> bool:

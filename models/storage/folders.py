@@ -221,8 +221,8 @@ def copy_small_files(source_dir: Path, target_dir: Path, with_tokenizer: bool = 
     """
     for file in list_small_files(source_dir):
         name = file.relative_to(source_dir)
-        of_tokenizer = name.name in TOKENIZER_FILES or len(name.parts) > 1
-        if (with_tokenizer or not of_tokenizer) and not (target_dir / name).exists():
+        is_tokenizer_file = name.name in TOKENIZER_FILES or len(name.parts) > 1
+        if (with_tokenizer or not is_tokenizer_file) and not (target_dir / name).exists():
             (target_dir / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target_dir / name)
 

@@ -40,12 +40,12 @@ def test_a_round_trip_keeps_every_bit(kind: str, dtype: torch.dtype, tied: bool,
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (back / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
     own, written = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", back))
-    of_version_4 = {
+    version_4_fields = {
         "rope_theta": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         "torch_dtype": own["dtype"],
     }
-    assert written == own | of_version_4
+    assert written == own | version_4_fields
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "pipeline"]
 
 
