@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +160,11 @@ class RunFolder:
         """Update the completion record's modification time, for processes that wait for a new one."""
         os.utime(self.completed)
 
+    def drop_records(self) -> None:
+        """Delete the metrics and events: those of steps that did not lead to where the run starts."""
+        for file in (self.metrics, self.events):
+            file.resolve().unlink(missing_ok=True)
+
     def reopen(self) -> None:
         """Delete the completion record: a run begins to train here."""
         self.completed.unlink(missing_ok=True)
@@ -181,9 +185,11 @@ def _read_record(file: Path, number: str) -> dict[str, Any]:
 
 def find_inside(sources: Iterable[tuple[str, Path]], folders: Iterable[Path]) -> tuple[str, Path] | None:
     """Return the first source, by its key, that is in one of the folders, and that folder; None when none is."""
-    for (key, source), folder in product(sources, list(folders)):
-        if source.absolute().is_relative_to(folder.absolute()) or source.resolve().is_relative_to(folder.resolve()):
-            return key, folder
+    places = {place: folder for folder in folders for place in (folder.absolute(), folder.resolve())}
+    for key, source in sources:  # there may be a hundred thousand
+        for path in (source.absolute(), source.resolve()):
+            if (inside := next((each for each in (path, *path.parents) if each in places), None)) is not None:
+                return key, places[inside]
     return None
 
 

@@ -195,3 +195,13 @@ def test_it_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
     write_atomically(tmp_path / "file", "text")
     assert calls == ["fsync", "replace", "fsync"]  # the content, the name, the folder
+
+
+def test_each_of_many_sources_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corpus may have a hundred thousand files, and each look follows links."""
+    folder, looks, resolve = RunFolder(tmp_path / "out"), list[Path](), Path.resolve
+    monkeypatch.setattr(Path, "resolve", lambda path: looks.append(path) or resolve(path))
+    folder.check_keeps([("train_file", tmp_path / f"{number}.jsonl") for number in range(200)], overwrite=False)
+    assert len(looks) < 250
+    with pytest.raises(UserError, match="would write over .*/hf, where train_file is"):
+        folder.check_keeps([("train_file", tmp_path / "out" / "x" / ".." / "hf" / "a.jsonl")], overwrite=False)
