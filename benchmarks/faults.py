@@ -39,9 +39,8 @@ from support.small_disk import try_small_disk  # noqa: E402
 from support.tiny import save_llama, save_records, save_tokenizer  # noqa: E402
 from support.workers import free_port  # noqa: E402
 
-from models.storage.steps import step_of  # noqa: E402
+from models.storage.steps import TEMPORARY_PREFIX, step_of  # noqa: E402
 from training.checkpoint.resume import find_damage, find_resume  # noqa: E402
-from training.checkpoint.state import TEMPORARY_PREFIX  # noqa: E402
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 16, 2, 5
 BOUND = 1e-5  # of losses and norms, relative

@@ -23,9 +23,8 @@ from support.small_disk import small_disk
 from support.tiny import save_records, save_tokenizer
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
-from models.storage.steps import list_checkpoints, step_of
+from models.storage.steps import TEMPORARY_PREFIX, list_checkpoints, step_of
 from training.checkpoint.resume import find_damage, find_resume
-from training.checkpoint.state import TEMPORARY_PREFIX
 
 pytestmark = pytest.mark.full
 STEPS = 60

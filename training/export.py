@@ -21,6 +21,7 @@ from models.conversion.model_files import write_json
 from models.heads.sentence_transformers import save_sentence_files
 from models.heads.table import find_head
 from models.storage.folders import check_disk_space, copy_small_files
+from models.storage.steps import TEMPORARY_PREFIX
 from models.weights.config_file import describe_config
 from models.weights.fingerprint import read_base_fingerprint
 from models.weights.passthrough import Passthrough, find_passthrough, write_passthrough
@@ -29,7 +30,7 @@ from models.weights.sources import open_weights
 from models.weights.trained_adapter import read_trained_adapter
 from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
 from training.checkpoint.run_folder import RunFolder
-from training.checkpoint.state import TEMPORARY_PREFIX, remove_leftovers
+from training.checkpoint.state import remove_leftovers
 from training.config.schema import RunConfig
 from training.hub.upload import Uploader
 from training.inputs.datasets import build_chat_template

@@ -282,12 +282,17 @@ def agree_on_steps(
 
 
 def begin_line(config: RunConfig, setup: RunSetup, folder: RunFolder) -> list[Event]:
-    """Set aside the steps that the run abandons where it starts. Main rank only. Returns the event of it, if any."""
-    abandoned = find_abandoned(folder, setup.resume_from)
-    if config.overwrite_output_dir or not abandoned:
-        return []
-    place = set_aside(folder, abandoned)
-    return [Event(abandoned.first_step, "abandoned", f"set aside in {place}: {abandoned.describe()}")]
+    """Set aside the steps that the run abandons where it starts, and drop the records of what did not lead there. Main
+    rank only. Returns the event of it, if any."""
+    abandoned, notes = find_abandoned(folder, setup.resume_from), list[Event]()
+    if config.overwrite_output_dir:
+        return notes
+    if abandoned:
+        place = set_aside(folder, abandoned)
+        notes.append(Event(abandoned.first_step, "abandoned", f"set aside in {place}: {abandoned.describe()}"))
+    if abandoned.start is None:
+        folder.drop_records()
+    return notes
 
 
 def conclude(

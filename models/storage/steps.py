@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 LATEST_NAME = "latest"
+TEMPORARY_PREFIX = "tmp-"  # of the name of a folder that is being written or deleted
 
 
 def is_step(name: str) -> bool:

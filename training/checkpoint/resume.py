@@ -20,9 +20,17 @@ from models.storage.manifest import (
     is_trained,
     read_manifest,
 )
-from models.storage.steps import find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest, step_of
+from models.storage.steps import (
+    TEMPORARY_PREFIX,
+    find_damaged_latest,
+    has_latest,
+    is_step,
+    list_checkpoints,
+    read_latest,
+    step_of,
+)
 from training.checkpoint.run_folder import RunFolder
-from training.checkpoint.state import TEMPORARY_PREFIX, TrainerState
+from training.checkpoint.state import TrainerState
 from training.distributed.ranks import raise_together
 
 # The fields that determine which samples come next and what a step does with them. The layout does not.

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from errors import UserError
 from models.storage.manifest import find_wrong_size
-from models.storage.steps import list_checkpoints, step_of
-from training.checkpoint.state import TEMPORARY_PREFIX, read_state
+from models.storage.steps import TEMPORARY_PREFIX, list_checkpoints, step_of
+from training.checkpoint.state import read_state
 from training.config.criterion import Criterion, CriterionKeys
 
 

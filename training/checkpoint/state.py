@@ -28,12 +28,12 @@ from errors import UserError
 from filesystem import write_atomically
 from masking import mask
 from models.storage.manifest import STATE_NAME
+from models.storage.steps import TEMPORARY_PREFIX
 from training.checkpoint import optimizer_state
 from training.checkpoint.best import Best
 from training.engine.engine import Engine
 
 EVALUATION_NAME = "evaluation.json"
-TEMPORARY_PREFIX = "tmp-"
 FORMAT = 7  # increase it when an older version of the project could not read what this one writes
 
 

@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from errors import UserError
 from filesystem import sync_to_disk, write_atomically
-from models.storage.steps import LATEST_NAME, has_latest, list_checkpoints, read_latest, step_of
+from models.storage.steps import (
+    LATEST_NAME,
+    TEMPORARY_PREFIX,
+    has_latest,
+    is_step,
+    list_checkpoints,
+    read_latest,
+    step_of,
+)
 from training.checkpoint.run_folder import RunFolder, find_inside
 
 CONTINUES = ("latest", "auto")  # values of `resume` that continue the run of a folder where it is
@@ -72,14 +80,13 @@ class Abandoned:
 
 def find_abandoned(folder: RunFolder, resume_from: Path | None) -> Abandoned:
     """Return what a run abandons that starts from the checkpoint `resume_from`, or from step 0 if that is None: the
-    steps of its folder after that one, or all of them if it is another folder's; the exports of later steps; and the
-    final export of a run that went further."""
-    steps, first_step = list_checkpoints(folder.checkpoints), 0 if resume_from is None else step_of(resume_from)
-    start = find_own(folder, resume_from)
-    if start is not None:
-        steps = [path for path in steps if step_of(path) > first_step]
-    exports = [path for step, path in folder.list_exports().items() if step > first_step]
-    went_further = bool(steps) or folder.read_completed().get("step", 0) > first_step
+    steps of its folder after that one, their exports, and the final export of a run that went further; all steps and
+    exports if the checkpoint is another folder's."""
+    first_step, start = 0 if resume_from is None else step_of(resume_from), find_own(folder, resume_from)
+    led_here = 0 if start is None else first_step
+    steps = [path for path in list_checkpoints(folder.checkpoints) if start is None or step_of(path) > led_here]
+    exports = [path for step, path in folder.list_exports().items() if step > led_here]
+    went_further = bool(steps) or folder.read_completed().get("step", 0) > led_here
     if went_further and folder.export.exists():
         exports.append(folder.export)
     return Abandoned(start, first_step, steps, exports)
@@ -96,21 +103,18 @@ def set_aside(folder: RunFolder, abandoned: Abandoned) -> Path:
     """Move what the run abandons, each folder in one rename, and point `latest` to its start. Main rank only. Returns
     the new folder. What a start that dies meanwhile has not moved, the next one does."""
     place = _make_place(folder.abandoned)
-    for file in folder.checkpoints.iterdir():
-        if file.is_file() and file.name != LATEST_NAME:
-            _link(file, place / file.name)
-    is_other_line = abandoned.start is None and bool(abandoned.steps)
+    for file in _list_shared(folder):
+        target = place / file.relative_to(folder.checkpoints)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _link(file, target)
     for file in (folder.metrics, folder.events, folder.completed):
         if file.exists():
             shutil.copyfile(file, place / file.name)
     folder.reopen()
-    if is_other_line:
-        for file in (folder.metrics, folder.events):
-            file.resolve().unlink(missing_ok=True)
     latest = _choose_latest(folder.checkpoints, abandoned.steps)
     if abandoned.start is not None:
         write_atomically(folder.checkpoints / LATEST_NAME, abandoned.start.name)
-    elif is_other_line:
+    else:
         (folder.checkpoints / LATEST_NAME).unlink(missing_ok=True)
     for path in abandoned.exports:
         shutil.move(path, place / path.name)  # checkpoints/ may be a link to another file system
@@ -164,6 +168,14 @@ def _make_place(abandoned: Path) -> Path:
     place = abandoned / str(max(numbers, default=0) + 1)
     place.mkdir()
     return place
+
+
+def _list_shared(folder: RunFolder) -> Iterator[Path]:
+    """Yield the files that all checkpoints of a run share, those in folders included."""
+    for entry in folder.checkpoints.iterdir():
+        is_step_or_part = is_step(entry.name) or entry.name.startswith(TEMPORARY_PREFIX)
+        if not is_step_or_part and entry.name not in (LATEST_NAME, folder.abandoned.name):
+            yield from [entry] if entry.is_file() else (file for file in entry.rglob("*") if file.is_file())
 
 
 def _link(file: Path, target: Path) -> None:

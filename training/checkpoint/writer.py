@@ -33,14 +33,14 @@ from models.parallel.exchanges import wait_for
 from models.storage.folders import check_disk_space
 from models.storage.manifest import STATE_NAME, FileRecord, HashedFile, write_manifest
 from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
-from models.storage.steps import LATEST_NAME
+from models.storage.steps import LATEST_NAME, TEMPORARY_PREFIX
 from models.storage.torch_writer import save_torch
 from models.weights.pipeline_checkpoint import layer_file
 from training.checkpoint import optimizer_state
 from training.checkpoint.coverage import check_coverage
 from training.checkpoint.retention import KEEP_ALL, Retention, prune_checkpoints
 from training.checkpoint.share_file import ShareFile
-from training.checkpoint.state import TEMPORARY_PREFIX, TrainerState
+from training.checkpoint.state import TrainerState
 from training.distributed.host_memory import measure_available_memory
 from training.distributed.leaving import saving
 from training.distributed.process import make_group_with_timeout, synchronize

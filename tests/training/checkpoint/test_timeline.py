@@ -25,6 +25,7 @@ from training.checkpoint.timeline import (
     record_start,
     set_aside,
 )
+from training.run import begin_line
 
 
 @pytest.fixture
@@ -32,7 +33,9 @@ def folder(tmp_path: Path) -> RunFolder:
     """A run that has finished at step 6, with exports of steps 2 and 4, and of its end."""
     folder = RunFolder(tmp_path / "out")
     folder.checkpoints.mkdir(parents=True)
-    (folder.checkpoints / "config.json").write_text("{}")
+    for name in ("config.json", "1_Pooling/config.json"):
+        (folder.checkpoints / name).parent.mkdir(exist_ok=True)
+        (folder.checkpoints / name).write_text("{}")
     for step in (2, 4, 6):
         write_checkpoint(folder.checkpoints, step)
     for export in (folder.find_export(2), folder.find_export(4), folder.export):
@@ -65,15 +68,30 @@ def test_what_comes_after_the_start_is_abandoned(folder: RunFolder) -> None:
 
 
 def test_no_step_of_another_line_is_kept(folder: RunFolder, tmp_path: Path) -> None:
-    """Those before the start are not the ones that led to it."""
+    """Those before the start are not the ones that led to it, and neither are their exports."""
     (tmp_path / "other").mkdir()
     other = write_checkpoint(tmp_path / "other", 4)
     abandoned = find_abandoned(folder, other)
-    assert names(abandoned) == ["global_step6", "global_step4", "global_step2", "hf"]
+    assert names(abandoned) == ["global_step6", "global_step4", "global_step2", "hf-step2", "hf-step4", "hf"]
     place = set_aside(folder, abandoned)
     assert list_checkpoints(folder.checkpoints) == [] and not (folder.checkpoints / "latest").exists()
-    assert not folder.metrics.exists() and (place / "metrics.jsonl").exists()
-    assert list_tree(folder.path) == ["checkpoints", "hf-step2", "hf-step4"]
+    assert (place / "metrics.jsonl").exists()
+    assert list_tree(folder.path) == ["checkpoints", "events.jsonl", "metrics.jsonl"]
+
+
+def test_no_records_of_a_run_that_saved_nothing_are_those_of_another_folders_start(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    """Its lines for steps before the start would be taken for those that led to it."""
+    (tmp_path / "other").mkdir()
+    config: Any = SimpleNamespace(overwrite_output_dir=False)
+    own: Any = SimpleNamespace(resume_from=folder.find_checkpoint(6))
+    assert begin_line(config, own, folder) == [] and folder.metrics.exists() and folder.events.exists()
+    for path in [*list_checkpoints(folder.checkpoints), *folder.list_exports().values(), folder.export]:
+        shutil.rmtree(path)
+    other: Any = SimpleNamespace(resume_from=write_checkpoint(tmp_path / "other", 4))
+    assert begin_line(config, other, folder) == []
+    assert not folder.metrics.exists() and not folder.events.exists()
 
 
 def test_a_step_is_the_runs_own_by_whatever_path(folder: RunFolder, tmp_path: Path) -> None:
@@ -91,11 +109,12 @@ def test_abandoned_steps_are_a_folder_of_checkpoints(folder: RunFolder) -> None:
     place = set_aside(folder, abandoned)
     assert place == folder.checkpoints / "abandoned" / "1"
     assert list_tree(place) == [
-        "completed.json", "config.json", "events.jsonl", "global_step4", "global_step6", "hf", "hf-step4", "latest",
-        "metrics.jsonl",
+        "1_Pooling", "completed.json", "config.json", "events.jsonl", "global_step4", "global_step6", "hf", "hf-step4",
+        "latest", "metrics.jsonl",
     ]  # fmt: skip
+    assert (place / "1_Pooling" / "config.json").read_text() == "{}"
     assert (place / "latest").read_text() == "global_step6" and len(list(place.glob("global_step6/*"))) == 5
-    assert list_tree(folder.checkpoints) == ["abandoned", "config.json", "global_step2", "latest"]
+    assert list_tree(folder.checkpoints) == ["1_Pooling", "abandoned", "config.json", "global_step2", "latest"]
     assert (folder.checkpoints / "latest").read_text() == "global_step2"
     assert list_tree(folder.path) == ["checkpoints", "events.jsonl", "hf-step2", "metrics.jsonl"]
     assert not find_abandoned(folder, folder.find_checkpoint(2))
