@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.inspection.files import save_skipped
 from training.build import build_engine, build_eval_loaders, build_loaders, build_online_teacher, prepare_teacher
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
@@ -163,6 +164,8 @@ def train(
             notes = begin_line(config, setup, folder)
             stops = list_trained_stops(config, tokenizer, datasets.get("train_file"))
             prepare_folder(config, setup, tokenizer, folder, stops)
+            folder.skipped.unlink(missing_ok=True)
+            save_skipped(datasets, folder.skipped)
             record_start(folder, config, setup.resume_from, budget.last_step)
             folder.reopen()
             with ranks.phase("opening the loggers"):
@@ -204,6 +207,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
         reporters: list[Reporter] = []
         if ranks.is_main:
             folder.path.mkdir(parents=True, exist_ok=True)
+            save_skipped(datasets, folder.skipped)
             show_evaluation(config, setup, sizes=sizes, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
         data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from console import say, show_panel
-from data.inspection.files import describe_files, save_skipped
+from data.inspection.files import describe_files
 from data.storage.tokenized import load_summary
 from models.adapters.options import AdapterName
 from models.adapters.targets import describe_targets
@@ -53,7 +53,7 @@ def show_start(
     """Show what became of each file, and the panel of a run that trains. datasets: key -> tokenized folder. hosts: the
     host of each rank."""
     if datasets:
-        _show_files(config, datasets)
+        show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
     facts = {"model": _describe_model(setup, prediction), "data": _describe_training_data(config, datasets, budget)}
     facts |= describe_wrapper(setup.source) | describe_unused(setup.source, config)
     if setup.teacher is not None:
@@ -92,12 +92,6 @@ def describe_abandoned(config: RunConfig, setup: RunSetup) -> Facts:
     return {"set aside": f"in {place}: {abandoned.describe()} ({size}, which rm -r {place} frees)"}
 
 
-def _show_files(config: RunConfig, datasets: dict[str, Path]) -> None:
-    """Show what became of each file, and list the records that were skipped."""
-    save_skipped(datasets, RunFolder(config.output_dir).skipped)
-    show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
-
-
 def show_evaluation(
     config: RunConfig,
     setup: RunSetup,
@@ -107,7 +101,7 @@ def show_evaluation(
     hosts: Sequence[str],
 ) -> None:
     """Show the panels of a run that only evaluates. See `show_start`."""
-    _show_files(config, datasets)
+    show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
     facts = {
         "model": _describe_model(setup),
         **describe_wrapper(setup.source),

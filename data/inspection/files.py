@@ -7,6 +7,7 @@ bytes per evaluation record, whatever the training files hold.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -79,14 +80,17 @@ def _count_shared(train: np.ndarray, hashes: np.ndarray, files: Sequence[FileCou
 
 
 def save_skipped(datasets: Mapping[str, Path], file: Path) -> None:
-    """Write a line for each record that was skipped as bad: key, place and what is wrong with it; no file where none
-    was. datasets: key -> tokenized folder."""
+    """Write a line for each record that was skipped as bad: key, place and what is wrong with it. Lines of other keys
+    stay, such as those of the run whose checkpoint is evaluated; no file where none is left. datasets: key -> tokenized
+    folder."""
+    before = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
+    kept = (f"{line}\n" for line in before if line and line.partition(": ")[0] not in datasets)
+    new = (f"{key}: {message}\n" for key, path in datasets.items() for message in read_skipped(path))
     file.unlink(missing_ok=True)
-    for key, path in datasets.items():
-        for message in read_skipped(path):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with open(file, "a", encoding="utf-8") as lines:
-                lines.write(f"{key}: {message}\n")
+    for line in chain(kept, new):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.write(line)
 
 
 def merge_rest(reports: Sequence[FileReport], most: int = MOST_FILES) -> list[FileReport]:

@@ -179,6 +179,21 @@ def test_weights_and_biases_offline_writes_a_run_folder(run) -> None:
     assert len(written) == 1 and written[0].stat().st_size > 0
 
 
+@pytest.mark.full
+def test_records_that_are_skipped_are_listed_in_an_overwritten_folder_and_an_evaluation_keeps_the_list(
+    run: Callable[..., Path], root: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text((root / "train.jsonl").read_text() + "{}\n")
+    keys = (f"train_file={file}", "data.on_bad_record=skip", "max_steps=1", "lr_scheduler_type=constant")
+    run("out", 1, 1, *keys)
+    out = run("out", 1, 1, *keys, "overwrite_output_dir=true")
+    listed = (out / "skipped.txt").read_text()
+    assert listed.startswith(f"train_file: {file}:") and listed.count("\n") == 1
+    run("out", 1, 1, *keys, "evaluate_only=true", "resume=latest")
+    assert (out / "skipped.txt").read_text() == listed
+
+
 def train_with_broken_logger(case: Case) -> list[str]:
     """On a rank: a run whose logger loses its network. Returns what was called, and whether the export was there."""
     from unittest.mock import patch

@@ -290,9 +290,10 @@ def test_bad_records_are_skipped_and_counted(prepare, train_file: Path, num_proc
     skipped = list(read_skipped(path))
     assert len(skipped) == 4 and skipped[0].startswith(f"{train_file}:2: no field 'completion'")
     assert skipped[2].startswith(f"{train_file}:4: not UTF-8 text")
-    save_skipped({"train_file": path}, train_file.parent / "out" / "skipped.txt")
-    lines = (train_file.parent / "out" / "skipped.txt").read_text().splitlines()
-    assert lines == [f"train_file: {line}" for line in skipped]
+    listed = train_file.parent / "out" / "skipped.txt"
+    for key in ("train_file", "eval_file", "eval_file"):  # a run, and evaluations in its folder
+        save_skipped({key: path}, listed)
+    assert listed.read_text().splitlines() == [f"{key}_file: {each}" for key in ("train", "eval") for each in skipped]
     named = r"train.jsonl:2: no field 'completion'.* \(data.on_bad_record=skip leaves such records out\)$"
     with pytest.raises(UserError, match=named):
         prepare()  # a run that does not skip does not find the other's cache
