@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from filesystem import write_atomically
+from training.pipeline.schedules import SCHEDULE_KEYS
 
 FIRST_SLOTS = "first_slots"  # in output_dir
 
@@ -103,7 +104,7 @@ def search_layout(command: Sequence[str], num_ranks: int) -> tuple[list[str], st
     script = next((place for place, word in enumerate(command) if word.endswith(".py")), None)
     if script is None:
         raise ElasticError("--elastic: the command names no .py file whose plan could be asked for")
-    planned = ["resume=null", "overwrite_output_dir=false", "plan=search", f"world_size={num_ranks}"]
+    planned = ["overwrite_output_dir=false", "plan=search", f"world_size={num_ranks}"]
     ended = subprocess.run([sys.executable, *command[script:], *planned], capture_output=True, text=True)
     used = re.search(r"^use: (.*)$", ended.stdout, re.MULTILINE)
     lines = (
@@ -113,9 +114,11 @@ def search_layout(command: Sequence[str], num_ranks: int) -> tuple[list[str], st
 
 
 def change_keys(command: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Returns the command with these keys in place of its own, without a list in `partition_method`, which would be for
-    another layout."""
-    names = {key.partition("=")[0] for key in keys}
+    """Returns the command with these keys in place of its own, without what would be for another layout: a list in
+    `partition_method`, and keys of another schedule."""
+    values = {name: value for name, _, value in (key.partition("=") for key in keys)}
+    others = SCHEDULE_KEYS if "schedule" in values else {}
+    names = {*values, *(name for schedule, read in others.items() if schedule != values["schedule"] for name in read)}
     kept = [
         word for word in command if word.partition("=")[0] not in names and not word.startswith("partition_method=[")
     ]

@@ -99,11 +99,21 @@ def test_keys_take_the_place_of_the_commands_own() -> None:
     ]
 
 
+def test_keys_of_another_schedule_do_not_stay() -> None:
+    """A run refuses a key on its command line that it does not read."""
+    command = ["run.py", "schedule=interleaved", "virtual_stages_per_rank=2"]
+    assert change_keys(command, ["schedule=1f1b"]) == ["run.py", "schedule=1f1b"]
+    assert change_keys(command, ["schedule=interleaved"]) == ["run.py", *command[2:], "schedule=interleaved"]
+    assert change_keys(command, ["micro_batch_size=1"]) == [*command, "micro_batch_size=1"]
+
+
 PLAN = """
 import sys
 ranks = int(next(word for word in sys.argv if word.startswith("world_size=")).partition("=")[2])
 if ranks == 3 or ranks < FEWEST:
     sys.exit("error: nothing fits")
+if "resume=null" in sys.argv:
+    sys.exit("error: resume_allow_changes=true: this run does not read it, only one with resume does")
 given = "global_batch_size=16" in sys.argv
 print(f"use: num_stages={ranks} global_batch_size={16 if given else 4 * ranks}")
 """
