@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from data.storage.tokenized import TokenizedDataset
+from data.inspection.files import shorten_source
+from data.storage.tokenized import TokenizedDataset, load_summary
 
 EXAMPLES = 5  # of each finding
 FENCE = 3  # interquartile ranges beyond the quartiles, of the logarithm of the length
@@ -32,15 +33,24 @@ def describe_findings(files: Sequence[Inspected], shown: Callable[[np.ndarray], 
     opened = {file.key: TokenizedDataset(file.path, True, True) for file in files}
     lines: list[str] = []
 
-    def name(file: Inspected, sample: int) -> str:
+    ends = {file.key: np.cumsum([each.counts.num_samples for each in load_summary(file.path).files]) for file in files}
+
+    def locate(file: Inspected, sample: int) -> str:
         dataset = opened[file.key]
         first = sample * file.group_size
-        source = file.names[int(dataset.sources[first])]
-        within = (first - int(np.searchsorted(dataset.sources, dataset.sources[first]))) // file.group_size
-        return f"{file.key} sample {sample:,} (number {within:,} of {source}): {shown(dataset.input_ids(first))}"
+        if dataset.places is None:
+            source = int(dataset.sources[first])
+            within = (first - int(np.searchsorted(dataset.sources, source))) // file.group_size
+            return f"number {within:,} of {file.names[source]}"
+        number = int(np.searchsorted(ends[file.key], first, side="right"))
+        return f"{shorten_source(load_summary(file.path).files[number].name)}:{dataset.places[first]}"
+
+    def name(file: Inspected, sample: int) -> str:
+        first = opened[file.key].input_ids(sample * file.group_size)
+        return f"{file.key} sample {sample:,} ({locate(file, sample)}): {shown(first)}"
 
     hashes = [_hash_samples(opened[file.key], file.group_size) for file in files]
-    lines += _describe_duplicates(files, hashes, name)
+    lines += _describe_duplicates(files, hashes, name, locate)
     for file in files:
         dataset = opened[file.key]
         if len(empty := np.flatnonzero(np.asarray(dataset.num_targets) == 0)):
@@ -65,7 +75,9 @@ def _hash_samples(dataset: TokenizedDataset, group_size: int) -> np.ndarray:
 Name = Callable[[Inspected, int], str]
 
 
-def _describe_duplicates(files: Sequence[Inspected], hashes: Sequence[np.ndarray], name: Name) -> list[str]:
+def _describe_duplicates(
+    files: Sequence[Inspected], hashes: Sequence[np.ndarray], name: Name, locate: Name
+) -> list[str]:
     lines = []
     for file, own in zip(files, hashes, strict=True):
         order = np.argsort(own, kind="stable")
@@ -74,7 +86,7 @@ def _describe_duplicates(files: Sequence[Inspected], hashes: Sequence[np.ndarray
             lines.append(f"{file.key}: {len(repeats):,} of {len(own):,} samples repeat an earlier one of the same file")
             firsts = order[np.searchsorted(own[order], own[repeats[:EXAMPLES]])]
             for sample, first in zip(repeats[:EXAMPLES].tolist(), firsts.tolist(), strict=True):
-                lines.append(f"  {name(file, sample)} = sample {first:,}")
+                lines.append(f"  {name(file, sample)} = {locate(file, first)}")
     for (file, own), (other, others) in [
         (one, two) for at, one in enumerate(zip(files, hashes)) for two in list(zip(files, hashes))[at + 1 :]
     ]:
@@ -87,7 +99,7 @@ def _describe_duplicates(files: Sequence[Inspected], hashes: Sequence[np.ndarray
                 "evaluation is contaminated"
             )
             lines += [
-                f"  {name(other, int(sample))} = {file.key} sample {int(order[places[sample]]):,}"
+                f"  {name(other, int(sample))} = {file.key} {locate(file, int(order[places[sample]]))}"
                 for sample in shared[:EXAMPLES]
             ]
     return lines

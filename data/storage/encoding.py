@@ -1,5 +1,6 @@
 """From a batch of records to the columns of a tokenized folder, and counts of what became of the records."""
 
+import re
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from data.sources.selection import TAKE_ALL, Selection, hash_record
 from data.storage.cache import compute_cache_key
 from data.storage.length import LengthCounts, fit_group, fit_samples
 from data.storage.summary import BatchCounts, sum_counts
-from data.storage.tokenized import LABEL_DTYPES, PROMPT_COLUMN
+from data.storage.tokenized import LABEL_DTYPES, PLACE_COLUMN, PROMPT_COLUMN
 from errors import UserError
 
 Encoded = Sample | list[Sample] | Group
@@ -70,11 +71,11 @@ class LabelKind(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length and
-    num_targets of each, and num_prompt where they are answers; int32. Where the kind of data has labels of samples,
-    those of each, end to end: `label`, int32, or `value`, float64. files: counts of each file by its number. hashes: of
-    the records that became samples, or were dropped as too long, uint64. label_kinds: of its samples, at most one.
-    skipped: the message of each record that was skipped as bad."""
+    """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length,
+    num_targets and place in its file of each, and num_prompt where they are answers; int32. Where the kind of data has
+    labels of samples, those of each, end to end: `label`, int32, or `value`, float64. files: counts of each file by its
+    number. hashes: of the records that became samples, or were dropped as too long, uint64. label_kinds: of its
+    samples, at most one. skipped: the message of each record that was skipped as bad."""
 
     columns: dict[str, np.ndarray]
     files: dict[int, BatchCounts]
@@ -107,7 +108,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     skipped: list[str] = []
     numbered = zip(records, files or [0] * len(records))
     states = [_Record(raw.location, per_file[number], skipped) for raw, number in numbered]
-    input_ids, labels, lengths, num_targets, num_prompt = (array("i") for _ in range(5))
+    input_ids, labels, lengths, num_targets, num_prompt, places = (array("i") for _ in range(6))
     hashes: list[int] = []
     sample_labels: list[int | float] = []
     kinds: set[LabelKind] = set()
@@ -123,6 +124,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             input_ids.fromlist(piece["input_ids"])
             labels.fromlist(piece["labels"])
             lengths.append(len(piece["input_ids"]))
+            places.append(_read_place(record.location))
             num_targets.append(count_targets(piece))
             if _holds_answers(encoded):
                 num_prompt.append(piece["num_prompt"] if "num_prompt" in piece else _find_target(piece))
@@ -133,6 +135,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             kinds.add(_find_label_kind(found))
         hashes.append(record.hash)
     columns = {"input_ids": input_ids, "labels": labels, "length": lengths, "num_targets": num_targets}
+    columns[PLACE_COLUMN] = places
     if num_prompt:
         columns[PROMPT_COLUMN] = num_prompt
     arrays = {name: np.array(values, np.int32) for name, values in columns.items()}
@@ -157,6 +160,12 @@ def check_label_kinds(kinds: Collection[LabelKind], encoder: Encoder) -> None:
 def _holds_answers(encoded: Encoded) -> bool:
     """Return whether the samples of a record are answers to a prompt: preferences, and single answers with a label."""
     return "label" not in encoded[0] if isinstance(encoded, tuple) else "desirable" in encoded
+
+
+def _read_place(location: str) -> int:
+    """Return the number that a location ends with, of a line, a row or a record; 0 for a file that is one record."""
+    number = re.search(r"(?<=[: ])\d+$", location)
+    return int(number[0]) if number else 0
 
 
 def _find_target(sample: Sample) -> int:

@@ -4,6 +4,7 @@
     offset                 int64 [num_samples + 1], where each of them begins
     length, num_targets    int32 [num_samples]; targets are counted after the shift
     num_prompt             int32 [num_samples], tokens before the answer, of a kind of data whose samples are answers
+    place                  int32 [num_samples], the line, row or record of its file that it was made of; 0: unknown
     label, value           int32 or float64 [num_samples, K], of a kind of data whose samples have labels, or numbers
     source                 int32 [num_samples], the entry of `train_file` that the sample comes from
     skipped                text, a line for each record that was skipped as bad: its place and what is wrong with it
@@ -32,7 +33,8 @@ SUMMARY_FILE = "summary.json"
 CORPORA_FILE = "corpora.json"  # of corpora that were tokenized elsewhere: their prefixes, in place of the token columns
 TOKEN_COLUMNS = ("input_ids", "labels")
 SAMPLE_COLUMNS = ("length", "num_targets", "source")
-PROMPT_COLUMN = "num_prompt"
+PROMPT_COLUMN, PLACE_COLUMN = "num_prompt", "place"
+UNHASHED = (PROMPT_COLUMN, PLACE_COLUMN)  # earlier versions had none, and their checkpoints name the hash of the others
 DTYPES: dict[str, np.dtype] = {
     **dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)),
     "offset": np.dtype(np.int64),
@@ -111,7 +113,7 @@ class TokenizedWriter:
         lengths = columns["length"]
         for name, values in columns.items():
             self._write(name, values)
-            if name != PROMPT_COLUMN:  # earlier versions had none, and their checkpoints name the hash
+            if name not in UNHASHED:
                 self._hashes[source].update(values.data)
         self._write("source", np.full(len(lengths), source, np.int32))
         self._write("offset", self.num_tokens + np.cumsum(lengths, dtype=np.int64))
@@ -214,6 +216,14 @@ class TokenizedDataset:
     def num_prompt(self) -> np.ndarray:
         """The number of tokens before the answer of each sample, int32 [num_samples]."""
         return map_column(self._arguments[0], PROMPT_COLUMN, np.dtype(np.int32))
+
+    @cached_property
+    def places(self) -> np.ndarray | None:
+        """The line, row or record that each sample was made of, int32 [num_samples]; None for corpora that were
+        tokenized elsewhere."""
+        path = self._arguments[0]
+        has_places = column_file(path, PLACE_COLUMN).is_file()
+        return map_column(path, PLACE_COLUMN, np.dtype(np.int32)) if has_places else None
 
     @property
     def desirable(self) -> np.ndarray:

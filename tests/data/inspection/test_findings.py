@@ -38,19 +38,19 @@ def test_duplicates_within_and_across_files(tokenizer, tmp_path: Path) -> None:
     lines = found.splitlines()
     assert lines[0] == "train_file: 2 of 23 samples repeat an earlier one of the same file"
     assert {line.partition(": ")[0] + line[line.rindex(" =") :] for line in lines[1:3]} == {
-        "  train_file sample 20 (number 20 of a) = sample 3",
-        "  train_file sample 22 (number 1 of b) = sample 5",
+        f"  train_file sample 20 ({tmp_path}/a:21) = {tmp_path}/a:4",
+        f"  train_file sample 22 ({tmp_path}/b:2) = {tmp_path}/a:6",
     }
     assert lines[3].startswith("eval_file: 1 of 2 samples are in train_file too")
-    assert lines[4].startswith("  eval_file sample 1 (number 1 of c): 'What")
-    assert lines[4].endswith(" = train_file sample 7") and len(lines) == 5
+    assert lines[4].startswith(f"  eval_file sample 1 ({tmp_path}/c:2): 'What")
+    assert lines[4].endswith(f" = train_file {tmp_path}/a:8") and len(lines) == 5
 
 
 def test_samples_of_strange_length(tokenizer, tmp_path: Path) -> None:
     records = [(f"What is the number {n}?", "A number, that is one of many.") for n in range(20)]
     lines = find(tokenizer, tmp_path, {"train_file": {"a": [*records, ("", "7")]}}).splitlines()
     assert lines[0].startswith("train_file: 1 samples are far shorter than the others (")
-    assert lines[1].startswith("  3 tokens: train_file sample 20 (number 20 of a): ") and len(lines) == 2
+    assert lines[1].startswith(f"  3 tokens: train_file sample 20 ({tmp_path}/a:21): ") and len(lines) == 2
     same = find(tokenizer, tmp_path, {"train_file": {"b": records}})
     assert same == "no duplicates, no samples without targets, no outliers in length"
 
