@@ -19,7 +19,7 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from errors import UserError
 from models.conversion.convert import convert_to_pipeline
 from models.weights.sources import open_weights
-from training.cli.command_line import check_command_line, clean_arguments
+from training.cli.command_line import check_command_line, clean_arguments, list_given
 from training.config.schema import register_schema, to_typed
 from training.distributed.ranks import Ranks
 from training.inputs.datasets import load_tokenizer, tokenize
@@ -66,7 +66,7 @@ def prepare_run(line: list[str], world_size: int) -> None:
     composed = check_command_line(cleaned, CONF, "llama_tiny_pp2")
     config = to_typed(composed)
     ranks = Ranks(1, world_size, 1, world_size)  # not the main one: it prints nothing
-    plan = check_run(config, ranks)
+    plan = check_run(config, ranks, list_given(cleaned))
     tokenizer = load_tokenizer(config, plan.source)
     compute_step_budget(config, plan.layout, tokenize(config, tokenizer, ranks.say), plan.resume_from)
 
