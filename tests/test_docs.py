@@ -69,6 +69,7 @@ OF_THE_SHELL = {
     "kubectl",
     "ls",
     "mkdir",
+    "rm",
     "pip",
     "python3",
     "pre-commit",
