@@ -228,7 +228,8 @@ def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None])
     if setup.resumable is None:
         return setup
     step_dir = choose_whole(setup.resumable, say)
-    masters = MasterWeights(step_dir) if config.precision is Precision.fp32 else None
+    continues_in_fp32 = config.precision is Precision.fp32 and not config.evaluate_only
+    masters = MasterWeights(step_dir) if continues_in_fp32 else None
     if setup.adapter is not None:
         restore = None if masters is None else masters.restore
         tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint, restore)

@@ -152,3 +152,18 @@ def test_overwriting_is_refused_for_every_model_that_a_run_reads(
     )  # fmt: skip
     with pytest.raises(UserError, match="overwrite_output_dir=true would delete .*out/hf, where "):
         setups.check_run(config, SINGLE_PROCESS)
+
+
+@pytest.mark.parametrize("evaluate_only", [False, True])
+def test_the_fp32_weights_of_a_run_in_bf16_are_for_a_run_that_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluate_only: bool
+) -> None:
+    """An evaluation is of the weights that are exported."""
+    weights = Mock()
+    monkeypatch.setattr(setups, "choose_whole", lambda resumable, say: tmp_path)
+    monkeypatch.setattr(setups, "MasterWeights", Mock())
+    monkeypatch.setattr(setups, "_open_resized", lambda config, path: weights)
+    config = build_config("precision=fp32", f"evaluate_only={str(evaluate_only).lower()}")
+    monkeypatch.setattr(dataclasses, "replace", lambda setup, **found: found)
+    found = setups.load_resumed(Mock(adapter=None), config, print)
+    assert (found["source"] is weights) is evaluate_only
