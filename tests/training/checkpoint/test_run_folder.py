@@ -200,7 +200,12 @@ def test_it_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.
 def test_each_of_many_sources_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A corpus may have a hundred thousand files, and each look follows links."""
     folder, looks, resolve = RunFolder(tmp_path / "out"), list[Path](), Path.resolve
-    monkeypatch.setattr(Path, "resolve", lambda path: looks.append(path) or resolve(path))
+
+    def look(path: Path) -> Path:
+        looks.append(path)
+        return resolve(path)
+
+    monkeypatch.setattr(Path, "resolve", look)
     folder.check_keeps([("train_file", tmp_path / f"{number}.jsonl") for number in range(200)], overwrite=False)
     assert len(looks) < 250
     with pytest.raises(UserError, match="would write over .*/hf, where train_file is"):
