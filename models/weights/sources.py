@@ -45,11 +45,12 @@ if TYPE_CHECKING:
 HUB_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.bpe", "*.spm", "tokenizer*", "vocab*", "merges*")
 # Subfolders hold weights in other formats; all but those that begin with the letters of `TEMPLATES_DIR` are left out
 HUB_SUBFOLDERS = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*")
-# Many repositories have weights in several formats, of which one is downloaded: patterns of its files, and of what is
-# left out then. `consolidated*` are the files of the model's authors, next to those for transformers.
+# Many repositories have weights in several formats, of which one is downloaded, the first that the reader takes: the
+# names of which one is there then, patterns of its files, and of what is left out. `consolidated*` are the files of the
+# model's authors, next to those for transformers.
 HUB_FORMATS = (
-    (("*.safetensors",), ("consolidated*", "*.bin.index.json")),
-    (("*.bin",), ("consolidated*",)),
+    ((*WEIGHT_FILES[:2], ADAPTER_WEIGHTS), ("*.safetensors",), ("consolidated*", "*.bin.index.json")),
+    (WEIGHT_FILES[2:], ("*.bin",), ("consolidated*",)),
 )
 
 
@@ -185,10 +186,9 @@ def _download_weights(name: str, revision: str | None) -> Path:
     answer. Raises the exceptions of `huggingface_hub`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
-    from huggingface_hub.utils import filter_repo_objects
 
     incomplete: LocalEntryNotFoundError | None = None
-    for files, others in HUB_FORMATS:
+    for read, files, others in HUB_FORMATS:
         try:
             folder = Path(
                 snapshot_download(
@@ -203,9 +203,8 @@ def _download_weights(name: str, revision: str | None) -> Path:
                 raise
             incomplete = incomplete or error  # the cache may hold another format
             continue
-        names = [file.name for file in folder.iterdir()]
-        if any(True for _ in filter_repo_objects(names, allow_patterns=list(files), ignore_patterns=list(others))):
+        if any((folder / name).is_file() for name in read):
             return folder
     if incomplete is not None:
         raise incomplete
-    return folder  # without weights, which its reader reports
+    return folder  # with weights under other names, or without any, which its reader reports

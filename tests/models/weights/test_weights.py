@@ -431,10 +431,11 @@ SHARDED_BIN = ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin
         (["model.safetensors", *SHARDED_BIN], ["model.safetensors"]),
         (["model.safetensors", "consolidated.safetensors"], ["model.safetensors"]),
         (SHARDED_BIN, SHARDED_BIN),
+        (["fp16.safetensors", "pytorch_model.bin"], ["fp16.safetensors", "pytorch_model.bin"]),
         (["consolidated.safetensors"], []),
         ([], []),
     ],
-    ids=["both", "one sharded", "authors'", "bin", "authors' alone", "none"],
+    ids=["both", "one sharded", "authors'", "bin", "bin next to another name", "authors' alone", "none"],
 )
 def test_one_format_of_a_hub_model_is_downloaded(
     listed: list[str], wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
