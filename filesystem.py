@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import filecmp
+import glob
 import json
 import logging
 import math
@@ -16,7 +17,9 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +31,7 @@ from console import report_progress
 
 _CHUNK = 8 * 2**20  # bytes that are hashed at a time
 _END = 2**20  # bytes
+_ABANDONED = 86_400  # seconds without a change, after which a temporary folder of another host is deleted
 _BLOCK = 2**16  # bytes
 _CANNOT_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _warned: set[int] = set()  # file systems that cannot sync folders
@@ -99,6 +103,38 @@ def write_atomically(file: Path, content: str | Callable[[Any], object], writer:
     sync_to_disk(file.parent)
 
 
+def make_temporary(folder: Path) -> Path:
+    """Makes an empty folder next to `folder`, in which this host prepares it, to be published. What killed processes
+    left is deleted: of this host, and of others, such as containers that were replaced, after a day without a change.
+
+    The name has the host in it: on some shared file systems locks are known to one host alone (Lustre's localflock,
+    NFS's local_lock).
+    """
+    temporary = folder.with_name(f"{folder.name}.{socket.gethostname()}.tmp")
+    for left in folder.parent.glob(f"{glob.escape(folder.name)}.*.tmp"):
+        if left == temporary or _find_last_change(left) < time.time() - _ABANDONED:
+            shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir()
+    return temporary
+
+
+def _find_last_change(folder: Path) -> float:
+    try:
+        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # it was deleted or published meanwhile
+        return math.inf
+
+
+def discard_folder(folder: Path) -> None:
+    """Deletes a folder, if it exists. Its name is free on return, even if files of it stay, such as those that are in
+    use on NFS: else `publish_folder` would take it for one that another host has made. Raises OSError where the name
+    cannot be freed."""
+    doomed = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
+    with suppress(FileNotFoundError):
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
 def publish_folder(temporary: Path, folder: Path) -> None:
     """Gives a complete folder its name, in one rename. Where a process of another host has been first, its folder
     stays, and `temporary` is deleted: both hold the same."""
@@ -109,12 +145,6 @@ def publish_folder(temporary: Path, folder: Path) -> None:
             raise
         shutil.rmtree(temporary)
     sync_to_disk(folder.parent)
-
-
-def name_of_this_host(path: Path, ending: str) -> Path:
-    """Returns a name next to `path` that processes of other hosts do not use: on some shared file systems locks are
-    known to one host alone (Lustre's localflock, NFS's local_lock)."""
-    return path.with_name(f"{path.name}.{socket.gethostname()}.{ending}")
 
 
 def write_page(file: Path, template: Path, content: object) -> None:

@@ -28,7 +28,7 @@ from data.storage.disk import describe_bytes
 from data.storage.hashes import find_changed, write_hashes
 from data.storage.tokenized import column_file, load_summary
 from errors import UserError
-from filesystem import lock_file, sync_to_disk, write_atomically
+from filesystem import discard_folder, lock_file, sync_to_disk, write_atomically
 
 TOKENS, LOGS = "token_ids", "log_probabilities"
 TOKEN_DTYPE, LOG_DTYPE = np.dtype(np.int32), np.dtype(np.float32)
@@ -199,7 +199,7 @@ class TeacherWriter:
         }
         write_atomically(self._part / DESCRIPTION, json.dumps(described))
         write_hashes(self._part)
-        shutil.rmtree(self._folder, ignore_errors=True)  # what is there is damaged
+        discard_folder(self._folder)  # what is there is damaged
         os.rename(self._part, self._folder)
         sync_to_disk(self._folder.parent)
         self._lock.release()

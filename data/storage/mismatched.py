@@ -6,7 +6,6 @@ same index is taken. It depends on the data alone, so the reference model's log-
 other prompt is cut.
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from data.storage.cache import lock_folder
 from data.storage.rows import RowPlan, copy_rows
 from data.storage.tokenized import TokenizedDataset, TokenizedWriter, find_damage, load_summary
 from errors import UserError
-from filesystem import name_of_this_host, publish_folder
+from filesystem import discard_folder, make_temporary, publish_folder
 
 _BATCH = 1000  # samples
 
@@ -66,10 +65,8 @@ def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool)
 def _write(path: Path, folder: Path, key: str, max_seq_length: int, samples_per_record: int) -> None:
     dataset, summary = TokenizedDataset(path, True, True), load_summary(path)
     others = _choose_others(dataset, key, samples_per_record)
-    temporary = name_of_this_host(folder, "tmp")
-    for each in (temporary, folder):
-        shutil.rmtree(each, ignore_errors=True)
-    temporary.mkdir()
+    discard_folder(folder)
+    temporary = make_temporary(folder)
     with TokenizedWriter(temporary, num_sources=1) as writer:
         for start in range(0, len(dataset), _BATCH):
             numbers = range(start, min(start + _BATCH, len(dataset)))

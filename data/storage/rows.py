@@ -8,7 +8,6 @@ P pieces (what one row holds of one sample), R rows, T tokens of a row.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from data.storage.packing import Pieces, concatenate, lay_singly, pack_best_fit
 from data.storage.reference import load_reference
 from data.storage.tokenized import TokenizedDataset, column_file, map_column
 from errors import UserError
-from filesystem import name_of_this_host, publish_folder
+from filesystem import discard_folder, make_temporary, publish_folder
 
 PIECE_COLUMNS = ("sample_id", "start", "stop")  # int64 [P]
 ROW_COLUMNS = ("length", "num_targets")  # int64 [R]
@@ -174,10 +173,8 @@ def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
 
 def _write_index(folder: Path, windows: Iterable[Pieces], dataset: TokenizedDataset) -> None:
     """Write the index; the folder appears whole, by a rename."""
-    temporary = name_of_this_host(folder, "tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.mkdir()
+    discard_folder(folder)
+    temporary = make_temporary(folder)
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(column_file(temporary, name), "wb")) for name in COLUMNS}
         num_pieces = 0

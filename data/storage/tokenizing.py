@@ -29,7 +29,7 @@ from data.storage.summary import BatchCounts, FileCounts, check_any_left, check_
 from data.storage.tokenized import TokenizedWriter, find_damage
 from data.storage.workers import map_in_order
 from errors import UserError
-from filesystem import name_of_this_host, publish_folder
+from filesystem import discard_folder, make_temporary, publish_folder
 from masking import mask_text
 
 # A batch of records ends at the first of these limits; a record may be a whole book.
@@ -64,7 +64,7 @@ def prepare_dataset(
             if damage is not None:
                 if path.exists():
                     say(f"{key}: the tokenized data in {path} is damaged ({damage}); it is rebuilt")
-                    shutil.rmtree(path, ignore_errors=True)  # another host may be at it too
+                    discard_folder(path)
                 _write_dataset(path, sources, key, encoding, num_proc=num_proc, say=say, shown=log is not None)
                 origin = "tokenized into"
     say(f"{key}: {origin} {path}")
@@ -81,19 +81,13 @@ def _write_dataset(
     say: Callable[[str], None],
     shown: bool,
 ) -> None:
-    temporary = name_of_this_host(path, "tmp")
-    # An existing one was left by a process that was killed: the lock ensures that no other process of this host writes
-    # here.
-    shutil.rmtree(temporary, ignore_errors=True)
-    indexed = holds_indexed(sources, key, encoding)
-    if not indexed:
-        encoding = _resolve_selection(sources, key, encoding, num_proc=num_proc, shown=shown)
-    num_records = None if indexed else _announce(path.parent, sources, key, encoding, say=say)
-    temporary.mkdir(parents=True)
+    temporary = make_temporary(path)  # the lock ensures that no other process of this host writes there
     try:
-        if indexed:
+        if holds_indexed(sources, key, encoding):
             write_indexed(temporary, sources, key, encoding, shown)
         else:
+            encoding = _resolve_selection(sources, key, encoding, num_proc=num_proc, shown=shown)
+            num_records = _announce(path.parent, sources, key, encoding, say=say)
             _tokenize_sources(
                 temporary, sources, key, encoding, num_proc=num_proc, num_records=num_records, shown=shown
             )

@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import signal
+import socket
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -32,7 +34,6 @@ from data.storage.encoding import Encoding
 from data.storage.tokenized import TokenizedDataset, load_summary, read_skipped
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
-from filesystem import name_of_this_host
 
 RECORDS = [{"prompt": f"How many {'legs ' * (n % 5)}{n}?", "completion": f"Eight {n}."} for n in range(12)]
 
@@ -41,7 +42,11 @@ RECORDS = [{"prompt": f"How many {'legs ' * (n % 5)}{n}?", "completion": f"Eight
 class SlowEncoder(SFTEncoder):
     """Writes a line to `trace` for every record that it encodes."""
 
-    trace: str = ""
+    folder: str = ""  # not the file itself: its content would be a part of the key
+
+    @property
+    def trace(self) -> Path:
+        return Path(self.folder) / "trace"
 
     def split(self, record, location, tokenizer, counts):
         with open(self.trace, "a") as file:
@@ -171,12 +176,12 @@ def test_pickling_opens_the_folder_again(prepare) -> None:
 
 
 def test_a_second_run_finds_it(prepare, train_file: Path) -> None:
-    encoder = SlowEncoder(trace=str(train_file.parent / "trace"))
+    encoder = SlowEncoder(folder=str(train_file.parent))
     path, _ = prepare(encoder=encoder)
-    trace = Path(encoder.trace).read_text()
+    trace = encoder.trace.read_text()
     again, lines = prepare(encoder=encoder)
     assert (
-        again == path and Path(encoder.trace).read_text() == trace and len(trace.splitlines()) == 2 * 12
+        again == path and encoder.trace.read_text() == trace and len(trace.splitlines()) == 2 * 12
     )  # and 12 for the estimate of the size
     assert len(lines) == 1 and "cached in" in lines[0]
 
@@ -206,7 +211,7 @@ def test_how_the_tokenizer_was_last_called_changes_nothing(prepare, build_tokeni
 
 
 def test_two_processes_at_once_do_it_once(prepare, train_file: Path) -> None:
-    encoder = SlowEncoder(trace=str(train_file.parent / "trace"))
+    encoder = SlowEncoder(folder=str(train_file.parent))
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
 
@@ -221,7 +226,7 @@ def test_two_processes_at_once_do_it_once(prepare, train_file: Path) -> None:
     for process in processes:
         process.join()
     assert answers[0][0] == answers[1][0]
-    assert len(Path(encoder.trace).read_text().splitlines()) == 2 * 12  # as one alone
+    assert len(encoder.trace.read_text().splitlines()) == 2 * 12  # as one alone
     lines = sorted(answers[0][1] + answers[1][1])
     assert ["cached" in line for line in lines] == [True, False, False, False]
     assert (
@@ -238,7 +243,7 @@ def test_two_hosts_at_once_without_common_locks_both_get_it(
     monkeypatch.setattr("data.storage.cache.lock_file", lambda file, on_wait: nullcontext())
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
-    encoder = SlowEncoder(trace=str(train_file.parent / "trace"))
+    encoder = SlowEncoder(folder=str(train_file.parent))
 
     def work(host: str) -> None:
         monkeypatch.setattr(filesystem.socket, "gethostname", lambda: host)
@@ -256,7 +261,7 @@ def test_two_hosts_at_once_without_common_locks_both_get_it(
     for process in processes:
         process.join()
     assert answers[0] == answers[1] and len(answers[0]) == 12
-    assert len(Path(encoder.trace).read_text().splitlines()) == 2 * 2 * 12  # each as one alone
+    assert len(encoder.trace.read_text().splitlines()) == 2 * 2 * 12  # each as one alone
     assert len(list_cache(train_file)) == 1
 
 
@@ -403,10 +408,27 @@ def test_a_bug_keeps_its_own_type_and_leaves_nothing(prepare, train_file: Path) 
     assert list_cache(train_file) == []
 
 
-def test_what_a_killed_process_left_is_cleared(prepare, train_file: Path) -> None:
+def test_what_killed_processes_left_is_cleared(prepare, train_file: Path) -> None:
+    """Of this host at once; of another one, which may still be at work, once nothing has changed for a day."""
     path, _ = prepare()
-    path.rename(name_of_this_host(path, "tmp"))
-    assert prepare()[0] == path and list_cache(train_file) == [path.name]
+    own, old, new = (path.with_name(f"{path.name}.{host}.tmp") for host in (socket.gethostname(), "old", "new"))
+    for left in (own, old, new):
+        shutil.copytree(path, left)
+    shutil.rmtree(path)
+    for file in (old, *old.iterdir()):
+        os.utime(file, (0, time.time() - 100_000))
+    assert prepare()[0] == path and list_cache(train_file) == [path.name, new.name]
+
+
+def test_damaged_tokens_that_cannot_be_deleted_are_not_used(
+    prepare, train_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where a file that another process has open leaves its folder."""
+    path, _ = prepare()
+    written = (path / "input_ids.bin").read_bytes()
+    (path / "input_ids.bin").write_bytes(bytes(len(written)))
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
+    assert prepare()[0] == path and (path / "input_ids.bin").read_bytes() == written
 
 
 def test_a_file_without_records(prepare, train_file: Path) -> None:
@@ -424,7 +446,7 @@ def test_a_cache_that_cannot_be_written(prepare, train_file: Path) -> None:
 def test_a_disk_without_room_stops_it_before_it_starts(
     prepare, train_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = SlowEncoder(trace=str(train_file.parent / "trace"))
+    encoder = SlowEncoder(folder=str(train_file.parent))
     monkeypatch.setattr("data.storage.disk.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(UserError) as caught:
         prepare(encoder=encoder)
@@ -434,7 +456,7 @@ def test_a_disk_without_room_stops_it_before_it_starts(
         "make room, or choose another folder with data.cache_dir"
     )
     assert re.fullmatch(message, str(caught.value)) and list_cache(train_file) == []
-    assert len(Path(encoder.trace).read_text().splitlines()) == 12
+    assert len(encoder.trace.read_text().splitlines()) == 12
 
 
 def test_a_disk_that_fills_up_meanwhile(prepare, train_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
