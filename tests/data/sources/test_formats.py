@@ -108,7 +108,7 @@ def test_a_map_of_parquet_is_a_mapping(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"m": pyarrow.array([[("a", 1), ("b", 2)], []], maps)}), path)
     assert read(path) == [{"m": {"a": 1, "b": 2}}, {"m": {}}] and has_maps(path)
     parquet.write_table(pyarrow.table({"m": pyarrow.array([[("a", 1), ("a", 2)]], maps)}), path)
-    with pytest.raises(UserError, match="cannot be read after row 0: .*a"):
+    with pytest.raises(UserError, match="after row 0 a map has one key twice; keep one of them"):
         read(path)
     parquet.write_table(pyarrow.table({"m": [1]}), path)
     assert not has_maps(path) and not has_maps(str(tmp_path / "a.jsonl"))
