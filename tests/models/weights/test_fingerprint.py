@@ -8,7 +8,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import make_adapter
 from support.tiny import save_llama
@@ -83,3 +85,16 @@ def test_an_adapter_is_merged_into_its_own_base_alone(
     with pytest.raises(UserError, match=f"{adapter} holds an adapter of another base model than {model}: that has the"):
         open_weights(str(adapter))
     open_weights(str(adapter), trust_checkpoint=True)
+
+
+def test_only_the_sample_is_read_from_the_disk(model: Path) -> None:
+    """Disks whose readahead is some MiB would give the whole file to its map."""
+    file, size = model / "model.safetensors", 2**25
+    save_file({"weight": torch.zeros(size, dtype=torch.uint8)}, file, metadata={"format": "pt"})
+    source = open_weights(str(model))
+    with open(file, "rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = psutil.Process().io_counters().read_bytes
+    fingerprint_weights(source)
+    assert psutil.Process().io_counters().read_bytes - before < size / 4
