@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,13 +128,15 @@ def test_the_base_of_an_adapter_and_files_of_a_user_are_not_overwritten(
     save_llama(base, num_hidden_layers=1)
     make_adapter(adapter, base)
     before = (base / "model.safetensors").read_bytes()
-    merge = ("--to_hf", "--model_name_or_path", adapter, "--output_dir", base, "--overwrite")
-    assert run(monkeypatch, *merge) == 1
-    assert f"output_dir {base} holds {base}/config.json, which is read" in capsys.readouterr().err
-    (base / "notes.txt").touch()
-    assert run(monkeypatch, *merge) == 1
+    merge = ("--to_hf", "--model_name_or_path", adapter, "--overwrite", "--output_dir")
+    assert run(monkeypatch, *merge, base) == 1
+    assert f"output_dir {base} overlaps with the source {base}" in capsys.readouterr().err
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    (other / "notes.txt").touch()
+    assert run(monkeypatch, *merge, other) == 1
     assert "holds notes.txt, which neither a conversion nor an export of a run wrote" in capsys.readouterr().err
-    assert (base / "model.safetensors").read_bytes() == before
+    assert (base / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes() == before
 
 
 def test_an_error_is_one_line(
