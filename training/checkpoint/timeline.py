@@ -41,7 +41,7 @@ class StartKeys(Protocol):
 
 @dataclass(frozen=True)
 class Abandoned:
-    """What a run abandons when it starts.
+    """The steps and exports that a run abandons when it starts.
 
     start: the checkpoint of its own folder that it continues from; None if it continues from none of them. first_step:
     the step that it starts from. steps: folders `global_stepN`, the newest first. exports: folders of models.

@@ -409,7 +409,7 @@ def test_a_bug_keeps_its_own_type_and_leaves_nothing(prepare, train_file: Path) 
 
 
 def test_what_killed_processes_left_is_cleared(prepare, train_file: Path) -> None:
-    """Of this host at once; of another one, which may still be at work, once nothing has changed for a day."""
+    """This host deletes its own at once, and those of another one, which may be at work, after a day without change."""
     path, _ = prepare()
     own, old, new = (path.with_name(f"{path.name}.{host}.tmp") for host in (socket.gethostname(), "old", "new"))
     for left in (own, old, new):

@@ -52,11 +52,12 @@ def save_as(folder: Path, original: Path, tensors: dict[str, torch.Tensor]) -> P
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json without the dtype: it is that of the text, where `transformers` writes that of the first
-    tensor."""
+    """Return config.json without the dtype, which is that of the text, where `transformers` writes that of the first
+    tensor, and without the names of transformers 4 for rotary positions."""
     fields = json.loads((folder / "config.json").read_text())
     for described in (fields, fields["text_config"]):
-        described.pop("dtype", None)
+        for key in ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"):
+            described.pop(key, None)
     return fields
 
 

@@ -1,4 +1,4 @@
-"""What a run sets aside when it starts from an earlier step, and what its restarts go by."""
+"""A run that starts from an earlier step sets the later ones aside, and its restarts go by what it recorded."""
 
 from __future__ import annotations
 

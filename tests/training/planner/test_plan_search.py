@@ -274,7 +274,7 @@ def test_several_numbers_of_gpus() -> None:
 
 
 def test_what_changes_the_update_is_a_table_of_its_own() -> None:
-    small = ("world_size=2", "model=llama_tiny", "hardware=a100_40g")
+    small = ("world_size=2", "model=llama_tiny", "hardware=a100_40g", "max_seq_length=256")
     config = build(*small)
     table, others = plan_run(config)
     assert "lora" not in table and "state_dtype" not in table
