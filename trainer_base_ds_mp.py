@@ -87,6 +87,9 @@ def quiet_imports() -> Iterator[None]:
 
 def main() -> None:
     sys.argv = clean_arguments(sys.argv)
+    if "--version" in sys.argv[1:]:
+        print(find_version())
+        return
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     set_allocator_defaults()
     with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("RANK", "0") == "0"):
@@ -99,9 +102,6 @@ def main() -> None:
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()
-    if "--version" in sys.argv[1:]:
-        print(find_version())
-        return
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(render_help())
         return

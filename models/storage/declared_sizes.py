@@ -65,5 +65,7 @@ def find_rope_types(parameters: object) -> Iterator[object]:
 
 def _read_size(config: PretrainedConfig, name: str) -> int | None:
     """Return a size; None where a model has none, or one for each layer."""
+    if config.is_heterogeneous and name != LAYERS:
+        return None
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None

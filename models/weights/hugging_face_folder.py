@@ -221,7 +221,7 @@ def _find_tensors(path: Path) -> dict[str, Path]:
     """Return tensor name -> file. Which files are the model's is decided as `from_pretrained` of transformers decides
     it: one file comes before an index, safetensors before .bin, and what has another name is not read."""
     named = load_json(path / "config.json").get("transformers_weights")
-    chosen = next((name for name in ([named] if named else WEIGHT_FILES) if (path / name).is_file()), None)
+    chosen = next((name for name in ([named] if named else WEIGHT_FILES) if (path / name).exists()), None)
     if chosen is None:
         raise UserError(
             f"{path} holds no weights ({named or ', '.join(WEIGHT_FILES)}), nor a file 'latest'; transformers reads no "

@@ -82,8 +82,13 @@ class RunFolder:
         folders = [*self._list_folders(), *self._list_files(), self.completed, self.plan, self.path / "config.yaml"]
         if found := find_inside(sources, folders):
             key, doomed = found
-            does = "overwrite_output_dir=true would delete" if overwrite else "the run would write over"
-            raise UserError(f"{does} {doomed}, where {key} is; give another output_dir, or move it")
+            if not overwrite:
+                raise UserError(
+                    f"the run would write over {doomed}, where {key} is; give another output_dir, or move it"
+                )
+            raise UserError(
+                f"overwrite_output_dir=true would delete {doomed}, where {key} is; give another output_dir, or move it"
+            )
 
     def acquire_lock(self) -> None:
         """Lock the folder for this process until `release_lock`. Main rank only.

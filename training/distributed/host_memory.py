@@ -19,7 +19,7 @@ _CACHED = ("inactive_file", "active_file", "total_inactive_file", "total_active_
 
 class _Limit(NamedTuple):
     limit: int  # bytes
-    used: int
+    used: int  # bytes, without what the system can take back
 
 
 def measure_host_memory() -> int:
@@ -37,13 +37,13 @@ def _list_limits() -> Iterator[_Limit]:
     for folder in _list_groups():
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             try:
-                found = _Limit(int((folder / limit).read_text()), int((folder / used).read_text()))
+                num_bytes, used_bytes = int((folder / limit).read_text()), int((folder / used).read_text())
                 lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
             except (OSError, ValueError):  # of the other version, or "max": no limit
                 continue
             statistics = {name: int(value) for name, value in lines}
             names = _CACHED[2:] if _CACHED[2] in statistics else _CACHED[:2]
-            yield found._replace(used=found.used - sum(statistics.get(name, 0) for name in names))
+            yield _Limit(num_bytes, used_bytes - sum(statistics.get(name, 0) for name in names))
 
 
 def _list_groups() -> Iterator[Path]:

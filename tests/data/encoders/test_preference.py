@@ -97,7 +97,10 @@ def test_assistant_turns_that_both_have_are_the_prompt(chat_tokenizer) -> None:
         ({**RECORD, "chosen": 8}, "field 'chosen' must be text, not int"),
         ({**RECORD, "prompt": None}, "field 'prompt' must be text, not NoneType"),
         ({"prompt": [USER], "chosen": [EIGHT], "rejected": [SURE]}, "message 2 is a user turn, after a user turn"),
-        ({"prompt": [USER, EIGHT], "chosen": "b", "rejected": "c"}, "message 3 is an assistant turn, after an assistant turn"),
+        (
+            {"prompt": [USER, EIGHT], "chosen": "b", "rejected": "c"},
+            "message 3 is an assistant turn, after an assistant turn",
+        ),
     ],
 )
 def test_a_bad_record(record: dict, message: str, chat_tokenizer) -> None:

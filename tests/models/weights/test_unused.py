@@ -38,7 +38,10 @@ ALL = [pytest.param(name, marks=() if name == FIRST else pytest.mark.full) for n
 def read_config(folder: Path) -> dict[str, Any]:
     fields = json.loads((folder / "config.json").read_text())
     for described in (fields, fields.get("text_config", {})):
-        described.pop("dtype", None)
+        for key in ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"):
+            described.pop(
+                key, None
+            )  # the dtype is that of the text; those of positions are the names of transformers 4
     return fields
 
 

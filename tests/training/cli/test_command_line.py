@@ -237,7 +237,9 @@ def test_a_user_defined_folder_is_searched_too(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="unknown key 'num_stage'; did you mean 'num_stages'?"):
         check_command_line([*given, "num_stage=2"], CONF, "base")
     own = "chat, classification, embedding, preference, pretrain, process_reward, quiz, rerank, sft"
-    with pytest.raises(UserError, match=f"data=quizz: there is no conf/data/quizz.yaml; there are {own}"):
+    with pytest.raises(
+        UserError, match=f"data=quizz: there is no conf/data/quizz.yaml; did you mean quiz\\? there are {own}"
+    ):
         check_command_line([*given[:-1], "data=quizz"], CONF, "base")
 
 

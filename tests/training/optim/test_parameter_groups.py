@@ -16,6 +16,7 @@ from support.families import build_family_config
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
 
 from errors import UserError
+from models.adapters.options import AdapterName
 from models.adapters.targets import build_lora_config
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
@@ -88,7 +89,7 @@ def test_what_decays_is_what_decays_in_the_trainer_of_transformers(composed: Run
 def test_lora_plus_trains_the_matrices_b_faster(composed: RunConfig) -> None:
     """After the entries that a user gives."""
     config = deepcopy(composed)
-    config.adapter.loraplus_lr_ratio = 16.0
+    config.adapter.name, config.adapter.loraplus_lr_ratio = AdapterName.lora, 16.0
     matrix = torch.zeros(2, 2)
     names = ["a.q_proj.lora_A.default.weight", "a.q_proj.lora_B.default.weight", "a.norm_lora_BC.weight"]
     groups = group_parameters([(name, matrix) for name in names], config)
@@ -118,7 +119,7 @@ def test_the_rate_of_lora_plus_in_a_checkpoint_of_version_1_1_is_not_compared() 
 def test_lora_plus_has_the_groups_and_rates_of_peft(composed: RunConfig, layers: list[Layer], use_dora: bool) -> None:
     """By the weight."""
     config = deepcopy(composed)
-    config.adapter.loraplus_lr_ratio = 16.0
+    config.adapter.name, config.adapter.loraplus_lr_ratio = AdapterName.lora, 16.0
     llama = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
     lora = build_lora_config(layers, "all-linear", r=2, modules_to_save=["embed_tokens"], use_dora=use_dora)
     model = get_peft_model(AutoModelForCausalLM.from_config(llama), lora)
