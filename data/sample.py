@@ -30,7 +30,7 @@ Group = tuple[Sample, ...]  # samples that stay together, such as a chosen and a
 
 
 class Encoder(Protocol):
-    """A frozen dataclass: its `repr` names every option, and is part of the key of the tokenized cache."""
+    """A frozen dataclass, whose options are part of the key of the tokenized cache (`describe_encoder`)."""
 
     def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | list[Sample] | Group:
         """Return the whole sample, of any length, or several; a tuple of those that stay together. Raises `UserError`

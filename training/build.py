@@ -23,7 +23,7 @@ from models.weights.source import WeightSource
 from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, RunConfig
 from training.distributed.p2p import count_spared
-from training.distributed.process import current_device, has_accelerator
+from training.distributed.process import broadcast_from_main, current_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
 from training.engine.start import start_engine
@@ -171,12 +171,17 @@ def prepare_teacher(config: RunConfig, setup: RunSetup, data: RankData) -> RankD
     assert top_k is not None
     num_tokens = min(setup.architecture.vocab_size, teacher.architecture.vocab_size)
     model_id = _identify(teacher.source, teacher, data.ranks)
-    tasks = []
-    for key, path in data.datasets.items():
-        plan = build_row_plan(config, key)
-        rows = "" if plan.is_trivial else plan.folder(path).name
-        folder = teacher_path(path, rows, f"{model_id}-{num_tokens}", top_k, temperature)
-        tasks.append(TeacherTask(key, path, plan, folder))
+
+    def list_tasks() -> list[TeacherTask]:
+        tasks = []
+        for key, path in data.datasets.items():
+            plan = build_row_plan(config, key)
+            rows = "" if plan.is_trivial else plan.folder(path).name
+            folder = teacher_path(path, rows, f"{model_id}-{num_tokens}", top_k, temperature)
+            tasks.append(TeacherTask(key, path, plan, folder))
+        return tasks
+
+    tasks = broadcast_from_main(list_tasks, data.ranks)
     missing = find_missing(tasks, top_k, data.ranks)
     if missing:
         data.ranks.say(f"teacher: {teacher.architecture.model_type} from {teacher.source.path}")

@@ -1,9 +1,12 @@
 """The kinds of data. A new one is an encoder in this folder, a line in `KINDS`, and keys in `conf/data/NAME.yaml`."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
+from enum import Enum
 from typing import Any
 
+from data.components import describe_code
 from data.encoders.chat import ChatEncoder
 from data.encoders.classification import ClassificationEncoder
 from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
@@ -27,6 +30,9 @@ class DataKind:
     concatenates: its samples are documents that are laid end to end and cut where a row is full.
     label_names: of the labels of its samples, where they are always the same.
     lists_labels: a record has a list of labels, one for each of its words.
+    format_version: part of the names of the tokenized folders of this kind. Raise it whenever its encoder makes other
+        samples of the same records and options, or a default of an option changes; what was tokenized is then
+        tokenized again. `tests/data/encoders/test_formats.py` fails where it should have been raised.
     """
 
     name: str
@@ -36,6 +42,7 @@ class DataKind:
     concatenates: bool = False
     label_names: tuple[str, ...] = ()
     lists_labels: bool = False
+    format_version: int = 1
 
     def count_samples(self, num_negatives: int) -> int:
         """Return the number of samples that a record becomes, which stay together."""
@@ -83,3 +90,32 @@ def find_keys(kind: DataKind) -> set[str]:
     """Return the names of the keys of `data` that the encoder of a kind reads."""
     encoder: Any = kind.encoder
     return {field.name for field in fields(encoder)}
+
+
+def describe_encoder(encoder: Encoder) -> list:
+    """Return what the samples depend on that an encoder makes of given records with a given tokenizer, as JSON values.
+
+    One of ours is named by its kind, the version of its format, and the options that differ from their defaults: not by
+    its source, so that moving it, or adding an option, changes no key. A user's own is named by its module, its fields
+    and its source, see `describe_code`.
+    """
+    kind = next((kind for kind in KINDS.values() if kind.encoder is type(encoder)), None)
+    if kind is None:
+        fields_of = getattr(encoder, "__dict__", {})
+        return [f"{type(encoder).__module__}.{encoder!r}", describe_code(encoder, fields_of)]
+    given: Any = encoder
+    options = {
+        option.name: _to_json(value)
+        for option in fields(given)
+        if option.repr and (value := getattr(encoder, option.name)) != _find_default(option)
+    }
+    return [kind.name, kind.format_version, options]
+
+
+def _find_default(option: Field) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+def _to_json(value: Any) -> str:
+    """Return an option as a text. The order of a mapping counts: a chat template may print it."""
+    return json.dumps(value, default=lambda other: other.value if isinstance(other, Enum) else dict(other))

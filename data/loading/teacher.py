@@ -26,7 +26,7 @@ import numpy as np
 
 from data.storage.disk import describe_bytes
 from data.storage.hashes import find_changed, write_hashes
-from data.storage.tokenized import column_file, load_summary
+from data.storage.tokenized import column_file, find_scores, load_summary
 from errors import UserError
 from filesystem import discard_folder, lock_file, sync_to_disk, write_atomically
 
@@ -42,10 +42,10 @@ def count_bytes(top_k: int) -> int:
 
 
 def teacher_path(folder: Path, rows: str, model_id: str, top_k: int, temperature: float) -> Path:
-    """Return the folder of a teacher's distributions in the tokenized folder. rows: the name of the plan by which
-    samples became rows. model_id: a hash of the teacher."""
+    """Return the folder of a teacher's distributions for a tokenized folder, see `find_scores`. rows: the name of the
+    plan by which samples became rows. model_id: a hash of the teacher."""
     state = (model_id, load_summary(folder).fingerprints, rows, top_k, temperature)
-    return folder / f"teacher-{hashlib.sha256(repr(state).encode()).hexdigest()[:16]}"
+    return find_scores(folder, f"teacher-{hashlib.sha256(repr(state).encode()).hexdigest()[:16]}")
 
 
 @dataclass(frozen=True)

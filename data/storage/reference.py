@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from data.storage.tokenized import find_scores
 from filesystem import write_atomically
 
 _DIGEST_BYTES = 16
 
 
 def reference_path(folder: Path, model_id: str) -> Path:
-    """Return the file of a model's log-probabilities in the tokenized folder."""
-    return folder / f"reference-{model_id}.npy"
+    """Return the file of a model's log-probabilities of the samples in a tokenized folder, see `find_scores`."""
+    return find_scores(folder, f"reference-{model_id}.npy")
 
 
 def load_reference(file: Path) -> np.ndarray:

@@ -35,8 +35,13 @@ from training.distributed.ranks import raise_together
 
 # The fields that determine which samples come next and what a step does with them. The layout does not.
 _KEPT = ("global_batch_size", "num_samples", "seed", "precision", "optimizer")
-# Those of `describe_objective` that a state before format 7 does not have.
-_RECORDED_SINCE_7 = ("adapter.load_in_4bit", "data.collator", "loss")
+# Values of `describe_objective` and `describe_stream` that a state before format 7 lacks, or has in another form.
+_RECORDED_SINCE_7 = (
+    "adapter.load_in_4bit",
+    "data.collator",
+    "loss",
+    "the hash of encoder, tokenizer and their options",
+)
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,9 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
         if before.get(name) != after.get(name) and name not in unknown
     ]
     others, notes = _list_others(saved, run), _list_sampled(saved, run)
-    notes += [f"{step_dir} does not say which {name} it was trained with" for name in unknown if name in after]
+    notes += [
+        f"{step_dir} was saved by an earlier version: no comparison of {name}" for name in unknown if name in after
+    ]
     if differing and not allow_changes:  # first: a key that adds tokens changes the tokenizer too
         raise UserError(
             f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same "

@@ -85,17 +85,19 @@ def prepare_reference(
         found = [is_whole(file, len(TokenizedDataset(datasets[key], False, False))) for key, file in files.items()]
         missing += torch.tensor(found, device=engine.device).logical_not()
     dist.all_reduce(missing)
-    # Grouped by file: both keys may name the same data.
-    to_compute = {files[key]: key for key, is_missing in zip(files, missing.tolist()) if is_missing}
+    # Grouped by folder: both keys may name the same data. Hosts may find their files in different folders.
+    to_compute = {datasets[key]: key for key, is_missing in zip(files, missing.tolist()) if is_missing}
     if not to_compute:
         ranks.say(f"reference log-probabilities: found next to the tokens ({model_id})")
         return files
     with _as_reference(module, reference, own):
-        for file, key in to_compute.items():
+        for path, key in to_compute.items():
             what = f"reference log-probabilities of {key}"
-            log_probabilities = _score(engine, datasets[key], options, architecture, what=what, ranks=ranks)
-            save = partial(save_reference, file, log_probabilities, ranks.rank) if module.has_loss else lambda: None
-            write_together(save, what, file)  # which waits for all: each may read what another has written
+            log_probabilities = _score(engine, path, options, architecture, what=what, ranks=ranks)
+            save = (
+                partial(save_reference, files[key], log_probabilities, ranks.rank) if module.has_loss else lambda: None
+            )
+            write_together(save, what, files[key])  # which waits for all: each may read what another has written
     return files
 
 

@@ -272,6 +272,19 @@ def test_a_reference_is_whole_or_absent(pairs: Path) -> None:
     assert not list(pairs.glob("*.tmp*"))
 
 
+def test_a_reference_is_found_beside_the_same_samples(tmp_path: Path, tokenizer) -> None:
+    """Under another key of the cache, which changes more often than the samples."""
+    first = tokenize(tmp_path, tokenizer, build_records(11))
+    again = tokenize(tmp_path, tokenizer, build_records(11), max_seq_length=65)
+    others = tokenize(tmp_path, tokenizer, build_records(12))
+    file = reference_of(first)
+    assert reference_path(again, "0") == file and is_whole(file, 22)
+    assert reference_path(again, "1").parent == again and reference_path(others, "0").parent == others
+    (first / "summary.json").write_text("{")
+    assert reference_path(again, "0").parent == again
+    assert reference_path(reference_of(again).parent, "0").parent == again
+
+
 @pytest.mark.parametrize("place", [-1, -17, 200])
 def test_a_flipped_byte_of_a_reference_is_found(pairs: Path, place: int) -> None:
     file = reference_of(pairs)
