@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -555,21 +555,28 @@ def find_default(config: RunConfig, key: str) -> Any:
 
 @cache
 def _find_default(key: str, choice: str) -> Any:
-    found = OmegaConf.select(_load_defaults(key.partition(".")[0], choice), key)
+    group, _, rest = key.partition(".")
+    found = OmegaConf.select(_load_choice(group, choice), rest) if choice else OmegaConf.select(_load_defaults(), key)
     return OmegaConf.to_object(found) if OmegaConf.is_config(found) else found
 
 
 @cache
-def _load_defaults(group: str, choice: str) -> DictConfig:
-    """Return a config with the defaults of a top-level key, or of a group whose `name` is `choice`."""
-    contents = [{group: _load_base().get(group, {})}]
-    if choice:
-        chosen = OmegaConf.load(CONF / group / f"{choice}.yaml")
-        assert isinstance(chosen, DictConfig)
-        shared = [name.partition("@")[0] for name in chosen.pop("defaults", [])]  # such as shared/every_kind@_here_
-        files = [OmegaConf.load(CONF / group / f"{name}.yaml") for name in shared if name != "_self_"]
-        contents = [{group: content} for content in (*files, chosen)]
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), *contents)
+def _load_defaults() -> DictConfig:
+    """Return a config with the defaults of conf/base.yaml."""
+    base = OmegaConf.masked_copy(_load_base(), [field.name for field in fields(RunConfig)])
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), base)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+@cache
+def _load_choice(group: str, choice: str) -> DictConfig:
+    """Return the defaults of a group whose `name` is `choice`."""
+    chosen = OmegaConf.load(CONF / group / f"{choice}.yaml")
+    assert isinstance(chosen, DictConfig)
+    shared = [name.partition("@")[0] for name in chosen.pop("defaults", [])]  # such as shared/every_kind@_here_
+    files = [OmegaConf.load(CONF / group / f"{name}.yaml") for name in shared if name != "_self_"]
+    merged = OmegaConf.merge(OmegaConf.structured(get_type_hints(RunConfig)[group]), *files, chosen)
     assert isinstance(merged, DictConfig)
     return merged
 
