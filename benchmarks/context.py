@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
+from batch import Batch, Targets
 from benchmarks.workload import build_engine, build_llama, compose_run, repeat_batch, run_ranks
 from models.parallel.ring import Transfer
 from training.costs.allocation import AllocationPeak
@@ -117,11 +119,12 @@ def build(
 
 def repeat_part(engine: Any, context_parallel_size: int, seq_length: int) -> Iterator[Any]:
     """The rank's part of the same micro-batch, forever."""
-    (input_ids, position_ids, segment_ids), (targets, denominator) = next(repeat_batch(1, seq_length, VOCAB_SIZE))
+    whole = next(repeat_batch(1, seq_length, VOCAB_SIZE))
+    assert whole.inputs is not None and whole.targets is not None
     take = engine.module.sequence_part.take
-    inputs = (take(input_ids).contiguous(), position_ids, segment_ids)
-    labels = (take(targets).contiguous(), denominator / context_parallel_size)
-    return itertools.repeat((inputs, labels))
+    inputs = replace(whole.inputs, input_ids=take(whole.inputs.input_ids).contiguous())
+    denominator = whole.targets.denominator / context_parallel_size
+    return itertools.repeat(Batch(inputs, Targets.find(take(whole.targets.ids).contiguous(), denominator)))
 
 
 def measure_memory(context_parallel_size: int, seq_length: int, mode: str) -> int:

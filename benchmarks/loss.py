@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.losses.cross_entropy import IGNORE_INDEX, causal_lm_loss
+from batch import IGNORE_INDEX, Targets
+from models.losses.cross_entropy import causal_lm_loss
 from training.costs.allocation import AllocationPeak
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -46,8 +47,8 @@ def main() -> None:
     report(arguments, peaks, seconds)
 
 
-def make_inputs(arguments: argparse.Namespace) -> tuple[torch.Tensor, ...]:
-    """hidden_states [1, T, D], weight [V, D], targets [1, T] at every place, and the denominator."""
+def make_inputs(arguments: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, Targets]:
+    """hidden_states [1, T, D], weight [V, D], and targets [1, T] at every place."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {"dtype": DTYPES[arguments.precision], "device": device}
@@ -58,25 +59,23 @@ def make_inputs(arguments: argparse.Namespace) -> tuple[torch.Tensor, ...]:
         .requires_grad_()
     )
     target_ids = torch.randint(arguments.vocab_size, (1, arguments.tokens), device=device)
-    return hidden_states, weight, target_ids, torch.tensor(float(arguments.tokens), device=device)
+    return hidden_states, weight, Targets.find(target_ids, torch.tensor(float(arguments.tokens), device=device))
 
 
-def plain_loss(outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def plain_loss(outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
     """The same function with whole logits."""
-    (hidden_states, weight), (target_ids, denominator) = outputs, targets
-    has_target = target_ids != IGNORE_INDEX
+    hidden_states, weight = outputs
+    has_target = targets.ids != IGNORE_INDEX
     logits = F.linear(hidden_states[has_target], weight)
     logits = logits.float() if logits.dtype is torch.bfloat16 else logits
-    return F.cross_entropy(logits, target_ids[has_target], reduction="sum") / denominator
+    return F.cross_entropy(logits, targets.ids[has_target], reduction="sum") / targets.denominator
 
 
-def take_pass(
-    loss: Loss, hidden_states: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, denominator: torch.Tensor
-) -> None:
-    torch.autograd.grad(loss((hidden_states, weight), (target_ids, denominator)), (hidden_states, weight))
+def take_pass(loss: Loss, hidden_states: torch.Tensor, weight: torch.Tensor, targets: Targets) -> None:
+    torch.autograd.grad(loss((hidden_states, weight), targets), (hidden_states, weight))
 
 
-def measure_seconds(loss: Loss, *inputs: torch.Tensor) -> float:
+def measure_seconds(loss: Loss, *inputs: Any) -> float:
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     synchronize()
     start = time.perf_counter()
@@ -85,9 +84,10 @@ def measure_seconds(loss: Loss, *inputs: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def measure_peak(loss: Loss, *inputs: torch.Tensor) -> int:
+def measure_peak(loss: Loss, hidden_states: torch.Tensor, weight: torch.Tensor, targets: Targets) -> int:
     """Returns the peak bytes of all live storages, without the inputs."""
-    with AllocationPeak(*inputs) as counter:
+    inputs = hidden_states, weight, targets
+    with AllocationPeak(hidden_states, weight, targets.ids, targets.indices, targets.denominator) as counter:
         take_pass(loss, *inputs)
     return counter.peak
 

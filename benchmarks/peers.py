@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from batch import Targets
 from benchmarks.workload import repeat_batch
 from training.distributed.process import current_device
 
@@ -77,10 +78,11 @@ def build_copies(work: Work) -> Step:
 
     def step() -> None:
         for _ in range(work.micro_batches):
-            activations, targets = next(batches)
+            batch = next(batches)
+            activations: Any = batch.inputs.activations
             for module in modules:
                 activations = module(activations)
-            (causal_lm_loss(activations, targets) / work.micro_batches).backward()
+            (causal_lm_loss(activations, batch.targets) / work.micro_batches).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -122,7 +124,10 @@ def _start_engine(work: Work, module_class: type) -> Step:
     from models.losses.cross_entropy import causal_lm_loss
     from training.pipeline.module import build_layer_specs
 
-    module = module_class(build_layer_specs(work.layers), num_stages=work.layout.num_stages, loss_fn=causal_lm_loss)
+    def loss(outputs: Any, targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return causal_lm_loss(outputs, Targets.find(*targets))
+
+    module = module_class(build_layer_specs(work.layers), num_stages=work.layout.num_stages, loss_fn=loss)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.layout.micro_batch_size,
         "gradient_accumulation_steps": work.micro_batches,
@@ -135,8 +140,8 @@ def _start_engine(work: Work, module_class: type) -> Step:
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), config=config
     )
-    batches = work.repeat()
-    return lambda: engine.train_batch(batches)
+    halves = ((each.inputs.activations, (each.targets.ids, each.targets.denominator)) for each in work.repeat())
+    return lambda: engine.train_batch(halves)
 
 
 class _Chunk(nn.Module):
@@ -174,15 +179,16 @@ def build_torch(work: Work, bounds: Sequence[int], folded: str | None = None) ->
     held = (rank, num_chunks - 1 - rank) if folded else range(rank, num_chunks, ranks)
     chunks = {i: _Chunk(work.build(range(bounds[i], bounds[i + 1]))) for i in held}
     stages = [SummingStage(chunk, i, num_chunks, work.device) for i, chunk in chunks.items()]
-    (input_ids, *_), (labels, denominator) = next(work.repeat())
-    denominator = denominator * work.micro_batches
+    batch = next(work.repeat())
+    input_ids, labels = batch.inputs.input_ids, batch.targets.ids
+    denominator = batch.targets.denominator * work.micro_batches
 
     def loss(hidden_states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         weight = chunks[num_chunks - 1].layers[-1].weight
         if folded:  # it runs the loss' backward pass twice, which ours does not allow
             logits = nn.functional.linear(hidden_states, weight).flatten(0, 1)
             return nn.functional.cross_entropy(logits, target.flatten(), reduction="sum") / denominator
-        return causal_lm_loss((hidden_states, weight), (target, denominator))
+        return causal_lm_loss((hidden_states, weight), Targets.find(target, denominator))
 
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if len(stages) == 1:

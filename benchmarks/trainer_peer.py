@@ -51,7 +51,7 @@ def serve_trainer(
         def on_step_end(self, *arguments: Any, **named: Any) -> None:
             connection.send("done")
 
-    (input_ids, *_), _ = next(repeat_batch(micro_batch_size, seq_length, model["vocab_size"]))
+    input_ids = next(repeat_batch(micro_batch_size, seq_length, model["vocab_size"])).inputs.input_ids
     rows = list(itertools.islice(itertools.cycle(input_ids), micro_batches * micro_batch_size))
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),

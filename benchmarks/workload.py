@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
+from batch import Batch, Inputs, Targets  # noqa: E402
 from data.collator import shift_labels  # noqa: E402
 from models.layers.layer import Layer  # noqa: E402
 from training.distributed.ranks import find_free_port  # noqa: E402
@@ -87,14 +88,15 @@ def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> 
     return build.build_engine(config, setup, ranks)
 
 
-def repeat_batch(micro_batch_size: int, seq_length: int, vocab_size: int, device: str = "cpu") -> Iterator[Any]:
+def repeat_batch(micro_batch_size: int, seq_length: int, vocab_size: int, device: str = "cpu") -> Iterator[Batch]:
     """The same micro-batch forever, in which every token is a target."""
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(3, vocab_size, (micro_batch_size, seq_length), generator=generator).to(device)  # [B, T]
     position_ids = torch.arange(seq_length, device=device).repeat(micro_batch_size, 1)  # [B, T]
     denominator = torch.tensor(float(micro_batch_size * (seq_length - 1)), device=device)
     segment_ids = torch.ones_like(input_ids, dtype=torch.int32)  # [B, T]
-    return itertools.repeat(((input_ids, position_ids, segment_ids), (shift_labels(input_ids), denominator)))
+    inputs = Inputs(input_ids, position_ids, segment_ids)
+    return itertools.repeat(Batch(inputs, Targets.find(shift_labels(input_ids), denominator)))
 
 
 def take_turns(

@@ -167,8 +167,9 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
 
 def repeat_labelled(arguments: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Micro-batches in which every token is a target: of the Hugging Face model the labels are its inputs."""
-    for (input_ids, *_), _ in repeat_batch(arguments.micro_batch_size, arguments.seq_length, arguments.vocab_size):
-        yield input_ids, input_ids
+    for batch in repeat_batch(arguments.micro_batch_size, arguments.seq_length, arguments.vocab_size):
+        assert batch.inputs is not None
+        yield batch.inputs.input_ids, batch.inputs.input_ids
 
 
 def report(ranks: list[dict[str, list[float]]], arguments: argparse.Namespace) -> None:

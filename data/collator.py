@@ -116,11 +116,6 @@ def number_documents(rows: NumpyRows, shape: Shape) -> Tensor:
     return torch.from_numpy(numbered)
 
 
-def index_targets(targets: Tensor) -> Tensor:
-    """Return the indices of the targets in the flattened [B, T], int64 [N]."""
-    return (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-
-
 def number_targets(targets: Tensor, first: np.ndarray) -> Tensor:
     """Return int64 [B, T]: at each target its number, counted within its row from `first` [<= B]; elsewhere any."""
     firsts = np.zeros(len(targets), np.int64)

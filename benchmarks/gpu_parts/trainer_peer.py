@@ -48,7 +48,7 @@ def measure(job: Job) -> Speed:
 
     device = torch.device(job.device)
     memory, model = MemoryPeak(device), build_model(job, device)
-    (input_ids, *_), _ = next(repeat_batch(1, job.seq_length, job.fields["vocab_size"]))
+    input_ids = next(repeat_batch(1, job.seq_length, job.fields["vocab_size"])).inputs.input_ids
     samples = [{"input_ids": input_ids[0], "labels": input_ids[0]}] * (job.global_batch_size * (WARM_UP + STEPS))
     ends: list[float] = []
     memory.start()

@@ -1,36 +1,12 @@
 """Stage-aware loaders: inputs where the first layer is, targets where the loss is, placeholders between.
 
-A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids, segment_ids), (targets,
-loss_denominator, target_indices))`; the half that a rank does not read is None. input_ids, position_ids and targets are
-int64 [B, T], padded on the right (a causal model needs no mask for that). targets are the labels shifted: at each
-position the token to predict from it, -100 where there is none. position_ids restart at each document of a packed row;
-padding continues those of the last one. segment_ids are int32 [B, T]: 0 for padding, the documents of a row from 1.
-loss_denominator is a float64 scalar: a micro-batch's loss is sum(token losses) / loss_denominator. target_indices are
-int64 [N]: where the N targets are in the flattened micro-batch; finding them on a GPU would force a synchronization.
-
-In training it is targets of the global batch / (dp_size * num_parts * gradient_accumulation_steps), so the mean that
-the engine takes over micro-batches, data-parallel ranks and ranks that share a sequence is the exact loss of the global
-batch. In evaluation it is 1, so the loss is a sum. A rank that has a part of each sequence, one or several of equal
-chunks, gets the tokens and targets of that part (shifted before they are cut), and whole positions and segments.
+A micro-batch is a `Batch` (`batch.py`); the half that a rank does not read is None. A rank that has a part of each
+sequence, one or several of equal chunks, gets the tokens and targets of that part (shifted before they are cut), and
+whole positions and segments.
 
 A row is one sample, or several that are packed (`data/storage/rows.py`); the order and micro_batch_size count rows.
-B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
-
-Preferences come as two rows each, chosen and rejected, always together: the order and micro_batch_size then count
-pairs, tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's
-log-probability of each row, float64 [2 B], follows the targets: `(targets, reference_log_probabilities,
-loss_denominator, ...)`. Single answers labelled desirable or not have one more column after it, 1 or 0, float64 [B].
-
-In a distillation the teacher's tokens at each target, int32 [N, k], and their log-probabilities, fp32 [N, k + 1],
-follow the targets, in the order of target_indices.
-
-Where documents are scored as a whole (`RowTargets.last_tokens`), targets are their numbers in the micro-batch, from 0,
-each at its last token, and the labels of the N documents follow: `(targets, labels, loss_denominator, ...)`, float64
-[N, K], K being 0 for data without labels.
-
-Where further tokens are predicted, the tokens of whole sequences follow the other inputs, int64 [B, T], and after the
-targets those of each depth follow: `(targets, loss_denominator, target_indices, targets, loss_denominator, ...)`. The
-target of depth k at a position is that of the next token k positions later, in the same document.
+Rows that stay together, such as the two answers of a preference, count as one there: a micro-batch of pairs has 2 B
+rows, of which 2 i and 2 i + 1 are a pair.
 """
 
 import math
@@ -45,26 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.collator import (
-    Collator,
-    PadRight,
-    defer_targets,
-    index_targets,
-    number_documents,
-    number_targets,
-    pad_segments,
-    shift_labels,
-)
+from batch import Batch, Inputs, Side, Targets
+from data.collator import Collator, PadRight, defer_targets, number_documents, pad_segments, shift_labels
+from data.loading.columns import ReadColumn, ReadRows
 from data.loading.row_lengths import compute_seq_length
 from data.loading.row_source import RowSource
 from data.loading.step_totals import BatchShape, StepTotals, compute_step_totals, count_further
-from data.loading.teacher import TeacherTable
 from data.options import MeanOver, PadTo, RowTargets
 from data.order import GlobalOrder, Ids, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
 from data.worker_processes import iterate_dataset
-
-Batch = tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -87,11 +53,8 @@ class LoaderOptions:
     num_workers: int = 0
     pin_memory: bool = False
     collator: Collator = field(default_factory=PadRight)
-    reads_desirable: bool = False  # whether each answer is desirable: a column after that of the reference
-    reference_file: Path | None = None  # of a preference data set; see data/storage/reference.py
-    num_further: int = 0  # further tokens that are predicted: targets of so many depths follow those of the next token
-    teacher: TeacherTable | None = None  # of a distillation
-    numbers_targets: bool = False  # the number of each target is a column: of the pass that writes that table
+    num_further: int = 0  # depths of further tokens that are predicted
+    columns: tuple[ReadColumn, ...] = ()  # those that travel with the inputs and the targets
 
     @property
     def reads_nothing(self) -> bool:
@@ -353,13 +316,7 @@ def _count_eval_micro_batches(num_samples: int, options: LoaderOptions) -> int:
 
 
 def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
-    rows = Rows(
-        path,
-        options.row_plan,
-        options.reads_inputs,
-        options.reads_labels,
-        reference_file=options.reference_file if options.reads_labels else None,
-    )
+    rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels)
     # Ranks that disagree on the number of steps hang, which happens where a node has other files.
     if len(rows) != num_rows * options.group_size:
         raise RuntimeError(f"{path} holds {len(rows)} samples, but the ranks agreed on {num_rows * options.group_size}")
@@ -379,34 +336,29 @@ def _collate(
     """denominators: of the loss, and of those of further tokens."""
     ids = list_rows(groups, options.group_size)
     shape = (options.micro_batch_size * options.group_size, seq_length)
-    inputs: tuple[Tensor, ...] | None = None
-    targets: tuple[Tensor, ...] | None = None
+    inputs: Inputs | None = None
+    targets: Targets | None = None
+    if options.reads_inputs or options.num_further:
+        segment_ids = pad_segments([rows.segment_ids(i) for i in ids], shape)
     if options.reads_inputs:
         read = [rows.input_ids(i) for i in ids], [rows.position_ids(i) for i in ids]
-        ids_and_positions = options.collator.collate_inputs(*read, shape, options.pad_token_id)
-        input_ids, position_ids = ids_and_positions
-        inputs = (options.take_part(input_ids), position_ids, pad_segments([rows.segment_ids(i) for i in ids], shape))
-        inputs = (*inputs, input_ids) if options.num_further else inputs
+        input_ids, position_ids = options.collator.collate_inputs(*read, shape, options.pad_token_id)
+        columns = _load_columns(Side.first_stage, ReadRows(rows, ids, input_ids, options.take_part), options)
+        inputs = Inputs(options.take_part(input_ids), position_ids, segment_ids, columns)
     if options.reads_labels:
         whole = _collate_targets(rows, ids, shape, options)
-        depths = [whole]
-        if options.num_further:
-            segment_ids = pad_segments([rows.segment_ids(i) for i in ids], shape)
-            depths += [defer_targets(whole, segment_ids, depth) for depth in range(1, 1 + options.num_further)]
-        own, *further = map(options.take_part, depths)
-        denominator, *others = [torch.tensor(each, dtype=torch.float64) for each in denominators]
-        indices = index_targets(own)
-        columns = _list_columns(rows, ids, shape[0], options) if isinstance(rows, Rows) else []
-        if options.numbers_targets or options.teacher is not None:
-            assert isinstance(rows, Rows)
-            numbers = options.take_part(number_targets(whole, rows.first_targets(ids))).flatten()[indices]  # [N]
-            columns += (
-                [numbers] if options.teacher is None else map(torch.from_numpy, options.teacher.read(numbers.numpy()))
-            )
-        targets = (own, *columns, denominator, indices)
-        for target_ids, other in zip(further, others, strict=True):
-            targets = (*targets, target_ids, other, index_targets(target_ids))
-    return inputs, targets
+        columns = _load_columns(Side.loss, ReadRows(rows, ids, whole, options.take_part), options)
+        first, *others = [torch.tensor(each, dtype=torch.float64) for each in denominators]
+        further = tuple(
+            Targets.find(options.take_part(defer_targets(whole, segment_ids, depth)), other)
+            for depth, other in enumerate(others, start=1)
+        )
+        targets = Targets.find(options.take_part(whole), first, columns=columns, further=further)
+    return Batch(inputs, targets)
+
+
+def _load_columns(side: Side, rows: ReadRows, options: LoaderOptions) -> dict[str, Tensor]:
+    return {each.column.name: each.load(rows) for each in options.columns if each.column.side is side}
 
 
 def _collate_targets(rows: RowSource, ids: np.ndarray, shape: tuple[int, int], options: LoaderOptions) -> Tensor:
@@ -414,28 +366,6 @@ def _collate_targets(rows: RowSource, ids: np.ndarray, shape: tuple[int, int], o
     if options.row_targets is RowTargets.last_tokens:
         return number_documents([rows.segment_ids(i) for i in ids], shape)
     return shift_labels(options.collator.collate_labels([rows.labels(i) for i in ids], shape))
-
-
-def _list_columns(rows: Rows, ids: np.ndarray, num_rows: int, options: LoaderOptions) -> list[Tensor]:
-    """Return what follows the targets."""
-    columns = [] if options.reference_file is None else [_pad_reference(rows, ids, num_rows)]
-    if options.reads_desirable:
-        columns.append(_pad_desirable(rows, ids, num_rows))
-    if options.row_targets is RowTargets.last_tokens:
-        columns.append(torch.from_numpy(rows.sample_labels(ids).astype(np.float64)))
-    return columns
-
-
-def _pad_reference(rows: Rows, ids: np.ndarray, num_rows: int) -> Tensor:
-    padded = np.zeros(num_rows)
-    padded[: len(ids)] = [rows.reference(i) for i in ids]
-    return torch.from_numpy(padded)  # [2 B]
-
-
-def _pad_desirable(rows: Rows, ids: np.ndarray, num_rows: int) -> Tensor:
-    padded = np.zeros(num_rows)
-    padded[: len(ids)] = [rows.desirable(i) for i in ids]
-    return torch.from_numpy(padded)  # [B]
 
 
 class _MicroBatches(Dataset):

@@ -92,9 +92,13 @@ class TeacherTable:
     def __reduce__(self) -> tuple:
         return type(self), (self._folder,)  # a worker process that is spawned opens it itself
 
-    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return token_ids [n, k] and log_probabilities [n, k + 1] of targets, by their numbers."""
-        return self._token_ids[numbers], self._logs[numbers]
+    def read_token_ids(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the teacher's tokens at targets, int32 [n, k], by the numbers of the targets."""
+        return self._token_ids[numbers]
+
+    def read_log_probabilities(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the log-probabilities of these tokens and of all others, fp32 [n, k + 1]."""
+        return self._logs[numbers]
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ from data.sources.mixture import Mixture
 from data.storage.cache import lock_folder
 from data.storage.hashes import find_changed, write_hashes
 from data.storage.packing import Pieces, concatenate, lay_singly, pack_best_fit
-from data.storage.reference import load_reference
 from data.storage.tokenized import TokenizedDataset, column_file, map_column
 from errors import UserError
 from filesystem import discard_folder, make_temporary, publish_folder
@@ -216,18 +215,9 @@ class Rows:
     Positions restart and the first label is -100 at each piece, which separates documents.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        plan: RowPlan,
-        reads_inputs: bool,
-        reads_labels: bool,
-        *,
-        reference_file: Path | None = None,
-    ) -> None:
-        self._arguments, self._reference_file = (path, plan, reads_inputs, reads_labels), reference_file
+    def __init__(self, path: str | Path, plan: RowPlan, reads_inputs: bool, reads_labels: bool) -> None:
+        self._arguments = (path, plan, reads_inputs, reads_labels)
         self._dataset = dataset = TokenizedDataset(path, reads_inputs, reads_labels)
-        self._reference = load_reference(reference_file) if reference_file is not None else None
         self._sample_labels = dataset.sample_labels if reads_labels else None
         self._index: dict[str, np.ndarray] | None = None
         self.lengths: np.ndarray = dataset.lengths  # [R]
@@ -238,7 +228,7 @@ class Rows:
 
     def __reduce__(self) -> tuple:
         # A worker process that is spawned opens the folder itself: pickling the views would copy the data.
-        return partial(type(self), reference_file=self._reference_file), self._arguments
+        return type(self), self._arguments
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -300,20 +290,14 @@ class Rows:
         lengths = [stop - start for _, start, stop in self.pieces(row)]
         return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
 
-    def reference(self, row: int) -> float:
-        """Return the reference model's log-probability of the row's one sample."""
-        assert self._reference is not None
-        return self._reference[self.pieces(row)[0][0]]
+    def first_samples(self, rows: np.ndarray) -> np.ndarray:
+        """Return the first sample of each row, int64 [len(rows)]."""
+        return np.array([self.pieces(int(row))[0][0] for row in rows], np.int64)
 
     def sample_labels(self, rows: np.ndarray) -> np.ndarray:
         """Return the labels of the samples of the rows, [pieces, K], also of no rows; K is 0 for data without."""
         samples = [sample for row in rows for sample, _, _ in self.pieces(int(row))]
         return np.zeros((len(samples), 0)) if self._sample_labels is None else self._sample_labels[samples]
-
-    def desirable(self, row: int) -> bool:
-        """Returns whether the row's one sample is desirable; of a pair the first one is."""
-        sample = self.pieces(row)[0][0]
-        return sample % 2 == 0 if self._sample_labels is None else bool(self._sample_labels[sample, 0])
 
     def labels(self, row: int) -> np.ndarray:
         """Return labels, int32 [T], -100 on the first token of each piece."""

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from batch import IGNORE_INDEX, Targets
 from errors import UserError
 from models.experts.grouped import GROUPED
 from models.generic.assembly import assemble
 from models.generic.shrink import build_small
 from models.layers.layer import Layer
-from models.losses.cross_entropy import IGNORE_INDEX, build_loss
+from models.losses.cross_entropy import build_loss
 
 BOUND = 1e-5  # of a relative difference, in fp32
 
@@ -123,4 +124,4 @@ def run_layers(
     if targets is None:
         targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
     count = (targets != IGNORE_INDEX).sum().float()
-    return build_loss(config)(activations, (targets, count)), modules
+    return build_loss(config)(activations, Targets.find(targets, count)), modules

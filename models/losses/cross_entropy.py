@@ -2,7 +2,7 @@
 chunks.
 
 The engine averages what this returns over micro-batches and data-parallel replicas. With M micro-batches in the global
-batch (all replicas) and N target tokens, the loader sends `loss_denominator` = N / M along with the targets, and the
+batch (all replicas) and N target tokens, the loader sends N / M along with the targets as their denominator, and the
 mean of `sum / (N / M)` is `sum over the global batch / N`, whatever the micro-batches hold. Its gradient follows.
 
 N targets, D hidden, V vocabulary. The plain loss holds three fp32 tensors of [N, V] in its backward pass. Here the
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from batch import IGNORE_INDEX, Targets
 from models.losses.divergence import Teaching
 from models.losses.logit_chunks import (
     LogitGradients,
@@ -39,9 +40,7 @@ from models.losses.logit_chunks import (
 )
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel, sum_parts
 
-IGNORE_INDEX = -100
-
-Loss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]], torch.Tensor]
+Loss = Callable[[tuple[torch.Tensor, torch.Tensor], Targets], torch.Tensor]
 
 
 def build_loss(config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> Loss:
@@ -58,7 +57,7 @@ def get_softcap(config: PretrainedConfig) -> float | None:
 
 def causal_lm_loss(
     outputs: tuple[torch.Tensor, torch.Tensor],
-    targets: tuple[torch.Tensor, ...],
+    targets: Targets,
     logit_softcap: float | None = None,
     sharing: VocabularyShard | None = None,
     *,
@@ -69,9 +68,7 @@ def causal_lm_loss(
     """Compute the next-token cross entropy of one micro-batch.
 
     outputs: hidden_states [B, T, D] after the final norm, head weight [V, D].
-    targets: the token to predict at each position, int64 [B, T], -100 where there is none; the scalar
-        `loss_denominator`; and `target_indices`, see `find_targets`. They are Hugging Face's labels, already shifted by
-        the loader, so no position depends on its neighbors.
+    targets: Hugging Face's labels, already shifted by the loader, so no position depends on its neighbors.
     logit_softcap: logits become c * tanh(logits / c) (Gemma 2, 2408.00118).
     sharing: the tokens of the head weight that this rank holds.
     label_smoothing: e in a token's loss (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
@@ -82,9 +79,8 @@ def causal_lm_loss(
     Returns a scalar, fp32 at least. Logits are computed only where there is a target: prompts and padding cost nothing.
     """
     hidden_states, weight = outputs
-    target_ids, loss_denominator, *known = targets
-    indices = find_targets(target_ids, *known)
-    chosen, target_ids = _choose_rows(hidden_states, indices), _choose_rows(target_ids, indices)  # [N, D], [N]
+    chosen = _choose_rows(hidden_states, targets.indices)  # [N, D]
+    target_ids = _choose_rows(targets.ids, targets.indices)  # [N]
     needs_gradient = torch.is_grad_enabled() and (chosen.requires_grad or weight.requires_grad)
     # A gradient in fp16 needs the loss scale before it is rounded, which is known only in the backward pass.
     if weight.dtype is torch.float16 and needs_gradient:
@@ -93,19 +89,10 @@ def causal_lm_loss(
         if logit_softcap is not None:
             logits = logit_softcap * torch.tanh(logits / logit_softcap)
         loss = F.cross_entropy(logits.float(), target_ids, reduction="sum", label_smoothing=label_smoothing)
-        return loss / loss_denominator.float()
+        return loss / targets.denominator.float()
     assert num_correct is None or not needs_gradient
     options = LossOptions(logit_softcap, label_smoothing, sharing, num_correct, teaching)
-    return _LinearCrossEntropy.apply(chosen, weight, target_ids, loss_denominator, options, needs_gradient)
-
-
-def find_targets(target_ids: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the indices of the targets in the flattened micro-batch, int64 [N].
-
-    known: the indices, where the loader has found them. Finding them here, on a GPU, makes the host wait for all queued
-    work, since N is a size.
-    """
-    return (target_ids.flatten() != IGNORE_INDEX).nonzero().squeeze(1) if known is None else known
+    return _LinearCrossEntropy.apply(chosen, weight, target_ids, targets.denominator, options, needs_gradient)
 
 
 def _choose_rows(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -184,8 +171,7 @@ def _sum_chunk(
 
 def sequence_log_probabilities(
     outputs: tuple[torch.Tensor, torch.Tensor],
-    target_ids: torch.Tensor,
-    target_indices: torch.Tensor,
+    targets: Targets,
     logit_softcap: float | None = None,
     sharing: VocabularyShard | None = None,
     sequence_part: ContextParallel = NO_CP,
@@ -193,20 +179,21 @@ def sequence_log_probabilities(
     """Return the sum of the log-probabilities of each row's targets, and their number: both float64 [B].
 
     For losses that are not sums over tokens. Differentiable; logits are computed in chunks, and again in the backward
-    pass. Arguments as in `causal_lm_loss`; target_indices: see `find_targets`. sequence_part: the part of each row that
-    this rank holds; the sums are those of the whole rows, on each rank of the group.
+    pass. Arguments as in `causal_lm_loss`. sequence_part: the part of each row that this rank holds; the sums are those
+    of the whole rows, on each rank of the group.
     """
     hidden_states, weight = outputs
+    target_ids = targets.ids
     target_log_probabilities = _TargetLogProbabilities.apply(
-        _choose_rows(hidden_states, target_indices),
+        _choose_rows(hidden_states, targets.indices),
         weight,
-        _choose_rows(target_ids, target_indices),
+        _choose_rows(target_ids, targets.indices),
         logit_softcap,
         sharing,
     )  # [N]
     # Summed in float64: preferences are small differences of such sums.
     tokens = torch.zeros(target_ids.numel(), dtype=torch.float64, device=target_ids.device)
-    tokens = tokens.index_copy(0, target_indices, target_log_probabilities.double()).view_as(target_ids)  # [B, T]
+    tokens = tokens.index_copy(0, targets.indices, target_log_probabilities.double()).view_as(target_ids)  # [B, T]
     rows = torch.stack([tokens.sum(dim=1), (target_ids != IGNORE_INDEX).sum(dim=1).double()])
     log_probabilities, num_targets = sum_parts(rows, sequence_part)
     return log_probabilities, num_targets

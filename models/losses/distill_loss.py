@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
+from batch import Targets
 from models.losses.cross_entropy import causal_lm_loss, get_softcap
 from models.losses.divergence import DistillOptions, Known, Teaching, choose_top, soften
 from models.losses.logit_chunks import VocabularyShard, compute_log_probabilities, list_chunks, shard_vocabulary
@@ -42,18 +43,15 @@ class DistillLoss(ABC):
         self._totals: torch.Tensor | None = None
 
     @abstractmethod
-    def read(self, targets: tuple[torch.Tensor, ...]) -> tuple[Callable[[slice], Known], tuple[torch.Tensor, ...]]:
-        """Return the function by which `Teaching` finds the teacher's distributions, and the targets of the cross
-        entropy."""
+    def open_teacher(self, targets: Targets) -> Callable[[slice], Known]:
+        """Return the function by which `Teaching` finds the teacher's distributions at a slice of the targets."""
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: as `read` takes them, the last of them `target_indices` [N], see
-        `find_targets`."""
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        """outputs, targets: as in `causal_lm_loss`, with the columns that `open_teacher` reads."""
         trains = torch.is_grad_enabled()
         counts = self._counts_correct and not trains
         correct = outputs[0].new_zeros((), dtype=torch.int64) if counts else None
-        find, targets = self.read(targets)
-        teaching = Teaching(self._distill, find, outputs[0].device)
+        teaching = Teaching(self._distill, self.open_teacher(targets), outputs[0].device)
         loss = causal_lm_loss(
             outputs,
             targets,
@@ -63,7 +61,7 @@ class DistillLoss(ABC):
             num_correct=correct,
             teaching=teaching,
         )
-        self._add(teaching.total, correct, len(targets[-1]))
+        self._add(teaching.total, correct, len(targets.indices))
         return loss
 
     def _add(self, divergence: torch.Tensor, correct: torch.Tensor | None, num_targets: int) -> None:
@@ -83,11 +81,10 @@ class DistillLoss(ABC):
 class KeptDistillLoss(DistillLoss):
     """The loss of a student whose teacher has left its most probable tokens next to the data."""
 
-    def read(self, targets: tuple[torch.Tensor, ...]) -> tuple[Callable[[slice], Known], tuple[torch.Tensor, ...]]:
-        """targets: target tokens [B, T]; of the teacher at each of the N targets, in their order, tokens [N, k] and
-        log-probabilities [N, k + 1]; `loss_denominator`, scalar; and `target_indices` [N]."""
-        target_ids, token_ids, log_probabilities, *rest = targets
-        return lambda chunk: (token_ids[chunk], log_probabilities[chunk]), (target_ids, *rest)
+    def open_teacher(self, targets: Targets) -> Callable[[slice], Known]:
+        """targets: with the columns `teacher_token_ids` [N, k] and `teacher_log_probabilities` [N, k + 1]."""
+        token_ids, logs = targets.columns["teacher_token_ids"], targets.columns["teacher_log_probabilities"]
+        return lambda chunk: (token_ids[chunk], logs[chunk])
 
 
 class TeacherHead:
@@ -109,11 +106,11 @@ class TeacherHead:
         self._temperature, self._top_k, self._num_tokens = temperature, top_k, num_tokens
         self._weight: torch.Tensor | None = None
 
-    def take(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def take(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """Return the hidden states at the targets, [N, D]: in place of a loss. outputs, targets: as in
         `causal_lm_loss`."""
         hidden_states, self._weight = outputs
-        return hidden_states.flatten(0, 1).index_select(0, targets[-1])
+        return hidden_states.flatten(0, 1).index_select(0, targets.indices)
 
     def find(self, hidden: torch.Tensor) -> Known:
         """Return the distributions at n targets. hidden: what `take` has returned of them, [n, D]."""
@@ -135,12 +132,11 @@ class OnlineDistillLoss(DistillLoss):
         order."""
         self._head, self._waiting = head, deque(states)
 
-    def read(self, targets: tuple[torch.Tensor, ...]) -> tuple[Callable[[slice], Known], tuple[torch.Tensor, ...]]:
-        """targets: as in `causal_lm_loss`."""
+    def open_teacher(self, targets: Targets) -> Callable[[slice], Known]:
         head = self._head
         assert head is not None, "the teacher's pass comes first, and micro-batches in the same order"
         states = self._waiting.popleft()
-        return lambda chunk: head.find(states[chunk]), targets
+        return lambda chunk: head.find(states[chunk])
 
 
 def compute_softened(
@@ -180,12 +176,11 @@ class TeacherLoss:
         self._temperature, self._top_k, self._num_tokens = temperature, top_k, num_tokens
         self._kept: list[TeacherTop] = []
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: target tokens, which are not read; the numbers of the targets,
-        int64 [N]; `loss_denominator`, not read either; and `target_indices` [N]. Returns zero."""
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        """outputs: as in `causal_lm_loss`. targets: with the column `target_numbers`, int64 [N]. Returns zero."""
         hidden_states, weight = outputs
-        _, numbers, _, target_indices = targets
-        hidden = hidden_states.flatten(0, 1).index_select(0, target_indices)  # [N, D]
+        numbers = targets.columns["target_numbers"]
+        hidden = hidden_states.flatten(0, 1).index_select(0, targets.indices)  # [N, D]
         token_ids = numbers.new_empty(len(hidden), self._top_k, dtype=torch.int32)
         log_probabilities = hidden.new_empty(len(hidden), self._top_k + 1, dtype=torch.float32)
         for chunk in list_chunks(hidden, weight, self._sharing):

@@ -16,19 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from batch import Targets
 from models.losses.options import Pooling
 
 
-def pool_texts(
-    outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...], pooling: Pooling
-) -> torch.Tensor:
+def pool_texts(outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets, pooling: Pooling) -> torch.Tensor:
     """Return the vectors of the texts, [N, D], fp32 at least.
 
     outputs: hidden states [B, T, D], and the document of each token, int32 [B, T], 0 for padding. targets: as in
     `score_documents`; each row is one text, or padding alone.
     """
     hidden_states, segment_ids = outputs
-    indices = targets[-1]
+    indices = targets.indices
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     if pooling is Pooling.last:
         return hidden_states.flatten(0, 1).index_select(0, indices).to(dtype)

@@ -11,16 +11,16 @@ B micro-batch, T sequence, D hidden, V vocabulary, K depths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
+from batch import Targets
 from models.losses.token_loss import TokenLoss
 from models.parallel.shard import NO_TP, TensorParallel
-
-PARTS = 3  # of the targets of one depth: target_ids, loss_denominator, target_indices
 
 
 class FurtherTokenLoss:
@@ -42,28 +42,27 @@ class FurtherTokenLoss:
         self.metrics = tuple(f"mtp_loss_{depth}" for depth in range(1, 1 + num_depths))
         self._totals: torch.Tensor | None = None
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """Return the loss of the next token of one micro-batch.
 
         outputs: hidden_states [(1 + K) B, T, D], those of a depth after those of the one before it; head weight [V, D].
-        targets: those of `causal_lm_loss`, of each depth.
+        targets: as in `causal_lm_loss`, with those of each depth.
         """
         hidden_states, weight = outputs
         blocks = hidden_states.chunk(1 + self._num_depths)
-        own, *further = [targets[start : start + PARTS] for start in range(0, len(targets), PARTS)]
-        loss = self.next_token((blocks[0], weight), own)
+        loss = self.next_token((blocks[0], weight), targets)
         losses = [
             self._further((block, weight), depth_targets)
-            for block, depth_targets in zip(blocks[1:], further, strict=True)
+            for block, depth_targets in zip(blocks[1:], targets.further, strict=True)
         ]
-        self._count(losses, further)
+        self._count(losses, targets.further)
         if not torch.is_grad_enabled():
             return loss
         return _WithGradient.apply(loss, torch.stack(losses).mean(), self._coef)
 
-    def _count(self, losses: list[torch.Tensor], further: list[tuple[torch.Tensor, ...]]) -> None:
-        sums = [loss.detach().double() * denominator for loss, (_, denominator, _) in zip(losses, further, strict=True)]
-        counts = [indices.new_full((), len(indices), dtype=torch.float64) for *_, indices in further]
+    def _count(self, losses: list[torch.Tensor], further: Sequence[Targets]) -> None:
+        sums = [loss.detach().double() * each.denominator for loss, each in zip(losses, further, strict=True)]
+        counts = [each.indices.new_full((), len(each.indices), dtype=torch.float64) for each in further]
         totals = torch.stack([torch.stack(sums), torch.stack(counts)])
         self._totals = totals if self._totals is None else self._totals + totals
 

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from transformers import PretrainedConfig
 
-from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
+from batch import Targets
+from models.losses.cross_entropy import get_softcap, sequence_log_probabilities
 from models.losses.logit_chunks import shard_vocabulary
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 
@@ -107,24 +108,22 @@ class PairLoss:
         self.metrics = (*REWARDS, *formula.reported)
         self._totals: torch.Tensor | None = None
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: target tokens [2 B, T]; where the formula needs it, the reference's
-        log-probability of each row, summed over its targets, float64 [2 B]; `loss_denominator`, scalar; and
-        `target_indices`, see `find_targets`. A pair without targets is padding and is not counted.
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        """outputs: as in `causal_lm_loss`. targets: of 2 B rows; where the formula needs it, with the column
+        `reference`: its log-probability of each row, summed over its targets, float64 [2 B]. A pair without targets is
+        padding and is not counted.
 
         Returns the sum of the pairs' losses over the denominator, fp32 at least; each of the ranks that share sequences
         returns an equal part of it.
         """
-        target_ids, *others = targets
-        reference = _by_answer(others.pop(0)) if self._formula.needs_reference else None
-        loss_denominator, *known = others
+        reference = _by_answer(targets.columns["reference"]) if self._formula.needs_reference else None
         policy, num_targets = sequence_log_probabilities(  # [2 B]
-            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing, self._sequence_part
+            outputs, targets, self._softcap, self._sharing, self._sequence_part
         )
         is_pair = num_targets[::2] > 0  # [B]
         terms = self._formula(Pairs(_by_answer(policy), _by_answer(num_targets.clamp(min=1)), reference))
         self._add(terms, is_pair)
-        loss = (terms.losses * is_pair).sum() / loss_denominator / self._sequence_part.size
+        loss = (terms.losses * is_pair).sum() / targets.denominator / self._sequence_part.size
         return loss.to(torch.promote_types(outputs[1].dtype, torch.float32))
 
     @torch.no_grad()

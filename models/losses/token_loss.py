@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+from batch import Targets
 from models.losses.cross_entropy import causal_lm_loss, get_softcap
 from models.losses.logit_chunks import shard_vocabulary
 from models.parallel.shard import NO_TP, TensorParallel
@@ -29,7 +30,7 @@ class TokenLoss:
         self._label_smoothing, self.counts_correct = label_smoothing, counts_correct
         self._totals: torch.Tensor | None = None
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """Compute `causal_lm_loss` of one micro-batch, with labels smoothed in training."""
         trains = torch.is_grad_enabled()
         correct = None if trains or not self.counts_correct else outputs[0].new_zeros((), dtype=torch.int64)
@@ -42,7 +43,7 @@ class TokenLoss:
             num_correct=correct,
         )
         if correct is not None:
-            totals = torch.stack([correct, (targets[0] >= 0).sum()])
+            totals = torch.stack([correct, (targets.ids >= 0).sum()])
             self._totals = totals if self._totals is None else self._totals + totals
         return loss
 

@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from batch import Batch, Inputs, Targets
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/training")]
 
@@ -74,7 +76,7 @@ def logits_on_rank(case: Case, input_ids: torch.Tensor) -> torch.Tensor | None:
     engine, *_ = build_engine(case)
     position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
     segment_ids = torch.ones_like(input_ids, dtype=torch.int32)
-    batch = ((input_ids, position_ids, segment_ids), (input_ids, torch.tensor(1.0)))
+    batch = Batch(Inputs(input_ids, position_ids, segment_ids), Targets.find(input_ids, torch.tensor(1.0)))
     needs_data = engine.module.has_first_layer or engine.module.has_loss
     found = engine.forward_only(iter([batch]) if needs_data else None, 1, loss=lambda outputs, _: F.linear(*outputs))
     if not found:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from batch import Batch
 from training.config.schema import DataConfig
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import DeepSpeedKeys
@@ -94,8 +95,8 @@ def configure_gc(settings: Mapping[str, Any]) -> None:
         gc.disable()
 
 
-def move_micro_batches(micro_batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:
+def move_micro_batches(micro_batches: Iterable[Batch] | None, device: torch.device) -> Iterator[Batch]:
     """Yield each micro-batch on `device`. The host does not wait for copies of pinned tensors; DeepSpeed would copy a
     pageable clone, and wait."""
-    for halves in micro_batches or ():
-        yield tuple(half and tuple(tensor.to(device, non_blocking=True) for tensor in half) for half in halves)
+    for batch in micro_batches or ():
+        yield batch.to(device)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from batch import Batch, Targets
 from models.losses.cross_entropy import Loss
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS, StepObserver
 from training.pipeline.exchanges import Exchanges, find_input, find_output, is_local, plan_exchanges
@@ -52,10 +53,13 @@ class StageWithLoss(torch.nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, inputs: Tensors, labels: Any = None, loss: Loss | None = None) -> Any:
+    def forward(self, inputs: Tensors, targets: Targets | None = None, loss: Loss | None = None) -> Any:
         """Run the active chunk. loss: None for one that is not the last."""
         outputs = self.stage(inputs)
-        return outputs if loss is None else loss(outputs, labels)
+        if loss is None:
+            return outputs
+        assert targets is not None
+        return loss(outputs, targets)
 
 
 class StepGradients(Protocol):
@@ -112,7 +116,7 @@ class Runner:
         self._loads_at = next((chunk for chunk in (0, schedule.last_chunk) if chunk in self._chunks), None)
         self._kept: dict[tuple[int, int], Kept] = {}  # by chunk and micro-batch, as those below
         self._products: dict[tuple[int, int], list[Deferred]] = {}
-        self._labels: dict[int, Any] = {}  # by micro-batch
+        self._targets: dict[int, Targets | None] = {}  # by micro-batch
         self._losses: list[Any] = []
         self._passes: dict[UnitKind, Callable[[Unit, Tensors], Tensors]] = {
             UnitKind.forward: self._forward,
@@ -127,10 +131,10 @@ class Runner:
         before_first, *after = plan_exchanges(schedule, forward_only)[stage]
         return Program(before_first, list(zip(units, after, strict=True)))
 
-    def train(self, batches: Iterator[Any]) -> list[torch.Tensor]:
+    def train(self, batches: Iterator[Batch]) -> list[torch.Tensor]:
         """Run a step. Returns the losses of its micro-batches, on a rank that has them.
 
-        batches: (inputs, labels) of each micro-batch, on the device; not read on a rank in the middle.
+        batches: the micro-batches, on the device; not read on a rank in the middle.
         """
         self._model.train()
         self._gradients.start_step()
@@ -144,14 +148,14 @@ class Runner:
         return losses
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Any], num_micro_batches: int, loss: Loss | None = None) -> list[Any]:
+    def evaluate(self, batches: Iterator[Batch], num_micro_batches: int, loss: Loss | None = None) -> list[Any]:
         """Return what the loss function makes of each of `num_micro_batches`, on a rank that has it. loss: in place of
         the module's own."""
         self._model.eval()
         schedule = replace(self._schedule, num_micro_batches=num_micro_batches)
         return self._run(self._plan(schedule, forward_only=True), batches, loss or self._stage.loss_fn)
 
-    def _run(self, program: Program, batches: Iterator[Any], loss: Loss | None) -> list[Any]:
+    def _run(self, program: Program, batches: Iterator[Batch], loss: Loss | None) -> list[Any]:
         self._losses, self._loss = [], loss
         self._exchange(program.before_first, None, ())
         for unit, exchanges in program.passes:
@@ -166,7 +170,7 @@ class Runner:
         self._stage.set_active_chunk(self._chunks.index(unit.chunk))
         with self.observed(FORWARD):
             if unit.chunk == self._schedule.last_chunk:
-                outputs = (self._model(inputs, self._labels.pop(unit.micro_batch), self._loss),)
+                outputs = (self._model(inputs, self._targets.pop(unit.micro_batch), self._loss),)
                 self._losses.append(outputs[0].detach())
             else:
                 outputs = self._model(inputs)
@@ -202,15 +206,16 @@ class Runner:
             self._gradients.finish_pass()
         return ()
 
-    def _receive(self, unit: Unit, batches: Iterator[Any]) -> Tensors:
+    def _receive(self, unit: Unit, batches: Iterator[Batch]) -> Tensors:
         """Return the input of a pass, from another rank, an earlier pass of this one, or the loader."""
         if unit.kind is UnitKind.forward and unit.chunk == self._loads_at:
             with self.observed(LOAD):
-                inputs, labels = next(batches)
+                batch = next(batches)
             if self._schedule.last_chunk in self._chunks:
-                self._labels[unit.micro_batch] = labels
+                self._targets[unit.micro_batch] = batch.targets
             if unit.chunk == 0:
-                return inputs
+                assert batch.inputs is not None
+                return batch.inputs.activations
         message = find_input(self._schedule, unit)
         if message is None:
             return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +11,21 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.loading import loader as loaders
+from data.loading.columns import (
+    DESIRABLE,
+    LABELS,
+    REFERENCE,
+    WHOLE_IDS,
+    ReadColumn,
+    RowScores,
+    list_teacher_columns,
+    read_desirable,
+    read_labels,
+    read_whole,
+)
 from data.loading.stream_loader import StreamLoader
 from data.loading.teacher import TeacherTable
+from data.options import RowTargets
 from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
 from data.worker_processes import start_server
@@ -78,13 +91,32 @@ def build_options(
         row_plan=build_row_plan(config, key),
         row_targets=get_objective(config).row_targets,
         mean_over=get_objective(config).mean_over,
-        reads_desirable=get_objective(config).needs_mismatched,
-        teacher=TeacherTable(data.teacher[key]) if module.has_loss and key in data.teacher else None,
         num_workers=config.num_workers,
         collator=build_collator(config.data, config.num_workers),
         pin_memory=current_device().type == "cuda",
         num_further=module.num_further,
+        columns=tuple(_list_columns(config, module, data, key)),
     )
+
+
+def _list_columns(config: RunConfig, module: StageModule, data: RankData, key: str) -> Iterator[ReadColumn]:
+    """Yield the columns of the files of a key that this rank's stage reads, but for what a reference has scored."""
+    objective = get_objective(config)
+    if module.num_further:
+        yield ReadColumn(WHOLE_IDS, read_whole)
+    if objective.needs_mismatched:
+        yield ReadColumn(DESIRABLE, read_desirable)
+    if objective.row_targets is RowTargets.last_tokens:
+        yield ReadColumn(LABELS, read_labels)
+    if module.has_loss and key in data.teacher:
+        yield from list_teacher_columns(TeacherTable(data.teacher[key]))
+
+
+def _set_reference(options: loaders.LoaderOptions, file: Path | None) -> loaders.LoaderOptions:
+    """Return the options of a loader whose reference scores are those of `file`; of none without one."""
+    others = tuple(each for each in options.columns if each.column != REFERENCE)
+    scored = (ReadColumn(REFERENCE, RowScores(file)),) if file is not None and options.reads_labels else ()
+    return dataclasses.replace(options, columns=(*others, *scored))
 
 
 def build_loaders(
@@ -107,7 +139,7 @@ def build_loaders(
         train: Any = _build_stream_loader(config, options, data, budget, budget.stream)
         return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference, teacher_options))
     path = data.datasets["train_file"]
-    options = dataclasses.replace(options, reference_file=reference.get("train_file"))
+    options = _set_reference(options, reference.get("train_file"))
     order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
     if (first := _choose_first(config, "train_file", path, options, reference, teacher_options)) is not None:
@@ -145,8 +177,7 @@ def build_eval_loaders(
     built = {}
     for name, key in list_evaluations(config).items():
         if name in sizes:
-            options = build_options(config, module, data, key)
-            options = dataclasses.replace(options, reference_file=reference.get(key))
+            options = _set_reference(build_options(config, module, data, key), reference.get(key))
             built[name] = loaders.build_eval_loader(data.datasets[key], options, sizes[name].rows)
             first = _choose_first(config, key, data.datasets[key], options, reference, teacher_options)
             if first is not None:
@@ -170,7 +201,7 @@ def _choose_first(
         return None
     if not get_objective(config).needs_mismatched:
         return path, options
-    return mismatched_path(path), dataclasses.replace(options, reference_file=reference.get(name_mismatched(key)))
+    return mismatched_path(path), _set_reference(options, reference.get(name_mismatched(key)))
 
 
 def name_mismatched(key: str) -> str:

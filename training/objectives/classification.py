@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from batch import Targets
 from data.options import ProblemType, RowTargets
 from errors import UserError
 from models.heads.head import Labels
@@ -49,18 +50,18 @@ class ClassificationLoss:
         self._sequence_part = sequence_part
         self._scored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """outputs, targets: as in `score_documents`; labels: [N, 1], the number of the class; or [N, C], whether a
         document has each label, 1 or 0, or the numbers.
 
         Returns the sum of the documents' losses over the denominator, fp32 at least; each of the ranks that share
         sequences returns an equal part of it.
         """
-        _, labels, loss_denominator, _ = targets
+        labels = targets.columns["labels"]
         scores = score_documents(outputs, targets, self._sequence_part)
         self._scored.append((scores.detach(), labels))
         total = self._compute_losses(scores, labels).sum()
-        return (total / loss_denominator / self._sequence_part.size).to(scores.dtype)
+        return (total / targets.denominator / self._sequence_part.size).to(scores.dtype)
 
     def _compute_losses(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the losses of the documents, [N]."""

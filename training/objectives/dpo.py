@@ -28,7 +28,8 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
+from batch import Targets
+from models.losses.cross_entropy import get_softcap, sequence_log_probabilities
 from models.losses.logit_chunks import shard_vocabulary
 from models.losses.options import DPOLossType
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
@@ -69,19 +70,13 @@ class DPOFormula:
 
 
 class RowScore:
-    """Computes, in place of a loss, the log-probability of each row's targets, float64 [B]. targets: target tokens,
-    `loss_denominator`, which is not read, and `target_indices`.
-    """
+    """Computes, in place of a loss, the log-probability of each row's targets, float64 [B]."""
 
     def __init__(self, config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        target_ids, _, *known = targets
-        log_probabilities, _ = sequence_log_probabilities(
-            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing
-        )
-        return log_probabilities
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        return sequence_log_probabilities(outputs, targets, self._softcap, self._sharing)[0]
 
 
 class DPO(PreferenceObjective):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from batch import Targets
 from data.options import MeanOver, RowTargets
 from errors import UserError
 from models.heads.embedding import EMBEDDING
@@ -47,9 +48,7 @@ class EmbeddingLoss:
         self._waiting: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self._totals: torch.Tensor | None = None
 
-    def make_vectors(
-        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def make_vectors(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """Return the vectors of a micro-batch, [N / G, G, D]. outputs, targets: as in `pool_texts`."""
         vectors = pool_texts(outputs, targets, self._pooling)
         return vectors.view(len(vectors) // self._group_size, self._group_size, vectors.shape[1])
@@ -70,17 +69,17 @@ class EmbeddingLoss:
         self._waiting = deque(zip(gradient[mine].split(sizes), losses.detach()[mine].split(sizes), strict=True))
         self._add(summarize_ranks(losses[mine], ranks[:, mine]), len(own))
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs, targets: as in `pool_texts`; `loss_denominator`, a scalar.
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        """outputs, targets: as in `pool_texts`.
 
         Returns the sum of the losses of the micro-batch's queries over the denominator, fp32 at least, with the
         gradient that the loss of the whole batch has with respect to the vectors of this one.
         """
         assert self._waiting, "the pass over the whole batch comes first, and micro-batches in the same order"
         gradient, losses = self._waiting.popleft()
-        vectors, loss_denominator = self.make_vectors(outputs, targets), targets[2]
-        product = (vectors * gradient).sum() / loss_denominator
-        return (losses.sum() / loss_denominator + product - product.detach()).to(vectors.dtype)
+        vectors, denominator = self.make_vectors(outputs, targets), targets.denominator
+        product = (vectors * gradient).sum() / denominator
+        return (losses.sum() / denominator + product - product.detach()).to(vectors.dtype)
 
     def compare_all(self, vectors: Sequence[torch.Tensor], replicas: dist.ProcessGroup) -> None:
         """Add up the metrics of an evaluation. vectors: as in `compare_batch`; replicas may have different numbers."""

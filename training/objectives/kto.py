@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from batch import Targets
 from data.options import MeanOver
-from models.losses.cross_entropy import Loss, find_targets, get_softcap, sequence_log_probabilities
+from models.losses.cross_entropy import Loss, get_softcap, sequence_log_probabilities
 from models.losses.logit_chunks import shard_vocabulary
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import KTOConfig
@@ -58,43 +59,40 @@ class KTOLoss:
         dist.all_reduce(total, group=replicas)
         self._kl = (total / num_samples).clamp(min=0)
 
-    def sum_log_ratios(
-        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def sum_log_ratios(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """Return the sum of h over the rows of a micro-batch, float64; each of the ranks that share sequences returns
         an equal part of it. Arguments as in a call.
         """
         log_ratios, is_answer = self._compute_log_ratios(outputs, targets)
         return (log_ratios * is_answer).sum() / self._sequence_part.size
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: target tokens [B, T]; the reference's log-probability of each row,
-        summed over its targets, float64 [B]; whether an answer is desirable, 1 or 0, float64 [B]; `loss_denominator`,
-        scalar; and `target_indices`, see `find_targets`. A row without targets is padding and is not counted.
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        """outputs: as in `causal_lm_loss`. targets: with the columns `reference`, its log-probability of each row,
+        summed over its targets, and `desirable`, 1 or 0: float64 [B]. A row without targets is padding and is not
+        counted.
 
         Returns the sum of the answers' losses over the denominator, fp32 at least; each of the ranks that share
         sequences returns an equal part of it.
         """
         assert self._kl is not None, "the forward pass over mismatched answers comes first"
-        _, _, desirable, loss_denominator, *_ = targets
+        desirable = targets.columns["desirable"]
         log_ratios, is_answer = self._compute_log_ratios(outputs, targets)
         desirable_weight, undesirable_weight = self._weights
         sign = 2 * desirable - 1
         weights = desirable_weight * desirable + undesirable_weight * (1 - desirable)
         losses = weights * torch.sigmoid(-self._beta * sign * (log_ratios - self._kl))  # 1 - sigmoid(x) = sigmoid(-x)
         self._add(log_ratios.detach(), desirable * is_answer, is_answer)
-        loss = (losses * is_answer).sum() / loss_denominator / self._sequence_part.size
+        loss = (losses * is_answer).sum() / targets.denominator / self._sequence_part.size
         return loss.to(torch.promote_types(outputs[1].dtype, torch.float32))
 
     def _compute_log_ratios(
-        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
+        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return h, and whether a row is an answer, 1 or 0: both float64 [B]."""
-        target_ids, reference, _, _, *known = targets
         policy, num_targets = sequence_log_probabilities(
-            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing, self._sequence_part
+            outputs, targets, self._softcap, self._sharing, self._sequence_part
         )
-        return policy - reference, (num_targets > 0).double()
+        return policy - targets.columns["reference"], (num_targets > 0).double()
 
     def _add(self, log_ratios: torch.Tensor, desirable: torch.Tensor, is_answer: torch.Tensor) -> None:
         assert self._kl is not None

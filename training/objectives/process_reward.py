@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from batch import Targets
 from data.options import ProblemType
 from models.heads.head import Labels
 from models.heads.token_classification import TOKEN_CLASSIFICATION
@@ -29,19 +30,19 @@ class ProcessRewardLoss:
     def __init__(self) -> None:
         self._scored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __call__(self, outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Targets) -> torch.Tensor:
         """outputs: hidden states [B, T, D] and the head's matrix [2, D]. targets: 1 or 0 where a step ends, right or
-        not, int64 [B, T], else -100; the scalar `loss_denominator`; and `target_indices`, int64 [N].
+        not.
 
         Returns the sum of the steps' losses over the denominator, fp32 at least.
         """
         hidden_states, weight, *_ = outputs
-        is_right, loss_denominator, indices = targets
+        indices = targets.indices
         dtype = torch.promote_types(weight.dtype, torch.float32)
         scores = F.linear(hidden_states.flatten(0, 1).index_select(0, indices).to(dtype), weight.to(dtype))  # [N, 2]
-        labels = is_right.flatten().index_select(0, indices)
+        labels = targets.ids.flatten().index_select(0, indices)
         self._scored.append((scores.detach(), labels.unsqueeze(1)))
-        return (F.cross_entropy(scores, labels, reduction="sum") / loss_denominator).to(dtype)
+        return (F.cross_entropy(scores, labels, reduction="sum") / targets.denominator).to(dtype)
 
     def take_scored(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the scores [N, 2] and labels [N, 1] of the micro-batches since the last call."""

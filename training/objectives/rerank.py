@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from batch import Targets
 from data.options import MeanOver, RowTargets
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
@@ -35,17 +36,17 @@ class RerankLoss:
         self._loss_type, self._group_size, self._sequence_part = loss_type, group_size, sequence_part
         self._totals: torch.Tensor | None = None
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """outputs, targets: as in `score_documents`, of the documents of whole queries, which have no labels.
 
         Returns the sum of the queries' losses over the denominator, fp32 at least; each of the ranks that share
         sequences returns an equal part of it.
         """
-        scores, loss_denominator = score_documents(outputs, targets, self._sequence_part), targets[2]
+        scores = score_documents(outputs, targets, self._sequence_part)
         grouped = scores.view(len(scores) // self._group_size, self._group_size)
         self._add(grouped.detach())
         losses = self._compute_losses(grouped)
-        return (losses.sum() / loss_denominator / self._sequence_part.size).to(scores.dtype)
+        return (losses.sum() / targets.denominator / self._sequence_part.size).to(scores.dtype)
 
     def _compute_losses(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the losses of the queries, [Q]. scores: [Q, G]."""

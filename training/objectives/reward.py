@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from batch import Targets
 from data.options import MeanOver, RowTargets
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
@@ -35,19 +36,19 @@ class RewardLoss:
         self._centering_coef, self._sequence_part = centering_coef, sequence_part
         self._totals: torch.Tensor | None = None
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """outputs, targets: as in `score_documents`, of 2 B answers, which have no labels.
 
         Returns the sum of the pairs' losses over the denominator, fp32 at least; each of the ranks that share sequences
         returns an equal part of it.
         """
-        scores, loss_denominator = score_documents(outputs, targets, self._sequence_part), targets[2]
+        scores = score_documents(outputs, targets, self._sequence_part)
         chosen, rejected = scores.double().view(len(scores) // 2, 2).T
         losses = -F.logsigmoid(chosen - rejected)
         if self._centering_coef:
             losses = losses + self._centering_coef * (chosen + rejected).square()
         self._add(chosen.detach(), rejected.detach())
-        return (losses.sum() / loss_denominator / self._sequence_part.size).to(scores.dtype)
+        return (losses.sum() / targets.denominator / self._sequence_part.size).to(scores.dtype)
 
     def _add(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
         metrics = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])

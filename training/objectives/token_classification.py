@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from batch import Targets
 from models.heads.head import Labels
 from models.heads.token_classification import TOKEN_CLASSIFICATION
 from models.losses.cross_entropy import Loss
@@ -34,23 +35,22 @@ class TokenClassificationLoss:
         self.labels = list(labels)
         self._predicted: list[torch.Tensor] = []
 
-    def __call__(self, outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Targets) -> torch.Tensor:
         """outputs: hidden states [B, T, D], the head's matrix [C, D], and the document of each token in its row [B, T].
-        targets: the class of each token, int64 [B, T], -100 where it has none; the scalar `loss_denominator`; and
-        `target_indices`, int64 [N].
+        targets: the class of each token that has one.
 
         Returns the sum of the tokens' losses over the denominator, fp32 at least.
         """
         hidden_states, weight, segment_ids = outputs
-        classes, loss_denominator, indices = targets
+        indices = targets.indices
         dtype = torch.promote_types(weight.dtype, torch.float32)
         chosen = hidden_states.flatten(0, 1).index_select(0, indices)
         scores = F.linear(chosen.to(dtype), weight.to(dtype))
-        actual = classes.flatten().index_select(0, indices)
+        actual = targets.ids.flatten().index_select(0, indices)
         rows = torch.arange(len(segment_ids), device=segment_ids.device).unsqueeze(1)
         documents = (rows * (segment_ids.shape[1] + 1) + segment_ids).flatten().index_select(0, indices)
         self._predicted.append(torch.stack([scores.detach().argmax(dim=1), actual, documents]))
-        return (F.cross_entropy(scores, actual, reduction="sum") / loss_denominator).to(dtype)
+        return (F.cross_entropy(scores, actual, reduction="sum") / targets.denominator).to(dtype)
 
     def take_predicted(self) -> list[torch.Tensor]:
         """Return, of the micro-batches since the last call, the predicted class of each labelled token, its class, and

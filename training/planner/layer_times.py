@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig
 
+from batch import Targets
 from data.collator import shift_labels
 from models.adapters.adapter import Adapter
 from models.adapters.build import build_adapter
@@ -145,7 +146,7 @@ def apply_times(
     return timed, replace(hardware, **{name: value for name, value in measured.items() if name not in stated})
 
 
-def _sum_scores(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _sum_scores(outputs: tuple[torch.Tensor, ...], targets: Targets) -> torch.Tensor:
     hidden_states, weight, *_ = outputs
     last = hidden_states[:, -1].float()
     return (last @ weight.float().T).sum() if weight.is_floating_point() else last.sum()  # without a head no matrix
@@ -166,7 +167,7 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
     segment_ids = torch.ones(shape, dtype=torch.int32)  # [B, T]
     loss = _sum_scores if find_head(task.architecture) is not None else build_loss(task.architecture)
     blocks = layers[indices[0]].num_blocks
-    targets = (shift_labels(input_ids).repeat(blocks, 1), torch.tensor(float(input_ids.numel())))
+    targets = Targets.find(shift_labels(input_ids).repeat(blocks, 1), torch.tensor(float(input_ids.numel())))
     is_first, is_last = indices[0] == 0, indices[-1] == len(layers) - 1
     trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]
     if dtype is torch.bfloat16:

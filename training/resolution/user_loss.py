@@ -3,10 +3,13 @@ docs/add_your_data.md)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from batch import Targets
 from data.collator import unshift_targets
 from data.components import build_checked_component
 from errors import UserError
@@ -14,6 +17,9 @@ from models.losses.cross_entropy import Loss
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.registry import build_objective_options, get_objective
+
+UserLoss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+"""Takes the outputs of the last stage, and labels aligned with input_ids with the denominator of the loss."""
 
 
 def build_run_loss(
@@ -45,10 +51,9 @@ class AlignedLabels(nn.Module):
     It is a module so that the engine moves the parameters and buffers of a loss that is one.
     """
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: UserLoss) -> None:
         super().__init__()
         self.loss = loss
 
-    def forward(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        target_ids, loss_denominator, *_ = targets
-        return self.loss(outputs, (unshift_targets(target_ids), loss_denominator))
+    def forward(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        return self.loss(outputs, (unshift_targets(targets.ids), targets.denominator))

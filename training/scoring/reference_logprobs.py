@@ -123,7 +123,7 @@ def _score(
         options,
         row_plan=RowPlan(options.max_seq_length),
         micro_batch_size=options.micro_batch_size * options.group_size,
-        reads_desirable=False,
+        columns=(),
     )
     dataset = TokenizedDataset(path, False, False)
     loader = ScoringLoader(path, per_sample, _CHUNK * engine.layout.num_stages)

@@ -59,10 +59,9 @@ def read_documents(tokenizer, tmp_path: Path):
             True, True, 0, 1, micro_batch_size=2, row_plan=plan, pad_token_id=tokenizer.pad_token_id
         )
         documents = []
-        for (input_ids, position_ids, _), (targets, *_) in build_eval_loader(
-            path, options, count_rows(path, plan)
-        ).iterate():
-            for row in zip(input_ids.tolist(), position_ids.tolist(), unshift_targets(targets).tolist()):
+        for batch in build_eval_loader(path, options, count_rows(path, plan)).iterate():
+            tensors = batch.inputs.input_ids, batch.inputs.position_ids, unshift_targets(batch.targets.ids)
+            for row in zip(*(tensor.tolist() for tensor in tensors)):
                 documents += split_row(*row, tokenizer)
         return documents
 

@@ -11,6 +11,7 @@ from test_sft import read_runs
 
 from data.collator import unshift_targets
 from data.encoders.preference import PreferenceEncoder
+from data.loading.columns import REFERENCE, ReadColumn, RowScores
 from data.loading.loader import LoaderOptions, build_eval_loader, build_train_loader
 from data.options import LengthPolicy, MeanOver, OnBadRecord
 from data.order import GlobalOrder
@@ -193,7 +194,7 @@ def build_options(
         row_plan=plan,
         pad_token_id=0,
         mean_over=MeanOver.samples,
-        reference_file=reference_of(path),
+        columns=(ReadColumn(REFERENCE, RowScores(reference_of(path))),),
         **options,
     )
 
@@ -211,11 +212,12 @@ def test_a_pair_stays_together_and_the_order_does_not_depend_on_the_layout(
             loader = build_train_loader(
                 pairs, build_options(pairs, plan, micro_batch_size, rank, dp_size), order, accumulation
             )
-            for (input_ids, *_), (targets, reference, denominator, _) in loader.iterate(step, step + 1):
-                labels = unshift_targets(targets)
+            for batch in loader.iterate(step, step + 1):
+                labels, input_ids = unshift_targets(batch.targets.ids), batch.inputs.input_ids
+                reference = batch.targets.columns["reference"]
                 assert len(input_ids) == len(labels) == len(reference) == 2 * micro_batch_size
                 assert (
-                    denominator == micro_batch_size
+                    batch.targets.denominator == micro_batch_size
                 )  # pairs: the mean over micro-batches and replicas is the global batch's
                 samples = (-reference - 1).long().tolist()
                 assert all(
@@ -238,16 +240,16 @@ def test_a_pair_stays_together_and_the_order_does_not_depend_on_the_layout(
 def test_evaluation_takes_every_pair_once(pairs: Path) -> None:
     plan = RowPlan(64, group_size=2)
     loaders = [build_eval_loader(pairs, build_options(pairs, plan, 2, rank, 2), 11) for rank in range(2)]
-    batches = [targets for loader in loaders for _, targets in loader.iterate()]
-    assert {len(loader) for loader in loaders} == {3} and all(denominator == 1 for _, _, denominator, _ in batches)
+    batches = [batch.targets for loader in loaders for batch in loader.iterate()]
+    assert {len(loader) for loader in loaders} == {3} and all(targets.denominator == 1 for targets in batches)
     real = [
         sample
-        for labels, reference, *_ in batches
-        for row, sample in zip(labels, -reference - 1)
+        for targets in batches
+        for row, sample in zip(targets.ids, -targets.columns["reference"] - 1)
         if (row != -100).any()
     ]
     assert sorted(int(sample) for sample in real) == list(range(22))
-    assert sum(len(labels) for labels, *_ in batches) == 24  # the last pair is a filler
+    assert sum(len(targets.ids) for targets in batches) == 24  # the last pair is a filler
 
 
 def test_a_mixture_takes_whole_pairs(tmp_path: Path, tokenizer) -> None:

@@ -86,7 +86,8 @@ def build_layout(path: Path, dp_size: int, micro_batch_size: int, accumulation: 
 
 def find_samples(batch: Batch, data: TokenizedDataset) -> list[int]:
     """The samples in a batch, by content; rows that are all padding are omitted. Checks the padding and the labels."""
-    (input_ids, position_ids, segment_ids), (targets, *_) = batch
+    input_ids, position_ids, segment_ids = batch.inputs.activations
+    targets = batch.targets.ids
     labels = unshift_targets(targets)
     assert (targets[:, -1] == -100).all()
     ids = {tuple(data.input_ids(i).tolist()): i for i in range(len(data))}
@@ -110,8 +111,14 @@ def find_samples(batch: Batch, data: TokenizedDataset) -> list[int]:
 def assert_equal_batches(left: list[Batch], right: list[Batch]) -> None:
     assert len(left) == len(right) > 0
     for one, other in zip(left, right):
-        for half, other_half in zip(one, other):
-            assert all(torch.equal(a, b) for a, b in zip(half, other_half, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(list_tensors(one), list_tensors(other), strict=True))
+
+
+def list_tensors(batch: Batch) -> list[torch.Tensor]:
+    """The tensors of the halves that a rank has, in their order."""
+    inputs = batch.inputs.activations if batch.inputs else ()
+    targets = batch.targets
+    return [*inputs, *((targets.ids, targets.indices, targets.denominator) if targets else ())]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -123,7 +130,7 @@ def test_every_layout_reads_the_global_batch_of_the_order(path: Path, data: Toke
         found = [i for batch in batches for i in find_samples(batch, data)]
         assert sorted(found) == sorted(ORDER.sample_ids(step).tolist())
         longest = max(data.lengths[found])
-        assert {batch[0][0].shape for batch in batches} == {(layout[1], -(-longest // 8) * 8)}
+        assert {batch.inputs.input_ids.shape for batch in batches} == {(layout[1], -(-longest // 8) * 8)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -135,10 +142,10 @@ def test_the_mean_of_the_parts_is_the_loss_of_the_global_batch(path: Path, data:
 
     parts = []
     for loader in build_layout(path, *layout):
-        for _, (targets, loss_denominator, target_indices) in loader.iterate(1, 2):
-            assert loss_denominator.dtype == torch.float64 and loss_denominator.shape == ()
-            assert torch.equal(targets.flatten()[target_indices], targets[targets != -100])
-            parts.append(sum_losses(targets) / loss_denominator)
+        for targets in (batch.targets for batch in loader.iterate(1, 2)):
+            assert targets.denominator.dtype == torch.float64 and targets.denominator.shape == ()
+            assert torch.equal(targets.ids.flatten()[targets.indices], targets.ids[targets.ids != -100])
+            parts.append(sum_losses(targets.ids) / targets.denominator)
     whole = [torch.from_numpy(data.labels(i)[1:].astype(np.int64)) for i in ORDER.sample_ids(1)]
     expected = sum(sum_losses(targets) for targets in whole) / sum(int((targets != -100).sum()) for targets in whole)
     torch.testing.assert_close(torch.stack(parts).mean(), expected, rtol=1e-12, atol=0)
@@ -152,7 +159,8 @@ def test_a_global_batch_without_a_target_has_a_loss_of_zero(tokenizer, tmp_path:
     prepare_rows(path, plan, "train_file", None)
     options = replace(OPTIONS, row_plan=plan, micro_batch_size=1)
     batches = build_train_loader(path, options, GlobalOrder(2, 1, seed=1), 1).iterate(0, 2)
-    found = sorted(((targets != -100).sum().item(), denominator.item()) for _, (targets, denominator, _) in batches)
+    halves = [batch.targets for batch in batches]
+    found = sorted(((targets.ids != -100).sum().item(), targets.denominator.item()) for targets in halves)
     assert found == [(0, 1.0), (3, 3.0)]
 
 
@@ -194,22 +202,16 @@ def test_a_rank_reads_its_half(path: Path) -> None:
     (whole,) = build_layout(path, 1, 8, 1)
     (first,) = build_layout(path, 1, 8, 1, reads_labels=False)
     (last,) = build_layout(path, 1, 8, 1, reads_inputs=False)
-    inputs, targets = next(whole.iterate(0, 1))
-    first_inputs, first_targets = next(first.iterate(0, 1))
-    last_inputs, last_targets = next(last.iterate(0, 1))
-    assert first_targets is None and last_inputs is None
-    assert isinstance(first_inputs, tuple) and isinstance(last_targets, tuple)
-    assert all(torch.equal(a, b) for a, b in zip(first_inputs + last_targets, inputs + targets, strict=True))
-    assert [tensor.dtype for tensor in (*first_inputs, last_targets[0])] == [
-        *[torch.int64] * 2,
-        torch.int32,
-        torch.int64,
-    ]
+    both, one, other = (next(loader.iterate(0, 1)) for loader in (whole, first, last))
+    assert one.targets is None and other.inputs is None
+    halves = [*list_tensors(one), *list_tensors(other)]
+    assert all(torch.equal(a, b) for a, b in zip(halves, list_tensors(both), strict=True))
+    assert [tensor.dtype for tensor in halves[:4]] == [*[torch.int64] * 2, torch.int32, torch.int64]
 
 
 def test_padding_to_a_fixed_length_and_to_a_cap(path: Path) -> None:
     (fixed,) = build_layout(path, 1, 8, 1, pad_to="max_seq_length")
-    assert next(fixed.iterate(0, 1))[0][0].shape == (8, 60)
+    assert next(fixed.iterate(0, 1)).inputs.input_ids.shape == (8, 60)
     for lengths, seq_length in (([8, 3], 8), ([3, 9], 16), ([57], 60)):
         assert OPTIONS.compute_seq_length(np.array(lengths)) == seq_length
     with pytest.raises(ValueError, match="longst"):
@@ -227,9 +229,11 @@ def test_evaluation_takes_every_sample_exactly_once(path, data, dp_size, micro_b
     assert {len(batches) for batches in ranks} == {count} == {loader.num_micro_batches for loader in loaders}
     batches = [batch for rank in ranks for batch in rank]
     assert sorted(i for batch in batches for i in find_samples(batch, data)) == list(range(NUM_SAMPLES))
-    assert {batch[0][0].shape for batch in batches} == {(micro_batch_size, -(-int(data.lengths.max()) // 8) * 8)}
-    assert {batch[1][1].item() for batch in batches} == {1.0}
-    targets = sum(int((batch[1][0] != -100).sum()) for batch in batches)
+    assert {batch.inputs.input_ids.shape for batch in batches} == {
+        (micro_batch_size, -(-int(data.lengths.max()) // 8) * 8)
+    }
+    assert {batch.targets.denominator.item() for batch in batches} == {1.0}
+    targets = sum(int((batch.targets.ids != -100).sum()) for batch in batches)
     assert {loader.num_targets for loader in loaders} == {targets}
 
 
@@ -267,11 +271,11 @@ def test_ranks_that_disagree_are_stopped(path: Path) -> None:
 def test_the_lengths_of_rows_are_those_of_the_batches(path: Path, data: TokenizedDataset, pad_to: PadTo) -> None:
     steps = range(1, 6)  # of 2 an epoch
     loader = build_train_loader(path, replace(OPTIONS, pad_to=pad_to), ORDER, 4)
-    batches = [inputs for inputs, _ in loader.iterate(steps.start, steps.stop)]
+    batches = [batch.inputs.input_ids for batch in loader.iterate(steps.start, steps.stop)]
     measured = measure_rows(path, OPTIONS.row_plan, ORDER, steps, pad_to)
-    widths = [input_ids.shape[1] for input_ids, *_ in batches]
+    widths = [input_ids.shape[1] for input_ids in batches]
     assert measured.padded == round(np.mean(widths)) and measured.longest >= max(widths)
-    assert measured.filled == pytest.approx(np.mean([(ids != PAD).sum(1).float().mean() for ids, *_ in batches]))
+    assert measured.filled == pytest.approx(np.mean([(ids != PAD).sum(1).float().mean() for ids in batches]))
     assert measured.longest == (60 if pad_to is PadTo.max_seq_length else min(60, -(-data.lengths.max() // 8) * 8))
 
 

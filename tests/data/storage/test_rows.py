@@ -70,8 +70,8 @@ def test_which_tokens_of_a_packed_batch_carry_loss(path: Path, end_is_pad) -> No
     """
     order = GlobalOrder(count_rows(path, PLAN), 2, seed=0)
     options = LoaderOptions(True, True, 0, 1, micro_batch_size=2, row_plan=PLAN, pad_token_id=end_is_pad.pad_token_id)
-    inputs, (targets, *_) = next(build_train_loader(path, options, order, 1).iterate(0, 1))
-    labels = unshift_targets(targets)
+    batch = next(build_train_loader(path, options, order, 1).iterate(0, 1))
+    labels, inputs = unshift_targets(batch.targets.ids), batch.inputs.activations
     (shape,) = {tensor.shape for tensor in (*inputs, labels)}
     assert shape[0] == 2 and shape[1] % 8 == 0
     rows = Rows(path, PLAN, True, True)
@@ -106,13 +106,13 @@ def test_every_layout_packs_the_same_global_batches(path: Path, layout: tuple[in
         options = LoaderOptions(
             True, True, rank, dp_size, micro_batch_size=micro_batch_size, row_plan=PLAN, pad_token_id=0
         )
-        for inputs, (_, denominator, _) in build_train_loader(path, options, order, accumulation).iterate(1, 2):
-            read += [tuple(row[row != 0].tolist()) for row in inputs[0]]
-            starts = np.flatnonzero(inputs[1].flatten() == 0)
+        for batch in build_train_loader(path, options, order, accumulation).iterate(1, 2):
+            read += [tuple(row[row != 0].tolist()) for row in batch.inputs.input_ids]
+            starts = np.flatnonzero(batch.inputs.position_ids.flatten() == 0)
             documents.append(len(starts))
-            longest.append(np.diff([*starts, inputs[1].numel()]).max())
+            longest.append(np.diff([*starts, batch.inputs.position_ids.numel()]).max())
             totals = build_train_loader(path, options, order, accumulation).step_totals(1)
-            assert denominator == totals.num_targets / (dp_size * accumulation)
+            assert batch.targets.denominator == totals.num_targets / (dp_size * accumulation)
     ids = order.sample_ids(1)
     assert sorted(read) == sorted(tuple(rows.input_ids(i).tolist()) for i in ids)
     assert totals.num_tokens == rows.lengths[ids].sum() and totals.num_targets == rows.num_targets[ids].sum()
@@ -131,7 +131,7 @@ def test_evaluation_takes_every_packed_sample_once(path: Path) -> None:
     count = count_rows(path, PLAN)
     options = LoaderOptions(True, True, 0, 1, micro_batch_size=4, row_plan=PLAN, pad_token_id=0)
     loader = build_eval_loader(path, options, count)
-    targets = sum(int((targets != -100).sum()) for _, (targets, *_) in loader.iterate())
+    targets = sum(int((batch.targets.ids != -100).sum()) for batch in loader.iterate())
     assert targets == loader.num_targets == TokenizedDataset(path, False, False).num_targets.sum()
 
 

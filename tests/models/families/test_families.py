@@ -14,6 +14,7 @@ from support.published import build_published_config
 from support.tiny import VOCAB_SIZE, save_tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from batch import Targets
 from data.collator import shift_labels
 from errors import UserError
 from models.architecture.lookup import (
@@ -41,7 +42,7 @@ def hf_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
 def chain_loss(chain: Chain, model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     targets = shift_labels(labels)
     count = torch.tensor(float((targets != -100).sum()))
-    return build_loss(model.config)(chain.run(input_ids, positions(input_ids.shape[1])), (targets, count))
+    return build_loss(model.config)(chain.run(input_ids, positions(input_ids.shape[1])), Targets.find(targets, count))
 
 
 def test_the_table_and_the_tests_name_the_same_families() -> None:

@@ -13,6 +13,7 @@ from support.families import MIXTURES, build_family, save_family
 from support.model_folders import assert_same_bits, convert, export, load_transformers
 from transformers import AutoConfig, PreTrainedModel
 
+from batch import Targets
 from data.collator import shift_labels
 from errors import UserError
 from models.architecture.lookup import ARCHITECTURES, build_layers
@@ -53,7 +54,9 @@ def test_loss_and_every_gradient_are_hugging_faces(model_type: str) -> None:
     torch.manual_seed(0)
     expected = model(input_ids, labels=labels, use_cache=False).loss
     torch.manual_seed(0)
-    loss = build_loss(model.config)(chain.run(input_ids, positions()), (targets, (targets != -100).sum().float()))
+    loss = build_loss(model.config)(
+        chain.run(input_ids, positions()), Targets.find(targets, (targets != -100).sum().float())
+    )
     assert difference(loss, expected) < BOUND
     expected.backward()
     loss.backward()

@@ -4,6 +4,7 @@ tests/training/parity/test_further_tokens.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from support.further import PlainFurther, count_targets, save_with_further
 from torch import nn
 
-from data.collator import defer_targets, index_targets, shift_labels
+from batch import Targets
+from data.collator import defer_targets, shift_labels
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from models.losses.further_tokens import FurtherTokenLoss
@@ -69,10 +71,10 @@ def run(source: FurtherWeights, rows: dict[str, torch.Tensor], depths: int) -> t
     for layer, module in chain:
         values = layer.forward_fn(module, values) if layer.forward_fn else module(values)
     targets = shift_labels(rows["labels"])
-    each = [targets, *(defer_targets(targets, rows["segments"], depth) for depth in range(1, 1 + depths))]
-    given = [part for t in each for part in (t, (t != -100).sum().double(), index_targets(t))]
+    further = [defer_targets(targets, rows["segments"], depth) for depth in range(1, 1 + depths)]
+    own, *others = (Targets.find(ids, (ids != -100).sum().double()) for ids in (targets, *further))
     loss = FurtherTokenLoss(TokenLoss(source.config), source.config, COEF, depths)
-    value = loss(values, tuple(given))
+    value = loss(values, replace(own, further=tuple(others)))
     value.backward()
     sums, counts = loss.take_totals()
     gradients = {

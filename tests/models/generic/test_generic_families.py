@@ -12,6 +12,7 @@ from support.chain import BOUND, B, Chain, difference, positions, tokens
 from support.families import OTHERS, build_family
 from support.model_folders import assert_same_bits, convert, export, load_transformers
 
+from batch import Targets
 from data.collator import shift_labels
 from errors import UserError
 from models.architecture.lookup import ARCHITECTURES, build_layers
@@ -40,7 +41,9 @@ def test_loss_and_every_gradient_are_hugging_faces(family: str, tied: bool) -> N
     labels[:, -3:] = labels[:, :4] = -100
     targets = shift_labels(labels)
     expected = model(input_ids, labels=labels, use_cache=False).loss
-    loss = build_loss(model.config)(chain.run(input_ids, positions()), (targets, (targets != -100).sum().float()))
+    loss = build_loss(model.config)(
+        chain.run(input_ids, positions()), Targets.find(targets, (targets != -100).sum().float())
+    )
     assert difference(loss, expected) < BOUND
     expected.backward()
     loss.backward()

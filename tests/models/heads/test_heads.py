@@ -9,6 +9,7 @@ import torch
 from support.families import FAMILIES, build_family, build_family_config
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, LlamaConfig
 
+from batch import Targets
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.heads.head import Labels
@@ -39,7 +40,7 @@ def score(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     targets = torch.full(LENGTHS_SHAPE, -100)
     ends = torch.tensor([LENGTHS[0] - 1, LENGTHS[0] + LENGTHS[1] - 1])
     targets.view(-1)[ends] = torch.arange(2)
-    return score_documents(values, (targets, torch.zeros(2, 0), torch.tensor(1.0), ends))
+    return score_documents(values, Targets(targets, ends, torch.tensor(1.0), {"labels": torch.zeros(2, 0)}))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

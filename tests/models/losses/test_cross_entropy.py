@@ -12,9 +12,10 @@ from transformers import LlamaConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
+from batch import Targets, find_indices
 from data.collator import shift_labels
 from models.losses import logit_chunks
-from models.losses.cross_entropy import causal_lm_loss, find_targets
+from models.losses.cross_entropy import causal_lm_loss
 from models.losses.logit_chunks import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, list_chunks
 from models.losses.token_loss import TokenLoss
 from tests.support.logit_chunks import set_chunk_size
@@ -48,7 +49,7 @@ def test_the_mean_over_micro_batches_is_hugging_faces_loss(batch, micro_batch_si
     denominator = torch.tensor(22 / num_micro_batches, dtype=torch.float64)
     rows = [slice(start, start + micro_batch_size) for start in range(0, B, micro_batch_size)]
     targets = shift_labels(labels)
-    losses = [causal_lm_loss((hidden_states[row], weight), (targets[row], denominator)) for row in rows]
+    losses = [causal_lm_loss((hidden_states[row], weight), Targets.find(targets[row], denominator)) for row in rows]
     loss = torch.stack(losses).mean()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12) == pytest.approx(hugging_face.item(), rel=1e-6)
     for gradient, other in zip(torch.autograd.grad(loss, (hidden_states, weight)), expected_gradients, strict=True):
@@ -58,7 +59,7 @@ def test_the_mean_over_micro_batches_is_hugging_faces_loss(batch, micro_batch_si
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_micro_batch_without_a_target_is_zero(batch, dtype: torch.dtype) -> None:
     hidden_states, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in batch[:2])
-    loss = causal_lm_loss((hidden_states, weight), (torch.full((B, T), -100), torch.tensor(3.0)))
+    loss = causal_lm_loss((hidden_states, weight), Targets.find(torch.full((B, T), -100), torch.tensor(3.0)))
     assert loss.item() == 0 and loss.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
     for gradient in torch.autograd.grad(loss, (hidden_states, weight)):
         assert torch.equal(gradient, torch.zeros_like(gradient))
@@ -67,7 +68,7 @@ def test_a_micro_batch_without_a_target_is_zero(batch, dtype: torch.dtype) -> No
 def test_logits_are_in_fp32_at_least(batch) -> None:
     hidden_states, weight, labels = (tensor.detach() for tensor in batch)
     low = [tensor.to(torch.bfloat16) for tensor in (hidden_states, weight)]
-    loss = causal_lm_loss((low[0], low[1]), (shift_labels(labels), torch.tensor(22.0)))
+    loss = causal_lm_loss((low[0], low[1]), Targets.find(shift_labels(labels), torch.tensor(22.0)))
     logits = F.linear(*low).float()
     expected = F.cross_entropy(logits[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -78,25 +79,25 @@ def test_logits_are_made_for_targets_only(batch, monkeypatch: pytest.MonkeyPatch
     made: list[torch.Size] = []
     linear = F.linear
     monkeypatch.setattr("models.losses.cross_entropy.F.linear", lambda x, w: (made.append(x.shape), linear(x, w))[1])
-    causal_lm_loss((hidden_states, weight), (shift_labels(labels), torch.tensor(22.0)))
+    causal_lm_loss((hidden_states, weight), Targets.find(shift_labels(labels), torch.tensor(22.0)))
     assert made == [(22, D)]
 
 
 def plain_loss(
     outputs: tuple[torch.Tensor, torch.Tensor],
-    targets: tuple[torch.Tensor, torch.Tensor],
+    targets: Targets,
     logit_softcap: float | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Compute the same loss from whole logits."""
-    (hidden_states, weight), (target_ids, denominator) = outputs, targets
+    (hidden_states, weight), target_ids = outputs, targets.ids
     has_target = target_ids != -100
     logits = F.linear(hidden_states[has_target], weight)
     if logit_softcap is not None:
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
     logits = logits.float() if logits.dtype is torch.bfloat16 else logits
     loss = F.cross_entropy(logits, target_ids[has_target], reduction="sum", label_smoothing=label_smoothing)
-    return loss / denominator.to(logits.dtype)
+    return loss / targets.denominator.to(logits.dtype)
 
 
 def loss_and_gradients(
@@ -104,7 +105,7 @@ def loss_and_gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Return the loss and its gradients, scaled as the engine scales them for 3 micro-batches."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in (hidden_states, weight)]
-    loss = loss_fn((inputs[0], inputs[1]), (target_ids, torch.tensor(17.0)))
+    loss = loss_fn((inputs[0], inputs[1]), Targets.find(target_ids, torch.tensor(17.0)))
     return loss, *torch.autograd.grad(loss / 3, inputs)
 
 
@@ -178,7 +179,7 @@ def test_many_targets_in_bf16_are_summed_in_fp32(as_a_gpu: bool, monkeypatch: py
 
 def test_a_frozen_head_gets_no_gradient(batch) -> None:
     hidden_states, weight, labels = batch
-    targets = shift_labels(labels), torch.tensor(22.0)
+    targets = Targets.find(shift_labels(labels), torch.tensor(22.0))
     loss = causal_lm_loss((hidden_states, weight.detach()), targets)
     expected = plain_loss((hidden_states, weight), targets)
     (found,), (wanted,) = (torch.autograd.grad(value, [hidden_states]) for value in (loss, expected))
@@ -188,7 +189,7 @@ def test_a_frozen_head_gets_no_gradient(batch) -> None:
 def test_fp16_makes_its_logits_at_once(batch) -> None:
     """Its gradients would underflow before the loss scale is known."""
     hidden_states, weight = (tensor.detach().half().requires_grad_() for tensor in batch[:2])
-    loss = causal_lm_loss((hidden_states, weight), (shift_labels(batch[2]), torch.tensor(2.0**20)))
+    loss = causal_lm_loss((hidden_states, weight), Targets.find(shift_labels(batch[2]), torch.tensor(2.0**20)))
     (gradient,) = torch.autograd.grad(loss * 2.0**20, [weight])
     assert gradient.count_nonzero() > 0.99 * gradient.numel()
 
@@ -199,7 +200,7 @@ def test_smoothed_labels_are_those_of_hugging_face(batch, dtype: torch.dtype) ->
     hidden_states, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in batch[:2])
     labels, smoother = batch[2], LabelSmoother(epsilon=0.3)
     expected = smoother({"logits": F.linear(hidden_states, weight)}, labels, shift_labels=True)
-    targets = shift_labels(labels), torch.tensor(22.0)
+    targets = Targets.find(shift_labels(labels), torch.tensor(22.0))
     loss = causal_lm_loss((hidden_states, weight), targets, label_smoothing=0.3)
     assert loss.item() == pytest.approx(
         expected.item(), rel=1e-6 if dtype is torch.float64 else 2e-3
@@ -217,10 +218,10 @@ def test_correct_tokens_are_counted_where_no_gradient_is_made(batch, dtype, monk
     labels[3, 1:] = torch.where(best[3] == 3, 30, labels[3, 1:])
     config = LlamaConfig(vocab_size=V)
     loss, plain = TokenLoss(config, 0.3, counts_correct=True), TokenLoss(config)
-    targets = shift_labels(labels), torch.tensor(1.0)
+    targets = Targets.find(shift_labels(labels), torch.tensor(1.0))
     with torch.no_grad():
         losses = [each((hidden_states, weight), targets) for each in (loss, plain)]
-        loss((hidden_states[:1], weight), (targets[0][:1], targets[1]))  # no target: not counted
+        loss((hidden_states[:1], weight), Targets.find(targets.ids[:1], targets.denominator))  # no target: not counted
     assert losses[0] == losses[1]
     expected = int((best == labels[:, 1:]).sum())
     assert 0 < expected < 22 and loss.take_totals().tolist() == [expected, 22]
@@ -249,7 +250,9 @@ def test_evaluation_keeps_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     set_chunk_size(monkeypatch, chunk)
     states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, hidden), (vocabulary, hidden)))
     with torch.no_grad(), AllocationPeak() as counter:
-        loss = causal_lm_loss((states, weight), (torch.randint(vocabulary, (1, tokens)), torch.tensor(22.0)))
+        loss = causal_lm_loss(
+            (states, weight), Targets.find(torch.randint(vocabulary, (1, tokens)), torch.tensor(22.0))
+        )
     assert loss.grad_fn is None
     assert counter.peak < 4 * (3 * chunk + 3 * states.numel() + weight.numel())
 
@@ -270,7 +273,7 @@ def test_known_indices_are_taken(batch) -> None:
     """Given only some of the targets, so that a loss that searches for them itself differs."""
     hidden_states, weight, labels = batch
     targets = shift_labels(labels)
-    some = find_targets(targets)[::2]
+    some = find_indices(targets)[::2]
     kept = torch.full_like(targets, -100).flatten().scatter(0, some, targets.flatten()[some]).view_as(targets)
-    found = causal_lm_loss((hidden_states, weight), (targets, torch.tensor(22.0), some))
-    assert found.item() == causal_lm_loss((hidden_states, weight), (kept, torch.tensor(22.0))).item() > 0
+    found = causal_lm_loss((hidden_states, weight), Targets(targets, some, torch.tensor(22.0)))
+    assert found.item() == causal_lm_loss((hidden_states, weight), Targets.find(kept, torch.tensor(22.0))).item() > 0

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
+from batch import Targets
 from models.losses.distill_loss import KeptDistillLoss, OnlineDistillLoss, TeacherHead, TeacherLoss
 from models.losses.divergence import DistillOptions, choose_top
 from models.losses.options import Divergence
@@ -76,7 +77,8 @@ def test_a_teacher_that_is_certain_and_a_student_that_is_wrong_give_finite_numbe
     log_q = torch.full((1, V), -300.0)
     log_q[0, 5] = 0.0
     token_ids, known = choose_top(log_q, 2, None, V)
-    targets = (torch.tensor([[0]]), token_ids, known, torch.tensor(1.0), torch.tensor([0]))
+    columns = {"teacher_token_ids": token_ids, "teacher_log_probabilities": known}
+    targets = Targets.find(torch.tensor([[0]]), torch.tensor(1.0), columns=columns)
     for divergence in Divergence:
         loss = KeptDistillLoss(build_config(None), DistillOptions(COEF, 1.0, divergence))
         gradients = torch.autograd.grad(loss((hidden, weight), targets), (hidden, weight))
@@ -90,7 +92,10 @@ def test_the_teachers_pass_keeps_what_the_formula_needs() -> None:
     loss = TeacherLoss(build_config(None), temperature=2.0, top_k=3, num_tokens=V - 2)
     numbers = torch.tensor([5, 9])
     with torch.no_grad():
-        loss((hidden, weight), (torch.zeros(1, 3), numbers, torch.tensor(1.0), torch.tensor([0, 2])))
+        loss(
+            (hidden, weight),
+            Targets(torch.zeros(1, 3), torch.tensor([0, 2]), torch.tensor(1.0), {"target_numbers": numbers}),
+        )
     (top,) = loss.take()
     q = (hidden[0, [0, 2]] @ weight.T / 2).softmax(-1)
     values, token_ids = q[:, : V - 2].topk(3)  # rows that pad the student's vocabulary are never among them
@@ -109,7 +114,7 @@ def test_a_teacher_in_memory_is_compared_over_the_whole_vocabulary(
     target_ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(2))
     target_ids[0, 2] = target_ids[1, 4:] = -100
     indices = (target_ids.flatten() != -100).nonzero().squeeze(1)
-    targets = (target_ids, torch.tensor(4.0, dtype=torch.float64), indices)
+    targets = Targets(target_ids, indices, torch.tensor(4.0, dtype=torch.float64))
     loss_fn = OnlineDistillLoss(build_config(softcap), DistillOptions(COEF, temperature, divergence))
     head = TeacherHead(build_config(None), temperature, None, V)
     loss_fn.take_states(head, [head.take(teacher_outputs, targets)])

@@ -10,6 +10,7 @@ from support.configs import build_config
 from support.logit_chunks import set_chunk_size
 from transformers import LlamaConfig
 
+from batch import Targets
 from data.loading.teacher import count_bytes
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
@@ -284,7 +285,7 @@ def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch, we
         torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
         for shape in ((1, tokens, hidden_size), (vocabulary, hidden_size))
     )
-    targets = torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0)
+    targets = Targets.find(torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0))
     weight.requires_grad_(weight_trains)
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(causal_lm_loss((states, weight), targets), (states, weight)[: 1 + weight_trains])
@@ -306,7 +307,8 @@ def test_what_a_teacher_adds_to_the_loss(monkeypatch: pytest.MonkeyPatch, temper
     target_ids = torch.randint(vocabulary, (1, tokens))
     logs = torch.full((tokens, top_k + 1), 1 / (top_k + 1)).log()
     token_ids = torch.arange(top_k, dtype=torch.int32).expand(tokens, -1).contiguous()
-    targets = (target_ids, token_ids, logs, torch.tensor(1.0), torch.arange(tokens))
+    columns = {"teacher_token_ids": token_ids, "teacher_log_probabilities": logs}
+    targets = Targets.find(target_ids, torch.tensor(1.0), columns=columns)
     loss = KeptDistillLoss(LlamaConfig(vocab_size=vocabulary), DistillOptions(0.5, temperature))
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(loss((states, weight), targets), (states, weight))
@@ -329,7 +331,7 @@ def test_what_a_teacher_in_memory_adds_to_the_loss(
     config = LlamaConfig(vocab_size=vocabulary)
     states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, 128), (vocabulary, 128)))
     teacher_outputs = (torch.randn(1, tokens, 64), torch.randn(vocabulary, 64))
-    targets = (torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0), torch.arange(tokens))
+    targets = Targets.find(torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0))
     loss = OnlineDistillLoss(config, DistillOptions(0.5, temperature, divergence))
     head = TeacherHead(config, temperature, top_k, vocabulary)
     loss.take_states(head, [head.take(teacher_outputs, targets)])

@@ -56,9 +56,10 @@ def train_and_listen(case: Case) -> tuple[int, Received]:
     iterate = TrainLoader.iterate
 
     def listen(loader: TrainLoader, start_step: int, end_step: int):
-        for inputs, targets in iterate(loader, start_step, end_step):
-            taken.append((inputs and inputs[0].tolist(), targets and unshift_targets(targets[0]).tolist()))
-            yield inputs, targets
+        for batch in iterate(loader, start_step, end_step):
+            inputs, targets = batch.inputs, batch.targets
+            taken.append((inputs and inputs.input_ids.tolist(), targets and unshift_targets(targets.ids).tolist()))
+            yield batch
 
     TrainLoader.iterate = listen
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from support.workers import WorkerError, WorkerGroup
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from batch import Targets
 from data.options import ProblemType
 from data.storage.tokenized import TokenizedDataset
 from models.storage.tensor_files import open_safetensors
@@ -308,12 +310,11 @@ def test_what_a_classifier_cannot_be_is_refused(run, root: Path, tmp_path: Path)
 
 
 SCORES = torch.tensor([[2.0, -1.0, 0.5], [0.1, 0.2, 0.3], [-1.0, 3.0, 0.0], [0.0, 0.0, 1.0]])
-TARGETS = (torch.full((4, 1), 0) + torch.arange(4)[:, None], torch.tensor(8.0), torch.arange(4))
+TARGETS = Targets.find(torch.arange(4)[:, None], torch.tensor(8.0))
 
 
 def score(loss: ClassificationLoss, labels: torch.Tensor) -> torch.Tensor:
-    numbers, denominator, indices = TARGETS
-    return loss((SCORES[:, None], torch.eye(3)), (numbers, labels.double(), denominator, indices))
+    return loss((SCORES[:, None], torch.eye(3)), replace(TARGETS, columns={"labels": labels.double()}))
 
 
 def test_the_losses_equal_their_formulas() -> None:

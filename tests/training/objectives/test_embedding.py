@@ -28,6 +28,7 @@ from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModel, AutoTokenizer
 
+from batch import Targets
 from models.losses.embeddings import Contrast, pool_texts
 from models.losses.options import Pooling
 from models.storage.tensor_files import open_safetensors
@@ -248,7 +249,7 @@ def test_padding_is_not_pooled(pooling: Pooling) -> None:
     hidden_states = torch.randn(3, 4, 5)
     hidden_states[0, 3:] = hidden_states[1, 2:] = hidden_states[2] = torch.nan
     segment_ids = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.int32)
-    targets = (torch.zeros(3, 4), torch.zeros(2, 0), torch.tensor(1.0), torch.tensor([2, 5]))
+    targets = Targets(torch.zeros(3, 4), torch.tensor([2, 5]), torch.tensor(1.0))
     found = pool_texts((hidden_states, segment_ids), targets, pooling)
     rows = (hidden_states[0, :3], hidden_states[1, :2])
     expected = [row[-1] if pooling is Pooling.last else row.mean(dim=0) for row in rows]
@@ -265,4 +266,4 @@ def test_as_near_a_document_counts_against_its_own() -> None:
 def test_a_step_needs_the_pass_before_it() -> None:
     loss = EmbeddingLoss(Pooling.last, Contrast(0.1), 2)
     with pytest.raises(AssertionError, match="the pass over the whole batch comes first"):
-        loss((torch.zeros(2, 1, 3), torch.ones(2, 1)), ())
+        loss((torch.zeros(2, 1, 3), torch.ones(2, 1)), Targets.find(torch.zeros(2, 1), torch.tensor(1.0)))

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 from transformers import Gemma2Config, LlamaConfig
 
+from batch import Targets
 from data.collator import shift_labels
 from models.losses.options import DPOLossType
 from models.losses.pairs import REWARDS, PairFormula, PairLoss, Pairs, WithNLL
@@ -125,8 +126,11 @@ CASES: dict[str, tuple[PairFormula, Callable[[Sums], Expected]]] = {
 FORMULAS = pytest.mark.parametrize("name", CASES)
 
 
-def add_reference(formula: PairFormula, target_ids: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (target_ids, reference) if formula.needs_reference else (target_ids,)
+def build_targets(
+    formula: PairFormula, target_ids: torch.Tensor, reference: torch.Tensor, denominator: float
+) -> Targets:
+    columns = {"reference": reference} if formula.needs_reference else {}
+    return Targets.find(target_ids, torch.tensor(denominator), columns=columns)
 
 
 @pytest.mark.parametrize("chunk", [2**25, 3 * V], ids=["one-chunk", "chunks"])
@@ -145,8 +149,7 @@ def test_loss_gradient_and_metrics(
     expected_gradients = torch.autograd.grad(expected, (hidden_states, weight), retain_graph=True)
 
     loss_function = PairLoss(config, formula)
-    targets = add_reference(formula, target_ids, reference)
-    loss = loss_function((hidden_states, weight), (*targets, torch.tensor(2.0)))
+    loss = loss_function((hidden_states, weight), build_targets(formula, target_ids, reference, 2.0))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     for gradient, other in zip(torch.autograd.grad(loss, (hidden_states, weight)), expected_gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-13)
@@ -162,7 +165,7 @@ def test_loss_gradient_and_metrics(
 @pytest.mark.parametrize("config", [CONFIG, CAPPED], ids=["plain", "capped"])
 def test_the_score_of_a_row(batch: tuple[torch.Tensor, ...], config: object) -> None:
     hidden_states, weight, target_ids, _ = batch
-    scores = RowScore(config)((hidden_states, weight), (target_ids, torch.tensor(1.0)))
+    scores = RowScore(config)((hidden_states, weight), Targets.find(target_ids, torch.tensor(1.0)))
     sums = compute_sums(hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None))
     torch.testing.assert_close(scores, sums, rtol=1e-12, atol=0)
 
@@ -171,11 +174,10 @@ def test_the_score_of_a_row(batch: tuple[torch.Tensor, ...], config: object) -> 
 def test_a_pair_without_targets_is_not_counted(batch: tuple[torch.Tensor, ...], name: str) -> None:
     (formula, _), (hidden_states, weight, target_ids, reference) = CASES[name], batch
     expected, filled = PairLoss(CONFIG, formula), PairLoss(CONFIG, formula)
-    targets = add_reference(formula, target_ids[:4], reference[:4])
-    loss = expected((hidden_states[:4], weight), (*targets, torch.tensor(1.0)))
+    loss = expected((hidden_states[:4], weight), build_targets(formula, target_ids[:4], reference[:4], 1.0))
     target_ids, reference = target_ids.clone(), reference.clone()
     target_ids[4:], reference[4:] = -100, 0
-    other = filled((hidden_states, weight), (*add_reference(formula, target_ids, reference), torch.tensor(1.0)))
+    other = filled((hidden_states, weight), build_targets(formula, target_ids, reference, 1.0))
     assert other.item() == pytest.approx(loss.item(), rel=1e-14)
     assert torch.equal(filled.take_totals(), expected.take_totals())
     (gradient,) = torch.autograd.grad(other, hidden_states)
@@ -193,9 +195,9 @@ def test_the_odds_of_answers_that_are_nearly_certain_are_finite() -> None:
 
 def test_where_policy_and_reference_agree_the_loss_is_log_2(batch: tuple[torch.Tensor, ...]) -> None:
     hidden_states, weight, target_ids, _ = batch
-    reference = RowScore(CONFIG)((hidden_states, weight), (target_ids, torch.tensor(1.0))).detach()
+    reference = RowScore(CONFIG)((hidden_states, weight), Targets.find(target_ids, torch.tensor(1.0))).detach()
     assert PairLoss(CONFIG, DPOFormula(BETA))(
-        (hidden_states, weight), (target_ids, reference, torch.tensor(3.0))
+        (hidden_states, weight), Targets.find(target_ids, torch.tensor(3.0), columns={"reference": reference})
     ).item() == pytest.approx(math.log(2), rel=1e-12)
 
 
@@ -208,7 +210,7 @@ def test_the_gradient_in_16_bits_is_rounded_once(
     set_chunk_size(monkeypatch, 3 * V)
     formula = CASES[name][0]
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
-    targets = (*add_reference(formula, batch[2], batch[3]), torch.tensor(3e4))
+    targets = build_targets(formula, batch[2], batch[3], 3e4)
     gradients = []
     for computed, scaled in ((dtype, scale), (torch.float64, 1.0)):
         inputs = (hidden_states.to(computed).requires_grad_(), weight.to(computed).requires_grad_())

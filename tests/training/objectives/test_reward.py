@@ -43,6 +43,7 @@ from support.workers import WorkerError, WorkerGroup
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
 
+from batch import Targets
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.weights.sources import open_weights
@@ -243,9 +244,9 @@ def test_the_loss_equals_its_formula(centering_coef: float) -> None:
     values = torch.tensor([1.0, -2.0, 0.5, 0.7, torch.inf, torch.nan], requires_grad=True)
     hidden_states = values[:, None, None].expand(6, 2, 1)  # [B, T, D]
     targets = torch.tensor([[-100, 0], [1, -100], [-100, 2], [-100, 3], [-100, -100], [-100, -100]])
-    indices, labels = torch.tensor([1, 2, 5, 7]), torch.zeros(4, 0)
+    targets = Targets.find(targets, torch.tensor(2.0), columns={"labels": torch.zeros(4, 0)})
     loss = RewardLoss(centering_coef)
-    found = loss((hidden_states, torch.ones(1, 1)), (targets, labels, torch.tensor(2.0), indices))
+    found = loss((hidden_states, torch.ones(1, 1)), targets)
     differences, sums = torch.tensor([3.0, -0.2]), torch.tensor([-1.0, 1.2])
     expected = (-F.logsigmoid(differences) + centering_coef * sums.square()).sum() / 2
     torch.testing.assert_close(found, expected)

@@ -64,10 +64,11 @@ def train_on_bad_data(case: Case, bad_step: int | None = BAD_STEP) -> str:
     build = loader.TrainLoader._build_batch
 
     def build_bad(self: loader.TrainLoader, index: int) -> loader.Batch:
-        inputs, targets = build(self, index)
-        if targets is not None and index // self._gradient_accumulation_steps == bad_step:
-            targets = (targets[0], torch.zeros((), dtype=torch.float64))
-        return inputs, targets
+        batch = build(self, index)
+        if batch.targets is None or index // self._gradient_accumulation_steps != bad_step:
+            return batch
+        zero = torch.zeros((), dtype=torch.float64)
+        return replace(batch, targets=replace(batch.targets, denominator=zero))
 
     def raise_together(error: Any) -> None:
         with patch.object(ranks.time, "sleep"):

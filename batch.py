@@ -1,0 +1,145 @@
+"""What crosses between data, models and training: a micro-batch, by names.
+
+B rows of a micro-batch, T tokens of this rank's part of each sequence, W of the whole sequence (T and W are one number
+for all ranks and micro-batches of a step), N targets, D documents. Nothing here can be indexed or iterated: a part has
+a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum, auto
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100  # the target of a position that nothing is predicted from
+Columns = Mapping[str, Tensor]
+Change = Callable[[Tensor], Tensor]
+
+
+class Per(Enum):
+    """What a column has a value for. It decides how a column follows a sequence that ranks share, and padding."""
+
+    position = auto()  # of whole sequences, [B, W]: each rank takes its part of each sequence
+    target = auto()  # of this rank's targets, in their order, [N, ...]: no padding
+    document = auto()  # of the documents of all rows, in their order, [D, ...]: whole on each rank, no padding
+    row = auto()  # [B, ...]: whole on each rank; a row that only fills the micro-batch has the padding
+    batch = auto()  # of the micro-batch: whole on each rank
+
+
+class Source(Enum):
+    """Where the values of a column are read."""
+
+    record = auto()  # in the tokenized folder, made of the records
+    scored = auto()  # in a file next to the tokens, which a model has written once
+    first_pass = auto()  # nowhere: a pass before each step leaves them with the loss
+
+
+class Side(Enum):
+    """Which stage reads a column."""
+
+    first_stage = auto()
+    loss = auto()
+
+
+@dataclass(frozen=True)
+class Column:
+    """What travels with a micro-batch besides tokens and targets, by its name."""
+
+    name: str
+    dtype: torch.dtype
+    per: Per
+    source: Source = Source.record
+    side: Side = Side.loss
+    padding: float = 0  # the value of what only fills a micro-batch
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensors:
+    """Tensors by names, which move and are pinned together."""
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on a device. The host does not wait for copies of pinned tensors."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Self:
+        """Return a copy in pinned memory; torch's loader calls it."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Change) -> Self:
+        return replace(self, **{each.name: _map_value(getattr(self, each.name), change) for each in fields(self)})
+
+
+def _map_value(value: Any, change: Change) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: change(tensor) for name, tensor in value.items()}
+    if isinstance(value, tuple):
+        return tuple(each._map(change) for each in value)
+    return value._map(change) if isinstance(value, _Tensors) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs(_Tensors):
+    """What the first layer reads.
+
+    input_ids: int64 [B, T], padded on the right; a causal model needs no mask for that.
+    position_ids: int64 [B, W]. They restart at each document of a packed row; padding continues those of the last one.
+    segment_ids: int32 [B, W], 0 for padding, the documents of a row from 1.
+    columns: those of `Side.first_stage`.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor
+    columns: Columns = field(default_factory=dict)
+
+    @property
+    def activations(self) -> tuple[Tensor, ...]:
+        """The argument of the first layer; between layers hidden states take the place of `input_ids`."""
+        return self.input_ids, self.position_ids, self.segment_ids, *self.columns.values()
+
+
+@dataclass(frozen=True, eq=False)
+class Targets(_Tensors):
+    """What a loss compares the outputs with.
+
+    ids: int64 [B, T], the labels shifted: at each position the token to predict from it, `IGNORE_INDEX` where there is
+        none. Where documents are scored as a whole, their numbers in the micro-batch, from 0, each at its last token.
+    indices: int64 [N], where the targets are in the flattened `ids`: to find them on a GPU, the host would have to wait
+        for all queued work, since N is a size.
+    denominator: float64 scalar: the loss of a micro-batch is the sum of its terms over it. In training it is the terms
+        of the global batch / (replicas x ranks that share a sequence x micro-batches), so that the mean over these is
+        the exact loss of the global batch; in evaluation it is 1, and the loss a sum.
+    columns: those of `Side.loss`.
+    further: the targets of each further depth: at a position the token that many positions after its target, in the
+        same document.
+    """
+
+    ids: Tensor
+    indices: Tensor
+    denominator: Tensor
+    columns: Columns = field(default_factory=dict)
+    further: tuple[Targets, ...] = ()
+
+    @classmethod
+    def find(cls, ids: Tensor, denominator: Tensor, **others: Any) -> Targets:
+        """Return targets with the indices that `ids` has targets at. others: the other fields."""
+        return cls(ids, find_indices(ids), denominator, **others)
+
+
+def find_indices(ids: Tensor) -> Tensor:
+    """Return where the flattened target ids [B, T] are no `IGNORE_INDEX`, int64 [N]."""
+    return (ids.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch(_Tensors):
+    """A micro-batch as a rank has it: what it does not read is None."""
+
+    inputs: Inputs | None
+    targets: Targets | None

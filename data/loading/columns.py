@@ -1,0 +1,111 @@
+"""The columns that travel with a micro-batch (`batch.py`), and where their values are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batch import Column, Per, Side, Source, find_indices
+from data.collator import number_targets
+from data.loading.row_source import RowSource
+from data.loading.teacher import TeacherTable
+from data.storage.reference import load_reference
+from data.storage.rows import Rows
+
+
+@dataclass(frozen=True)
+class ReadRows:
+    """The rows of a micro-batch, as the values of a column are read for them."""
+
+    source: RowSource
+    ids: np.ndarray  # int64, of the rows in `source`; fewer than B where the micro-batch is filled
+    whole: Tensor  # int64 [B, W], the sequences that ranks share: input ids on the first stage, targets at the loss
+    take_part: Callable[[Tensor], Tensor]  # returns this rank's part of whole sequences
+
+    @property
+    def rows(self) -> Rows:
+        """The rows in a tokenized folder. A stream has no columns that are read of samples."""
+        assert isinstance(self.source, Rows)
+        return self.source
+
+    def number_targets(self) -> np.ndarray:
+        """Return the numbers of this rank's targets, row by row over the folder, int64 [N]."""
+        numbers = number_targets(self.whole, self.rows.first_targets(self.ids))
+        return self.take_part(numbers).flatten()[find_indices(self.take_part(self.whole))].numpy()
+
+
+@dataclass(frozen=True)
+class ReadColumn:
+    """A column that a loader reads. read: returns its values: of `Per.row` for `ids` alone, of `Per.target` for the
+    targets of this rank's part, of the other kinds for all rows."""
+
+    column: Column
+    read: Callable[[ReadRows], np.ndarray | Tensor]
+
+    def load(self, rows: ReadRows) -> Tensor:
+        """Return the column of a micro-batch, as `Per` says."""
+        values = torch.as_tensor(self.read(rows)).to(self.column.dtype)
+        if self.column.per is Per.position:
+            return rows.take_part(values)
+        missing = len(rows.whole) - len(values) if self.column.per is Per.row else 0
+        return torch.cat([values, values.new_full((missing, *values.shape[1:]), self.column.padding)])
+
+
+class RowScores:
+    """What a model has scored of each row's one sample, memory-mapped; see `data/storage/reference.py`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._scores = file, load_reference(file)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self._file,)  # a worker process that is spawned opens it itself
+
+    def __call__(self, rows: ReadRows) -> np.ndarray:
+        return self._scores[rows.rows.first_samples(rows.ids)]
+
+
+def read_desirable(rows: ReadRows) -> np.ndarray:
+    """Return whether each answer is desirable: as its label says, and of a pair the first one."""
+    labels = rows.rows.sample_labels(rows.ids)
+    return labels[:, 0] > 0 if labels.shape[1] else rows.rows.first_samples(rows.ids) % 2 == 0
+
+
+def read_labels(rows: ReadRows) -> np.ndarray:
+    """Return the labels of all documents, [D, K]; K is 0 for data without labels."""
+    return rows.rows.sample_labels(rows.ids)
+
+
+def read_whole(rows: ReadRows) -> Tensor:
+    """Return the tokens of whole sequences."""
+    return rows.whole
+
+
+REFERENCE = Column("reference", torch.float64, Per.row, Source.scored)
+DESIRABLE = Column("desirable", torch.float64, Per.row)
+LABELS = Column("labels", torch.float64, Per.document)
+TARGET_NUMBERS = Column("target_numbers", torch.int64, Per.target)
+WHOLE_IDS = Column("whole_ids", torch.int64, Per.row, side=Side.first_stage)
+
+
+def list_teacher_columns(table: TeacherTable) -> list[ReadColumn]:
+    """Return the columns of a distillation: the teacher's k most probable tokens at each target, [N, k], and the
+    log-probabilities of these and of all others together, [N, k + 1]."""
+    read_ids = _ReadTeacher(table.read_token_ids)
+    read_logs = _ReadTeacher(table.read_log_probabilities)
+    return [
+        ReadColumn(Column("teacher_token_ids", torch.int32, Per.target, Source.scored), read_ids),
+        ReadColumn(Column("teacher_log_probabilities", torch.float32, Per.target, Source.scored), read_logs),
+    ]
+
+
+@dataclass(frozen=True)
+class _ReadTeacher:
+    read: Callable[[np.ndarray], np.ndarray]
+
+    def __call__(self, rows: ReadRows) -> np.ndarray:
+        return self.read(rows.number_targets())
