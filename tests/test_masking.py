@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import masking
-from masking import MASKED, mask, mask_text, remember_secrets
+from masking import MASKED, fingerprint_hidden, mask, mask_text, remember_secrets
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +53,13 @@ def test_a_known_secret_is_hidden_wherever_it_is_repeated(monkeypatch: pytest.Mo
     remember_secrets({"trackers": [{"api_key": "key-of-config"}], "seed": "harmless", "token": "ab"})
     text = "key-of-config, key-of-environment, uri-password are wrong; harmless able"
     assert mask_text(text) == f"{MASKED}, {MASKED}, {MASKED} are wrong; harmless able"
+
+
+def test_a_change_of_what_is_hidden_is_noticed_and_its_value_is_not_confirmed() -> None:
+    hidden = fingerprint_hidden({"_target_": "m.Loss", "parts": [{"api_key": "a"}], "scale": 1})
+    assert hidden == fingerprint_hidden({"scale": 2, "parts": [{"api_key": "a"}]}), "it covers nothing that is shown"
+    changed = ({"api_key": "b"}, {"api_key": ""}, {"url": "https://a:b@c"}, {"password": 1}, {"password": 2})
+    assert len({hidden, *map(fingerprint_hidden, changed)}) == len(changed) + 1
+    assert fingerprint_hidden({"scale": 1, "eos_token": "</s>"}) == ""
+    guesses = [fingerprint_hidden({"password": number}) for number in range(20_000)]
+    assert len(set(guesses)) <= 4_096, "many guesses fit"

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from data.components import describe_component
 from data.encoders.kinds import KINDS, DataKind, find_kind
 from errors import UserError
+from masking import fingerprint_hidden, mask
 from models.heads.head import Head
 from models.heads.sentence_transformers import SentenceModel
 from training.config.criterion import Criterion
@@ -193,9 +194,11 @@ def describe_forward(config: RunConfig) -> dict[str, str]:
 
 
 def describe_component_key(key: str, spec: Any) -> dict[str, str]:
-    """Return a user-defined component with a hash of its code, by its key; nothing where there is none. Raises
-    UserError for one that is not there."""
+    """Return a user-defined component by its key: its fields, a hash of its code, and one of the secrets among its
+    fields, which are hidden. Nothing where there is none. Raises UserError for one that is not there."""
     if not isinstance(spec, dict):  # what else was given is refused where it is built
         return {}
     code = xxhash.xxh3_64_hexdigest(json.dumps(describe_component(spec, key)).encode())
-    return {key: f"{json.dumps(spec, sort_keys=True)} with code {code}"}
+    hidden = fingerprint_hidden(spec)
+    secrets = f" and hidden values {hidden}" if hidden else ""
+    return {key: f"{json.dumps(mask(spec), sort_keys=True)} with code {code}{secrets}"}
