@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from data.loading.loader import LoaderOptions
 from data.loading.teacher import teacher_path
@@ -33,6 +34,7 @@ from training.inputs.loaders import RankData
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.pipeline.activation_checkpoint import KEEP_ALL
 from training.pipeline.module import (
+    Kernels,
     StageModule,
     StageOptions,
     StageRanks,
@@ -61,22 +63,19 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         sequence_part=join_context_parallel(setup.layout.topology, ranks.rank, setup.parts),
         expert_parallel=join_expert_parallel(setup.layout.topology, ranks.rank),
     )
-    if config.flash_kernels is FlashKernels.fa3:
+    kernels = choose_kernels(config, setup.architecture)
+    if kernels.flash_attention_3:
         spared = count_spared(setup.layout, setup.parts.is_ring)
         use_flash_attention_3(spared)
         ranks.say(f"flash_kernels=fa3: FlashAttention-3; {spared} multiprocessors are left to transfers")
     parallel, sequence_part = ranks_of_stage.parallel, ranks_of_stage.sequence_part
-    fuses = config.fused_kernels is FusedKernels.auto
-    obstacle = find_obstacle(current_device()) if fuses else None
     options = StageOptions(
-        dtype=DTYPES[config.precision],
+        kernels=kernels,
         checkpointing=setup.checkpointing if trains else KEEP_ALL,
         adapter=setup.adapter,
         freeze=config.freeze if trains else (),
         routers=setup.routers,
         neftune_noise_alpha=config.neftune_noise_alpha,
-        compiles=config.compile,
-        fuses=fuses and obstacle is None,
         weight_sharding=_choose_weight_sharding(config) if trains else None,
     )
     loss = build_run_loss(config, setup.architecture, parallel, sequence_part)
@@ -87,9 +86,20 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         ranks.say(
             f"schedule={config.schedule}: {module.deferred_share:.0%} of the trained matrices' gradients can wait"
         )
-    if fuses:
-        ranks.say(f"fused_kernels=auto: {describe_fused(module.fused, obstacle)}")
+    if config.fused_kernels is FusedKernels.auto:
+        ranks.say(f"fused_kernels=auto: {describe_fused(module.fused, find_obstacle(current_device()))}")
     return module
+
+
+def choose_kernels(config: RunConfig, architecture: PretrainedConfig) -> Kernels:
+    """Return how the stages of a run compute on this rank's device."""
+    return Kernels(
+        dtype=DTYPES[config.precision],
+        attention=architecture._attn_implementation,
+        flash_attention_3=config.flash_kernels is FlashKernels.fa3,
+        compiles=config.compile,
+        fuses=config.fused_kernels is FusedKernels.auto and find_obstacle(current_device()) is None,
+    )
 
 
 def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
@@ -208,7 +218,7 @@ def _release(module: StageModule) -> None:
 def _identify(source: WeightSource, setup: RunSetup, ranks: Ranks) -> str:
     """Return the hash by which what `source` computes is found again. setup: of the model that computes it."""
     quantized = [] if setup.adapter is None else setup.adapter.list_quantized(setup.layers)
-    return compute_model_id(source, setup.config, setup.architecture._attn_implementation, quantized, ranks)
+    return compute_model_id(source, setup.config, choose_kernels(setup.config, setup.architecture), quantized, ranks)
 
 
 def _prepare_reference(config: RunConfig, setup: RunSetup, engine: Engine, data: RankData) -> dict[str, Path]:

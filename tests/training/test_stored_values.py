@@ -23,13 +23,16 @@ from data.encoders.kinds import KINDS
 from data.sources.selection import HoldOut, Selection
 from data.storage.rows import RowPlan
 from data.streaming.shards import list_shards
+from masking import mask
 from models.architecture.lookup import build_layers
 from models.weights.fingerprint import fingerprint_as_1_1, fingerprint_weights
 from models.weights.sources import open_weights
+from training import build
 from training.config.schema import DataConfig
 from training.distributed.ranks import SINGLE_PROCESS
 from training.inputs.datasets import build_encoding
 from training.objectives.registry import describe_objective
+from training.pipeline.module import StageOptions
 from training.scoring import reference_logprobs
 
 MODULES = {
@@ -159,6 +162,16 @@ def test_a_file_that_a_field_names(own_code: Path, tokenizer: PreTrainedTokenize
     assert len(keys) == 4
 
 
+def test_a_field_that_is_hidden_as_a_secret(own_code: Path) -> None:
+    described = []
+    for value in ("planted-a", "planted-b"):
+        spec = f"{{_target_: own_entry.Collator, split_token: {value}}}"
+        config = build_config(f"data.collator={spec}", f"loss={spec}")
+        described.append(mask(describe_objective(config)))  # as `TrainerState` has it
+    for key in ("data.collator", "loss"):
+        assert described[0][key] != described[1][key] and not any("planted" in each[key] for each in described)
+
+
 def list_others(value: Any) -> list[Any]:
     """Other values of a key, of the same type."""
     if isinstance(value, bool):
@@ -233,30 +246,46 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_any_key_that_the_reference_is_computed_with(
-    own_code: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_the_reference_is_computed_with(own_code: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_weights(str(model))
     layers = build_layers(source.config)
     monkeypatch.setattr(reference_logprobs, "broadcast_from_main", lambda compute, ranks: compute())
+    monkeypatch.setattr(build, "current_device", lambda: torch.device("cpu"))
 
     def identify(
-        *overrides: str, attention: str = "sdpa", targets: tuple[str, ...] = ("q_proj",), four: bool = False
+        *overrides: str,
+        attention: str = "sdpa",
+        targets: tuple[str, ...] = ("q_proj",),
+        four: bool = False,
+        **changes: Any,
     ) -> str:
         adapter = replace(build_lora(layers, target_modules=list(targets)), in_4bit=four)
+        config, architecture = build_config(*overrides), source.config
+        architecture._attn_implementation = attention
+        kernels = replace(build.choose_kernels(config, architecture), **changes)
         return reference_logprobs.compute_model_id(
-            source, build_config(*overrides), attention, adapter.list_quantized(layers), SINGLE_PROCESS
+            source, config, kernels, adapter.list_quantized(layers), SINGLE_PROCESS
         )
 
     in_4bit = ("adapter=lora", "adapter.load_in_4bit=true")
+    plain = build.choose_kernels(build_config(), source.config)
     found = [
         identify(),
         identify("precision=fp32"),
+        identify("compile=true"),
+        identify("flash_kernels=fa3"),
         identify(attention="eager"),
+        identify(fuses=True),
         identify("rope_parameters.rope_type=linear", "rope_parameters.factor=2"),
         identify("data.collator={_target_: own_entry.Collator}"),
         identify(*in_4bit, four=True),
         identify(*in_4bit, targets=("model.layers.1.self_attn.q_proj",), four=True),
     ]
     assert len(set(found)) == len(found)
-    assert identify("learning_rate=1", "max_steps=3", "adapter=lora", targets=("v_proj",)) == found[0]
+    for field in fields(plain):  # a field that is added too
+        assert identify(**{field.name: "another"}) not in found
+    # What a stage is built with beyond that is of training, in the adapter, or says only where weights lie.
+    others = {"checkpointing", "adapter", "freeze", "routers", "neftune_noise_alpha", "weight_sharding"}
+    assert {field.name for field in fields(StageOptions)} == {"kernels"} | others
+    same = ("learning_rate=1", "max_steps=3", "adapter=lora", "num_stages=4", "fused_kernels=auto", "freeze=[norm]")
+    assert identify(*same, targets=("v_proj",)) == found[0]

@@ -113,23 +113,37 @@ class LayerWriter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """How layers compute: all that changes, at least by rounding, what the same weights make of the same inputs, except
+    the layout. What a model has computed is stored under a name that covers every field (`compute_model_id`).
+
+    dtype: of weights and activations. attention: the implementation that the layers' config names.
+    flash_attention_3: in place of torch's own. compiles: the decoder layers, each by itself. fuses: parts of layers
+    (`models.layers.fused_kernels`).
+    """
+
+    dtype: torch.dtype
+    attention: str
+    flash_attention_3: bool = False
+    compiles: bool = False
+    fuses: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageOptions:
     """How a stage computes, and which of its parameters are trained.
 
     adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
-    trained. routers: None for a dense model. neftune_noise_alpha: see `models.layers.neftune`; 0: no noise. compiles:
-    the decoder layers, each by itself. fuses: parts of layers (`models.layers.fused_kernels`). weight_sharding: over
-    the replicas, each layer as soon as it is loaded.
+    trained. routers: None for a dense model. neftune_noise_alpha: see `models.layers.neftune`; 0: no noise.
+    weight_sharding: over the replicas, each layer as soon as it is loaded.
     """
 
-    dtype: torch.dtype
+    kernels: Kernels
     checkpointing: ActivationCheckpointing = KEEP_ALL
     adapter: Adapter | None = None
     freeze: Sequence[str] = ()
     routers: RouterOptions | None = None
     neftune_noise_alpha: float = 0.0
-    compiles: bool = False
-    fuses: bool = False
     weight_sharding: WeightSharding | None = None
 
 
@@ -232,10 +246,10 @@ class StageModule(PipelineModule):
             assert isinstance(embedding, Embedding), type(embedding)
             self._noise.attach(embedding)
         self.fused: set[str] = set()  # names of kernels
-        if self._options.fuses:
+        if self._options.kernels.fuses:
             self.fused = set().union(*(fuse_kernels(module) for _, _, module in self.local_layers()))
         self.deferred_share = self._split_projections() if self._schedule.splits_backward else None
-        if self._options.compiles:
+        if self._options.kernels.compiles:
             self._compile_layers()
         self.placeholders = torch.nn.ParameterList()
         for parameter in self.parameters():
@@ -258,7 +272,7 @@ class StageModule(PipelineModule):
             for index, _, module in bar.follow(self.local_layers()):
                 self._load(module, index)
                 if self._options.weight_sharding is not None:
-                    shard_weights(module, self._options.dtype, self._options.weight_sharding)
+                    shard_weights(module, self._options.kernels.dtype, self._options.weight_sharding)
 
     def _compile_layers(self) -> None:
         """Compile each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step
@@ -306,7 +320,7 @@ class StageModule(PipelineModule):
         alone, or one where all is frozen).
         """
         device = get_accelerator().device_name(self.local_rank)
-        placeholder = torch.nn.Parameter(torch.zeros((1,), dtype=self._options.dtype, device=device))
+        placeholder = torch.nn.Parameter(torch.zeros((1,), dtype=self._options.kernels.dtype, device=device))
         placeholder.model_parallel, placeholder.ds_pipe_replicated = True, False  # type: ignore[attr-defined]
         self.placeholders.append(placeholder)
         return placeholder
@@ -329,7 +343,9 @@ class StageModule(PipelineModule):
         tensors = self._read(self._source, index, module)
         kept = self._layers[index].buffer_names()
         copies = {
-            name: tensor.to(device=device, dtype=tensor.dtype if name in kept else self._options.dtype, copy=True)
+            name: tensor.to(
+                device=device, dtype=tensor.dtype if name in kept else self._options.kernels.dtype, copy=True
+            )
             for name, tensor in tensors.items()
         }
         module.load_state_dict(copies, strict=True, assign=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,25 +36,25 @@ from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
 from training.objectives.dpo import RowScore
 from training.objectives.registry import describe_forward
-from training.pipeline.module import StageModule
+from training.pipeline.module import Kernels, StageModule
 from training.scoring.writing import write_together
 
-_VERSION = 3  # raise it when the same model gives other log-probabilities, or their file changes
+_VERSION = 4  # raise it when the same model gives other log-probabilities, or their file changes
 _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
 
 
 def compute_model_id(
-    reference: WeightSource, config: RunConfig, attention: str, quantized: Sequence[str], ranks: Ranks
+    reference: WeightSource, config: RunConfig, kernels: Kernels, quantized: Sequence[str], ranks: Ranks
 ) -> str:
     """Return a hash of the weights, by content, and of all that decides what they make of tokens. All ranks call it;
     the main rank reads the files.
 
-    attention: the kernel. quantized: the layers in 4 bits. Raises UserError.
+    kernels: with which it computes. quantized: the layers in 4 bits. Raises UserError.
     """
 
     def compute() -> str:
         forward = sorted(describe_forward(config).items())
-        state = (_VERSION, fingerprint_weights(reference), config.precision.value, attention, forward, list(quantized))
+        state = (_VERSION, fingerprint_weights(reference), astuple(kernels), forward, list(quantized))
         return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     return broadcast_from_main(compute, ranks)
