@@ -171,7 +171,7 @@ def choose_saved(names: Sequence[str], layers: Sequence[Layer]) -> list[str]:
     """
     known = [layer.hf_prefix.rstrip(".") for layer in layers if layer.owns_weights]
     around = [name for name in known if not re.search(r"\.\d+$", name)]
-    is_tied = not layers[-1].owns_weights
+    is_tied, others = not layers[-1].owns_weights, [name for name in names if name != HEAD]
     for name in names:
         if not any(is_named(whole, [name]) for whole in around) and not (is_tied and name == HEAD):
             raise UserError(
@@ -182,9 +182,10 @@ def choose_saved(names: Sequence[str], layers: Sequence[Layer]) -> list[str]:
         embedding = known[0].rsplit(".", 1)[-1]
         raise UserError(
             f"adapter.modules_to_save=[{','.join(names)}]: the head of this model is its embedding, so both are "
-            f"trained; give adapter.modules_to_save=[{','.join([embedding, *names])}]"
+            f"trained; give adapter.modules_to_save=[{','.join([embedding, *names])}], or "
+            f"adapter.modules_to_save=[{','.join(others)}] to continue a run of version 1.1, which trained neither"
         )
-    return [name for name in names if not (is_tied and name == HEAD)]
+    return others if is_tied else list(names)
 
 
 def check_added_tokens(options: AdapterOptions, added: Sequence[str], layers: Sequence[Layer]) -> None:

@@ -95,3 +95,13 @@ def test_an_adapter_folder_that_cannot_be_opened(fields: dict[str, object], expe
     with pytest.raises(UserError) as caught:
         open_weights(str(tmp_path))
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_of_version_1_1_with_the_head_of_a_tied_model_continues_without_it(tmp_path: Path) -> None:
+    """That version omitted a tied head from `modules_to_save`, and so from what was trained."""
+    config = build_family_config("llama", tied=True)
+    tied = build_layers(config)
+    save_adapter_config(build_lora(tied), tmp_path, config)
+    with pytest.raises(UserError, match=r", or adapter.modules_to_save=\[\] to continue a run of version 1.1"):
+        build_lora(tied, modules_to_save=["lm_head"])
+    check_same_adapter(build_lora(tied, modules_to_save=[]), tmp_path / "global_step1")
