@@ -31,10 +31,12 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """The input of a feature: a config and its machine. has_accelerator: true for a plan."""
+    """The input of a feature: a config and its machine. has_accelerator: true for a plan. has_experts: False where the
+    model is known to be dense."""
 
     config: RunConfig
     has_accelerator: bool = True
+    has_experts: bool = True
 
     def read(self, key: str) -> Any:
         return functools.reduce(getattr, key.split("."), self.config)
@@ -45,13 +47,14 @@ class Feature:
     """A property that a run may have.
 
     words: its name in the table. key: the key whose value a message shows; empty where the words are enough. scope: who
-    can have it: a property of this machine, only a run.
+    can have it: a property of this machine, only a run. switches: the keys that turn it on; null turns them off.
     """
 
     words: str
     holds: Callable[[Run], bool]
     key: str = ""
     scope: Scope = Scope.both
+    switches: tuple[str, ...] = ()
 
     def show(self, run: Run) -> str:
         return f"{self.key.removesuffix('.name')}={write_value(run.read(self.key))}" if self.key else self.words

@@ -21,6 +21,7 @@ from data.storage.disk import RowEstimate, estimate_rows
 from errors import UserError
 from masking import mask_text
 from models.architecture.lookup import warn_of_length
+from models.experts.sizes import count_experts
 from models.layers.wrapped import Wrapper
 from models.weights.config_file import load_config, parse_config
 from models.weights.further import add_further
@@ -67,10 +68,16 @@ def run_plan(composed: Any, given: Collection[str] = ()) -> None:
     with exit_on_user_error(SINGLE_PROCESS):
         config = to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir"))
         check_keys(config, has_accelerator=True)
-        for text in check_read(Run(config), given, continues=config.resume is not None):
+        run = Run(config, has_experts=has_experts(config))
+        for text in check_read(run, given, continues=config.resume is not None):
             SINGLE_PROCESS.say(text)
         for text in plan_run(config, width):
             print(fit(mask_text(text), width), flush=True)
+
+
+def has_experts(config: RunConfig) -> bool:
+    """Return whether the model to plan is a mixture of experts. Raises UserError where there is none."""
+    return count_experts(describe_model(config).config) != (1, 1)
 
 
 def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:

@@ -9,7 +9,7 @@ are seen to read.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cache
 
@@ -34,17 +34,16 @@ OF_THE_TOKENIZER = "chat_template"  # read with any data
 
 @dataclass(frozen=True)
 class Unread:
-    """A key that was given and that the run does not read. text: key and value. reader: what a run needs to read it, in
-    words."""
+    """A key that was given and that the run does not read. text: key and value. reader: what a run needs to read it."""
 
     key: str
     text: str
-    reader: str
+    reader: Feature
 
 
 def check_read(run: Run, given: Collection[str], *, continues: bool) -> list[str]:
     """Return in words the keys that the run does not read, those of its config file, and all of them where a run
-    continues.
+    continues. Not named are those of the config file whose reader the command line turns off.
 
     given: the keys that the command line gives and the groups that it chooses. continues: the run is resumed, and goes
     on as it began. Raises UserError for such a key on the command line, and for one of an adapter where there is none,
@@ -55,9 +54,11 @@ def check_read(run: Run, given: Collection[str], *, continues: bool) -> list[str
         asks_for_adapter = each.key.startswith("adapter.") and run.config.adapter.name is AdapterName.none
         if _is_given(each.key, given) or (asks_for_adapter and "adapter" not in given):
             raise UserError(
-                f"{each.text}: this run does not read it, only one with {each.reader} does; give that, or omit the key"
+                f"{each.text}: this run does not read it, only one with {each.reader.words} does; give that, or omit "
+                "the key"
             )
-    return [f"{each.text} is not read, only by a run with {each.reader}" for each in unread]
+    named = (each for each in unread if _is_given(each.key, given) or not _is_turned_off(run, each.reader, given))
+    return [f"{each.text} is not read, only by a run with {each.reader.words}" for each in named]
 
 
 def find_unread(run: Run, given: Collection[str]) -> Iterator[Unread]:
@@ -67,7 +68,12 @@ def find_unread(run: Run, given: Collection[str]) -> Iterator[Unread]:
         value, default = run.read(key), find_default(run.config, key)
         asks_for_nothing = not _is_given(key, given) or not value or isinstance(value, Enum)
         if not (value == default and asks_for_nothing) and not reader.holds(run):
-            yield Unread(key, f"{key}={write_value(value)}", reader.words)
+            yield Unread(key, f"{key}={write_value(value)}", reader)
+
+
+def _is_turned_off(run: Run, reader: Feature, given: Collection[str]) -> bool:
+    """Return whether the command line turns off what would read a key."""
+    return any(key in given and run.read(key) is None for key in reader.switches)
 
 
 def _is_given(key: str, given: Collection[str]) -> bool:
@@ -110,7 +116,7 @@ def _by_choice(choice: str, keys_of: Mapping[str, Collection[str]]) -> dict[str,
 
 def _or_searched(reader: Feature) -> Feature:
     """Return the reader of a key of a layout: that of a run that is laid out so, and a search, which tries it."""
-    return Feature(reader.words, lambda run: reader.holds(run) or run.config.plan == "search")
+    return replace(reader, holds=lambda run: reader.holds(run) or run.config.plan == "search")
 
 
 def _list_fields() -> list[str]:
@@ -138,16 +144,22 @@ def _counts_correct(run: Run) -> bool:
     return get_objective(run.config).smooths_labels and run.config.loss is None and EVALUATED.holds(run)
 
 
+def _divides_experts(run: Run) -> bool:
+    return run.config.expert_parallel_size > 1 or (run.config.plan == "search" and run.has_experts)
+
+
 LORA = _one_of("adapter.name", ["lora"])
 NEW_LORA = Feature(
     "adapter=lora without adapter.name_or_path",
     lambda run: LORA.holds(run) and not run.config.adapter.name_or_path,
 )
-TEACHER = Feature("distill.teacher", lambda run: run.config.distill.teacher is not None)
+TEACHER = Feature("distill.teacher", lambda run: run.config.distill.teacher is not None, switches=("distill.teacher",))
 TRACKED = Feature("logger", lambda run: bool(run.config.logger.trackers))
-UPLOADED = Feature("hub.repo_id", lambda run: run.config.hub.repo_id is not None)
+UPLOADED = Feature("hub.repo_id", lambda run: run.config.hub.repo_id is not None, switches=("hub.repo_id",))
 EVALUATED = Feature(
-    "eval_file, data.eval_fraction or data.eval_samples", lambda run: bool(list_evaluations(run.config))
+    "eval_file, data.eval_fraction or data.eval_samples",
+    lambda run: bool(list_evaluations(run.config)),
+    switches=("eval_file", "data.eval_fraction", "data.eval_samples"),
 )
 OTHERS = {
     "resume_allow_changes": Feature("resume", lambda run: run.config.resume is not None),
@@ -155,16 +167,16 @@ OTHERS = {
         "shares in train_file", lambda run: parse_key(run.config, "train_file").mixture is not None
     ),
     "data.shuffle_block": Feature("data.streaming=true", lambda run: run.config.data.streaming),
-    "moe.imbalance": _or_searched(
-        Feature("expert_parallel_size=2 or more", lambda run: run.config.expert_parallel_size > 1)
-    ),
+    "moe.imbalance": Feature("expert_parallel_size=2 or more, or a search of a mixture of experts", _divides_experts),
     "num_train_epochs": Feature("max_steps=null", lambda run: run.config.max_steps is None),
     **dict.fromkeys(
         ("eval_steps", "eval_epochs", "eval_on_start", "metric_for_best_model", "greater_is_better"), EVALUATED
     ),
-    "eval_token_accuracy": Feature("an evaluation of next tokens", _counts_correct),
+    "eval_token_accuracy": replace(EVALUATED, words="an evaluation of next tokens", holds=_counts_correct),
     "early_stopping_threshold": Feature(
-        "early_stopping_patience", lambda run: run.config.early_stopping_patience is not None
+        "early_stopping_patience",
+        lambda run: run.config.early_stopping_patience is not None,
+        switches=("early_stopping_patience",),
     ),
     "world_size": Feature("plan=true or search", lambda run: run.config.plan is not False),
 }

@@ -24,7 +24,7 @@ from training.config.incompatible import Run
 from training.config.key_table import list_types
 from training.config.schema import RunConfig
 from training.config.validate import check_config
-from training.planner.run import plan_run
+from training.planner.run import has_experts, plan_run
 from training.resolution.readers import check_read, find_unread, list_readers
 
 PREFERENCES = ("data=preference", "train_file={root}/pairs.jsonl", "eval_file={root}/pairs.jsonl")
@@ -159,12 +159,14 @@ def compare(config: RunConfig, read: set[str], *, trains: bool) -> None:
         ("deepseek_v3_lora_pp16", ("adapter=none",), ["adapter.target_parameters"]),
         ("llama_7b_pp4", ("max_steps=5",), ["num_train_epochs"]),
         ("llama_8b_pp1", ("optimizer=adamw_8bit",), ["optimizer.state_dtype"]),
-        ("llama_8b_distill_pp4", ("distill.teacher=null",), ["distill.model"]),
+        ("llama_8b_distill_pp4", ("distill.teacher=null",), []),
+        ("llama_tiny_pp2", ("eval_file=null",), []),
     ],
 )
 def test_an_override_of_a_primary_config_leaves_keys_of_its_file_unread(
     name: str, overrides: tuple[str, ...], unread: list[str]
 ) -> None:
+    """They are named, unless the command line turns off what would read them."""
     config = OmegaConf.to_object(compose_config(name, "train_file=data.jsonl", *overrides))
     assert isinstance(config, RunConfig)
     check_config(config, has_accelerator=True)
@@ -188,6 +190,7 @@ def test_keys_of_an_adapter_without_one_are_refused_wherever_they_stand() -> Non
     [
         (("adapter.r=16",), "adapter.r=16: this run does not read it, only one with adapter=lora without adapter.name"),
         (("eval_steps=4",), "eval_steps=4: .*, only one with eval_file, data.eval_fraction or data.eval_samples does"),
+        (("eval_file=null", "eval_steps=4"), "eval_steps=4: this run does not read it, only one with eval_file"),
         (("data.chosen_field=a",), "data.chosen_field=a: .* only one with data=preference without data.encoder does"),
         (("virtual_stages_per_rank=2",), "virtual_stages_per_rank=2: .* only one with schedule=interleaved does"),
         (("world_size=8",), "world_size=8: .* only one with plan=true or search does; give that, or omit the key"),
@@ -206,3 +209,15 @@ def test_a_default_that_asks_for_nothing_is_not_named() -> None:
     run = Run(build_config())
     keys = ("eval_steps", "distill.divergence", "early_stopping_threshold", "data.train_on", "adapter.use_dora")
     assert check_read(run, keys, continues=False) == []
+
+
+@pytest.mark.parametrize("model", ["llama_7b", "mixtral_8x7b"])
+def test_a_search_reads_the_imbalance_of_a_mixture_alone(model: str) -> None:
+    keys = (f"model={model}", "model_name_or_path=nowhere", "plan=search", "world_size=2", "moe.imbalance=3")
+    config = build_config(*keys)
+    run = Run(config, has_experts=has_experts(config))
+    if model == "mixtral_8x7b":
+        assert check_read(run, {"moe.imbalance"}, continues=False) == []
+        return
+    with pytest.raises(UserError, match="^moe.imbalance=3.0: this run does not read it, only one with .* a mixture of"):
+        check_read(run, {"moe.imbalance"}, continues=False)
