@@ -119,7 +119,6 @@ def train(
     if ranks.is_main:
         folder.acquire_lock()
         discard_requests(folder.path)
-        announce_start(folder, config)
     tokenizer = prepare_data(config, setup, ranks)
     with ranks.phase("measuring this machine"):
         machine = find_run_machine(config, ranks) if ranks.is_main else None  # while the other ranks wait
@@ -138,6 +137,8 @@ def train(
                 folder.confirm_completed()
             folder.release_lock()
             return 0
+        if ranks.is_main:
+            announce_start(folder, config)
         hosts = process.gather_hosts()
         with ranks.phase("planning the step"):
             prediction = predict_run(

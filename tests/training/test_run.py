@@ -18,6 +18,9 @@ from support.runs import eval_dataset, export_of, read_metrics
 from support.workers import WorkerError
 from transformers import AutoModelForCausalLM
 
+from training.checkpoint.resume import choose_resume
+from training.checkpoint.run_folder import RunFolder
+
 FROM_SCRATCH = (
     "init=random",
     "+model.model_type=llama",
@@ -121,7 +124,8 @@ def test_a_finished_run_is_unchanged_and_can_be_trained_further(run, finished, t
     run("run", 2, 2, "resume=latest", "max_steps=5", "eval_file=null")
     assert json.loads((output_dir / "completed.json").read_text())["step"] == 5
     with pytest.raises(WorkerError, match="is at step 5 of 4, no step is left; raise max_steps"):
-        run("run", 2, 2, "resume=latest")
+        run("run", 2, 2, f"resume={output_dir}/checkpoints/global_step5")
+    assert choose_resume("auto", RunFolder(output_dir)) == "latest", "not the start that was refused"
 
 
 @pytest.mark.parametrize(

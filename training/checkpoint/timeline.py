@@ -128,8 +128,9 @@ def set_aside(folder: RunFolder, abandoned: Abandoned) -> Path:
 
 
 def announce_start(folder: RunFolder, keys: StartKeys) -> None:
-    """Record the checkpoint that the run was told to start from, for a restart of one that dies before `record_start`.
-    Main rank only."""
+    """Record the checkpoint that the run was told to start from, for a restart of one that dies before `record_start`:
+    while it builds its stages, for example. Main rank only, once nothing refuses the start: `resume=auto` would go
+    there."""
     if keys.resume not in CONTINUES:
         start = {"resume": name_start(keys.resume), "has_begun": False}
         folder.write_started({**start, "stop_after_steps": None, "last_step": 0})
