@@ -104,10 +104,14 @@ class ShardedNorm(nn.Module):
 
 class InputGradAllReduce:
     """The hook before a block: the gradient of its first argument, the hidden states, is summed over the ranks; where
-    each has a part of them, they are gathered."""
+    each has a part of them, they are gathered.
 
-    def __init__(self, parallel: TensorParallel, randomness: PerRankRNG | None) -> None:
-        self._parallel, self._randomness = parallel, randomness
+    copies: the block changes its argument in place while it trains, which autograd refuses for what a function of ours
+    returns.
+    """
+
+    def __init__(self, parallel: TensorParallel, randomness: PerRankRNG | None, copies: bool = False) -> None:
+        self._parallel, self._randomness, self._copies = parallel, randomness, copies
         self.gathers = BlockInput(parallel) if parallel.splits_sequence else None
 
     def __call__(
@@ -118,6 +122,8 @@ class InputGradAllReduce:
             hidden_states = self.gathers.gather(hidden_states)
         else:
             hidden_states = sum_backward(hidden_states, self._parallel)
+        if self._copies and block.training:
+            hidden_states = hidden_states.clone()
         if self._randomness is not None and block.training:
             self._randomness.begin(hidden_states.device)
         return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})

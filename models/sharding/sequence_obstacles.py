@@ -11,13 +11,20 @@ from models.architecture.alike import map_alike
 from models.experts.grouped import is_stack
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.layer import Layer
+from models.layers.random_keys import find_jitter
 from models.layers.recurrent import find_mixers
 from models.layers.sharding_styles import list_blocks
 
 
 def check_sequence_parts(config: PretrainedConfig, layers: Sequence[Layer], multiple: int, max_seq_length: int) -> None:
     """Check that sequences can be split between blocks. Raises UserError for layers that need all tokens outside of a
-    sharded block, and for a length that is not a `multiple`. layers: with styles."""
+    sharded block, for routers with jitter, and for a length that is not a `multiple`. layers: with styles."""
+    if (jitter := find_jitter(config)) is not None:
+        raise UserError(
+            f"sequence_parallel: the routers of this '{config.model_type}' draw random numbers ({jitter}="
+            f"{getattr(config, jitter):g} in its config.json), of which each rank would draw its own; give "
+            f"sequence_parallel=false, or set {jitter} to 0 there"
+        )
     for layer, part in zip(layers, map_alike(_find_whole, layers), strict=True):
         if part is not None:
             name = (layer.hf_prefix + part).rstrip(".")

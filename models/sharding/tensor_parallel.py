@@ -37,6 +37,7 @@ from models.architecture.lookup import get_tensor_parallel_plan
 from models.experts.grouped import is_stack, is_transposed_to_peft
 from models.layers.decoder import Embedding, LMHead, PipelineDecoderLayer
 from models.layers.layer import Fused, Layer, Style, Styles, list_layer_configs, refuse_sharding
+from models.layers.random_keys import find_jitter
 from models.layers.sharding_styles import fit_plan, list_blocks
 from models.parallel.layers import (
     InputGradAllReduce,
@@ -128,7 +129,7 @@ def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) ->
     for name in list_blocks(styles):
         block = module.get_submodule(name)
         randomness = PerRankRNG(parallel.rank) if _drops_attention(block) else None
-        entry = InputGradAllReduce(parallel, randomness)
+        entry = InputGradAllReduce(parallel, randomness, any(map(find_jitter, block.modules())))
         block.register_forward_pre_hook(entry, with_kwargs=True)
         sums_after = entry.gathers is not None and any(is_stack(part) for part in block.modules())
         for part in block.modules():

@@ -19,7 +19,7 @@ from models.generic.shrink import shrink
 from models.layers.layer import Fused, Layer, Style
 from models.parallel.layers import PerRankRNG
 from models.parallel.shard import ShardSpec, TensorParallel
-from models.sharding.tensor_parallel import shard_layers
+from models.sharding.tensor_parallel import shard_layers, shard_module
 
 UNSHARDED = torch.arange(7 * 12).reshape(7, 12)
 SPECS = [ShardSpec(0, (7,)), ShardSpec(1, (12,)), ShardSpec(1, (6, 3, 3)), ShardSpec(0, (5, 2))]
@@ -54,6 +54,22 @@ def test_random_numbers_are_a_ranks_own_in_a_block_and_the_same_after_it() -> No
     assert (
         torch.equal(after[0], after[1]) and torch.equal(inside[0], inside[2]) and not torch.equal(inside[0], inside[1])
     )
+
+
+def test_a_router_with_jitter_trains_in_a_sharded_block() -> None:
+    """It multiplies the inputs of its block in place."""
+    config = build_family_config("mixtral")
+    config.router_jitter_noise = 0.5
+    layer = shard_layers(config, build_layers(config), 2)[1]
+    module = layer.build_on_meta()
+    shard_module(module, layer.styles, TensorParallel(0, 2))
+    block = module.get_submodule("mlp").to_empty(device="cpu")
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    given = torch.randn(1, 8, config.hidden_size, requires_grad=True)
+    block.train()(given * 1).sum().backward()
+    assert given.grad is not None and given.grad.abs().sum() > 0
+    assert all(parameter.grad is not None for parameter in block.parameters())
 
 
 def test_a_family_has_a_plan_for_all_of_its_blocks_or_is_refused() -> None:

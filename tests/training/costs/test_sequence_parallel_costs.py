@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.families import build_family_config
 from transformers import LlamaConfig
 
 from errors import UserError
@@ -43,7 +44,7 @@ def test_what_a_layer_keeps_for_the_backward_pass_falls_as_ranks_grow() -> None:
         assert sums == (cut.forward_sums, cut.backward_sums) == (2, 2) and (split.regathers, cut.regathers) == (2, 0)
 
 
-def test_layers_that_want_all_tokens_and_lengths_that_do_not_divide_are_refused() -> None:
+def test_what_cannot_be_split_is_refused() -> None:
     layers = shard_layers(CONFIG, build_layers(CONFIG), 2)
     check_sequence_parts(CONFIG, layers, 2, 64)
     with pytest.raises(UserError, match=r"max_seq_length=65 is not a multiple of 2; the nearest is 64 or 66"):
@@ -51,3 +52,8 @@ def test_layers_that_want_all_tokens_and_lengths_that_do_not_divide_are_refused(
     whole_attention = replace(layers[1], styles={n: s for n, s in layers[1].styles.items() if "mlp" in n})
     with pytest.raises(UserError, match=r"'model\.layers\.0\.self_attn' needs all tokens"):
         check_sequence_parts(CONFIG, [whole_attention], 2, 64)
+    mixtral = build_family_config("mixtral")
+    check_sequence_parts(mixtral, shard_layers(mixtral, build_layers(mixtral), 2), 2, 64)
+    mixtral.router_jitter_noise = 0.3
+    with pytest.raises(UserError, match=r"routers of this 'mixtral' draw random numbers \(router_jitter_noise=0\.3 in"):
+        check_sequence_parts(mixtral, shard_layers(mixtral, build_layers(mixtral), 2), 2, 64)

@@ -194,6 +194,22 @@ def test_dropout_leaves_ranks_alike_and_is_recomputed_as_it_was(workers, materia
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("overrides", [(), (CHECKPOINTED,)], ids=["kept", "recomputed"])
+def test_routers_with_jitter_draw_what_one_process_draws(workers, material, overrides: tuple[str, ...]) -> None:
+    sharded = material("mixtral", "tp2", False, *STEPS, *overrides, router_jitter_noise=0.3)
+    alone = (*sharded.overrides, "tensor_parallel_size=1")
+    whole, plain = (
+        replace(sharded, model=model, world_size=1, overrides=alone)
+        for model in (sharded.model, material("mixtral", "tp2", False).model)
+    )
+    found, expected, others = (
+        merge(workers(case.world_size).run(train_case, case)) for case in (sharded, whole, plain)
+    )
+    assert worst_difference(found["weights"], expected["weights"])[0] < BOUND
+    assert worst_difference(others["weights"], expected["weights"])[0] > 1e-3
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", ["smollm3", "arcee", "seed_oss", "nanochat"])
 def test_a_family_without_a_file_is_cut_by_its_published_plan(
     workers, material, tmp_path: Path, model_type: str
