@@ -99,10 +99,9 @@ def describe_encoder(encoder: Encoder) -> list:
     its source, so that moving it, or adding an option, changes no key. A user's own is named by its module, its fields
     and its source, see `describe_code`.
     """
-    kind = next((kind for kind in KINDS.values() if kind.encoder is type(encoder)), None)
+    kind = _find_own(encoder)
     if kind is None:
-        fields_of = getattr(encoder, "__dict__", {})
-        return [f"{type(encoder).__module__}.{encoder!r}", describe_code(encoder, fields_of)]
+        return [f"{type(encoder).__module__}.{encoder!r}", *describe_encoder_code(encoder)]
     given: Any = encoder
     options = {
         option.name: _to_json(value)
@@ -110,6 +109,15 @@ def describe_encoder(encoder: Encoder) -> list:
         if option.repr and (value := getattr(encoder, option.name)) != _find_default(option)
     }
     return [kind.name, kind.format_version, options]
+
+
+def describe_encoder_code(encoder: Encoder) -> list:
+    """Return the code of a user's own encoder and the files that it names, see `describe_code`; empty for ours."""
+    return [] if _find_own(encoder) else [describe_code(encoder, getattr(encoder, "__dict__", {}))]
+
+
+def _find_own(encoder: Encoder) -> DataKind | None:
+    return next((kind for kind in KINDS.values() if kind.encoder is type(encoder)), None)
 
 
 def _find_default(option: Field) -> Any:

@@ -36,12 +36,17 @@ def compute_cache_key(
     """Return a hash of the sources (see `_describe_source`), the encoder, the tokenizer and `options`."""
     state = {
         "format_version": FORMAT_VERSION,
-        "sources": [[_describe_source(source) for source in group] for group in sources],
+        "sources": describe_sources(sources),
         "tokenizer": describe_tokenizer(tokenizer),
         "encoder": describe_encoder(encoder),
         "options": dict(options),
     }
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def describe_sources(sources: Sequence[Sequence[str]]) -> list:
+    """Return what the tokens of each source of each entry depend on."""
+    return [[_describe_source(source) for source in group] for group in sources]
 
 
 def _describe_source(source: str) -> list:

@@ -13,13 +13,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
+from data.encoders.kinds import describe_encoder_code
 from data.encoders.segments import CountingEncoder, PieceEncoder, Pieces, no_token_error, tokenize_pieces
 from data.options import LengthPolicy, OnBadRecord
 from data.sample import IGNORE_INDEX, Encoder, Group, Sample, count_targets
 from data.sources.formats import RawRecord
 from data.sources.records import parse_record
 from data.sources.selection import TAKE_ALL, Selection, hash_record
-from data.storage.cache import compute_cache_key
+from data.storage.cache import compute_cache_key, describe_sources
 from data.storage.length import LengthCounts, fit_group, fit_samples
 from data.storage.summary import BatchCounts, sum_counts
 from data.storage.tokenized import LABEL_DTYPES, PLACE_COLUMN, PROMPT_COLUMN
@@ -56,6 +57,10 @@ class Encoding:
             "selection": self.selection.describe(),
         }
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
+
+    def describe_files(self, sources: Sequence[Sequence[str]]) -> list:
+        """Return the state of all files that the tokens of these sources depend on."""
+        return [describe_sources(sources), describe_encoder_code(self.encoder), self.selection.describe()]
 
 
 class LabelKind(NamedTuple):

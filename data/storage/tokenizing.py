@@ -82,6 +82,7 @@ def _write_dataset(
     shown: bool,
 ) -> None:
     temporary = make_temporary(path)  # the lock ensures that no other process of this host writes there
+    given, before = encoding, encoding.describe_files(sources)
     try:
         if holds_indexed(sources, key, encoding):
             write_indexed(temporary, sources, key, encoding, shown)
@@ -90,6 +91,12 @@ def _write_dataset(
             num_records = _announce(path.parent, sources, key, encoding, say=say)
             _tokenize_sources(
                 temporary, sources, key, encoding, num_proc=num_proc, num_records=num_records, shown=shown
+            )
+        if given.describe_files(sources) != before:
+            raise UserError(
+                f"{key}: a file changed while it was tokenized, one of the records or one that code or a field of "
+                "data.encoder or data.filter names; start again once it no longer changes. If it is one that they "
+                "write, pass its folder, and put its name together in the code"
             )
         publish_folder(temporary, path)
     except UserError as error:

@@ -86,6 +86,19 @@ class LabelEncoder:
         return {"input_ids": [1, 2], "labels": [1, 2], "label": list(self.first if number < self.place else self.later)}
 
 
+@dataclass(frozen=True)
+class WritingEncoder(SFTEncoder):
+    """Adds a line to the file `name` in `folder` for each record."""
+
+    folder: str = ""
+    name: str = "log.txt"
+
+    def split(self, record, location, tokenizer, counts):
+        with open(os.path.join(self.folder, self.name), "a") as stream:
+            stream.write("\n")
+        return super().split(record, location, tokenizer, counts)
+
+
 @pytest.fixture
 def train_file(tmp_path: Path) -> Path:
     path = tmp_path / "train.jsonl"
@@ -115,6 +128,20 @@ def prepare(train_file: Path, tokenizer):
 
 def list_cache(train_file: Path) -> list[str]:
     return sorted(name for name in os.listdir(train_file.parent / "cache") if not name.endswith(".lock"))
+
+
+@pytest.mark.parametrize("name", ["log.txt", "train.jsonl"])
+def test_tokens_of_a_file_that_changes_meanwhile_are_not_stored(prepare, train_file: Path, name: str) -> None:
+    whole = str(train_file.parent / name)
+    with pytest.raises(
+        UserError, match="^train_file: a file changed while it was tokenized, one of the records or one"
+    ):
+        prepare(encoder=WritingEncoder(name=whole))
+    assert list_cache(train_file) == []
+    folder = train_file.parent / "logs"
+    folder.mkdir()
+    first, second = (prepare(encoder=WritingEncoder(folder=str(folder))) for _ in range(2))
+    assert first[0] == second[0] and "cached in" in second[1][-1] and (folder / "log.txt").is_file()
 
 
 def test_columns_hold_what_the_encoder_made(prepare, tokenizer) -> None:
