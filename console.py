@@ -125,8 +125,14 @@ def say_last(text: str) -> None:
     say(text)
 
 
+def indent_lines(text: str) -> str:
+    """Indents all lines of a text but its first."""
+    return text.replace("\n", "\n  ")
+
+
 def show_panel(title: str, facts: Mapping[str, str]) -> None:
-    """Prints a title over named facts, without secrets; without a terminal one line each, `name: fact`."""
+    """Prints a title over named facts of one or more lines, without secrets; without a terminal `name: fact`, and what
+    follows its first line indented."""
     rule = "\u2500" if "utf" in (stream().encoding or "").lower() else "-"
     shown = {name: mask_text(fact) for name, fact in facts.items()}
     _write(render_panel(title, shown, measure_width(stream()), rule))
@@ -135,10 +141,14 @@ def show_panel(title: str, facts: Mapping[str, str]) -> None:
 def render_panel(title: str, facts: Mapping[str, str], width: int | None, rule: str) -> str:
     """Returns a panel with rules above and below, but not at the sides, so that a path or a command can be copied."""
     if width is None:
-        return "\n".join([title, *(f"{name}: {fact}" for name, fact in facts.items())])
+        return "\n".join([title, *(indent_lines(f"{name}: {fact}") for name, fact in facts.items())])
     longest = max(map(len, facts))
+    indent = " " * (longest + 3)
     lines = [f"{rule * 2} {title} ".ljust(width, rule)]
-    lines += [_wrap(fact, width, " " * (longest + 3), f" {name:<{longest}}  ") for name, fact in facts.items()]
+    for name, fact in facts.items():
+        first, *rest = fact.split("\n")
+        lines.append(_wrap(first, width, indent, f" {name:<{longest}}  "))
+        lines += [_wrap(line, width, f"{indent}  ", indent) for line in rest]
     return "\n".join([*lines, rule * width])
 
 

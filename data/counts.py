@@ -62,40 +62,37 @@ class ContentCounts:
             self.num_empty_prompts += 1
             self.empty_places = [*self.empty_places, where][:MAX_PLACES]
 
-    def describe_turns(self) -> str:
-        """Return in words the turns, and those without targets by reason; empty where there are no turns."""
-        if not self.num_turns:
-            return ""
+    def describe_turns(self) -> list[str]:
+        """Return the number of turns, and of those without targets by reason, a line for each that is not 0."""
         reasons = {
-            "by their own train or weight": self.num_marked_turns,
-            "before the last one (data.train_on=last_turn)": self.num_earlier_turns,
-            "in the prompt": self.num_prompt_turns,
-            "that the chat template rewrites later": self.num_lost_turns,
+            "their own train or weight": self.num_marked_turns,
+            "they are not the last one (data.train_on=last_turn)": self.num_earlier_turns,
+            "they are part of the prompt": self.num_prompt_turns,
+            "the chat template rewrites them later": self.num_lost_turns,
             "cut by data.length_policy": self.num_cut_turns,
         }
-        parts = [f"{number:,} {reason}" for reason, number in reasons.items() if number]
-        without = f", {sum(reasons.values()):,} of them without targets: {', '.join(parts)}" if parts else ""
-        return f"{self.num_turns:,} assistant turns{without}"
+        turns = [f"{self.num_turns:,} assistant turns"] if self.num_turns else []
+        return turns + [f"{number:,} turns without targets: {reason}" for reason, number in reasons.items() if number]
 
     def describe(self) -> list[str]:
-        """Return what a user should know of the content, one part each; empty where there is nothing to say."""
+        """Return what a user should know of the content, one line each; empty where there is nothing to say."""
         parts = []
         if self.num_split:
             parts.append(
                 f"{self.num_split:,} conversations are {self.num_split + self.num_extra_samples:,} samples, since the "
-                f"chat template rewrites earlier turns ({self.num_repeated_tokens:,} tokens are repeated)"
+                f"chat template rewrites earlier turns ({self.num_repeated_tokens:,} tokens twice)"
             )
         if self.num_hidden_thoughts:
             parts.append(f"the chat template does not show the reasoning of {self.num_hidden_thoughts:,} turns")
         if self.num_other_masks:
             parts.append(
-                f"the chat template's generation tags, which decide, mark something else in {self.num_other_masks:,} "
-                "turns than what the model generates"
+                f"in {self.num_other_masks:,} turns the chat template's generation tags, which decide, mark something "
+                "else than what the model generates"
             )
         if self.num_default_dates:
             parts.append(
-                f"the chat template writes the date of the day in {self.num_default_dates:,} conversations; here it is "
-                f"{DEFAULT_DATE}, unless data.template_kwargs={{date: ...}} gives another"
+                f"the chat template writes a date in {self.num_default_dates:,} conversations: {DEFAULT_DATE}, unless "
+                "data.template_kwargs={date: ...} is given"
             )
         if self.num_empty_prompts:
             parts.append(f"{self.num_empty_prompts:,} questions are empty, first in {', '.join(self.empty_places)}")

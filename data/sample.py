@@ -24,6 +24,7 @@ class Sample(TypedDict):
     label: NotRequired[list[int] | list[float]]
     num_last: NotRequired[int]  # tokens at its end that stay where it is truncated; 0 by default
     num_first: NotRequired[int]  # tokens before its own text, such as those of a query; 0 by default
+    num_cut: NotRequired[int]  # tokens that the length policy has truncated; 0 by default
 
 
 Group = tuple[Sample, ...]  # samples that stay together, such as a chosen and a rejected answer

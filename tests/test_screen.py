@@ -68,19 +68,33 @@ def test_on_a_terminal_all_fits_and_one_bar_is_to_be_seen(width: int) -> None:
     assert " ".join(after.split()) == "error: " + " ".join(30 * ["much went wrong"])  # and nothing after it
 
 
+def test_a_fact_of_several_lines_keeps_them() -> None:
+    facts = {"train_file": "2 records\n1 skipped as bad, such as a.jsonl:2", "x": "y"}
+    assert console.render_panel("data", facts, 30, "-").split("\n") == [
+        "-- data ----------------------",
+        " train_file  2 records",
+        "             1 skipped as bad,",
+        "               such as",
+        "               a.jsonl:2",
+        " x           y",
+        30 * "-",
+    ]
+
+
 def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = io.StringIO()
     monkeypatch.setattr(console, "stream", lambda: heard)
     clock = iter([0.0, 5.0, 11.0, 12.0, 50.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
-    console.show_panel("demo: training on 2 ranks", {"layout": "pp2 " + "x" * 200, "steps": "0 to 6"})
+    console.show_panel("demo: training on 2 ranks", {"layout": "pp2 " + "x" * 200, "data": "2 records\n1 skipped"})
     with console.progress("saving", 2e9, "B") as saving:  # at second 0
         for _ in range(4):
             saving.advance(5e8)
     assert heard.getvalue().splitlines() == [
         "demo: training on 2 ranks",
         "layout: pp2 " + "x" * 200,
-        "steps: 0 to 6",
+        "data: 2 records",
+        "  1 skipped",
         "saving: 50% of 2.00GB",
         "saving: 100% of 2.00GB",
     ]

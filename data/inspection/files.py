@@ -31,13 +31,13 @@ class FileReport:
     num_shared: int | None = None
 
     def describe(self) -> str:
-        """Return the counts in words."""
+        """Return the counts in words, on several lines."""
         words = self.counts.describe()
         if self.counts.num_skipped > 1:
-            words += "; skipped.txt in output_dir lists all that were skipped"
+            words += "\nskipped.txt in output_dir lists all that were skipped"
         if not self.num_shared:
             return words
-        return f"{words}; {self.num_shared:,} of its records are in train_file too, so the evaluation is contaminated"
+        return f"{words}\n{self.num_shared:,} of its records are in train_file too, so the evaluation is contaminated"
 
 
 def list_files(datasets: Mapping[str, Path]) -> list[FileReport]:
@@ -108,7 +108,7 @@ def merge_rest(reports: Sequence[FileReport], most: int = MOST_FILES) -> list[Fi
 
 
 def describe_files(datasets: Mapping[str, Path]) -> dict[str, str]:
-    """Return what became of the records of each file: key, numbered where it has several -> text. datasets: key ->
+    """Return what became of the records of each file: key, numbered where it has several -> lines. datasets: key ->
     tokenized folder."""
     merged = merge_rest(list_files(datasets))
     facts: dict[str, str] = {}

@@ -116,7 +116,7 @@ def _describe_file(file: _File) -> dict[str, Any]:
         "tokens": counts.num_tokens,
         "targets": counts.num_targets,
         "shared": file.report.num_shared,
-        "words": counts.describe_fate(),
+        "words": "\n".join(counts.describe_fate()),
         "lengths": list(zip(bins.tolist(), amounts.tolist(), strict=True)),
     }
 
@@ -131,6 +131,7 @@ def _describe_sample(
         "answer": file.name_sample(sample, sample_names),
         "length": int(file.dataset.lengths[sample]),
         "targets": int(file.dataset.num_targets[sample]),
+        "cut": 0 if file.dataset.num_cut is None else int(file.dataset.num_cut[sample]),
         "tokens": len(input_ids),
         "parts": split_parts(input_ids, labels, tokenizer),
     }

@@ -104,9 +104,12 @@ def choose_rows(num_rows: int, count: int) -> list[int]:
 
 
 def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colour: bool) -> str:
-    """Return a row decoded: trained parts green and masked ones faint, or trained parts in [[double brackets]]."""
+    """Return a row decoded: trained parts green and masked ones faint, or trained parts in [[double brackets]]. A
+    sample that was truncated has a mark at its end."""
     input_ids, position_ids, labels = rows.input_ids(row), rows.position_ids(row), rows.labels(row)
     shown = slice(0, MAX_TOKENS_SHOWN)
+    ends = np.cumsum([stop - start for _, start, stop in rows.pieces(row)]).tolist()
+    num_cut = dict(zip(ends, rows.count_cut(row), strict=True))
     begins = np.flatnonzero((position_ids[shown] == 0) | _changes(labels[shown])).tolist()
     text = ""
     for begin, end in zip(begins, [*begins[1:], len(input_ids[shown])]):
@@ -117,6 +120,8 @@ def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colo
         tokens = labels if is_trained else input_ids
         # Data may hold terminal escape sequences.
         text += _mark(tokenizer.decode(tokens[begin:end]).replace("\x1b", "\\x1b"), is_trained, in_colour)
+        if num_cut.get(end):
+            text += f"\n... {num_cut[end]:,} tokens truncated"
     left = len(input_ids) - MAX_TOKENS_SHOWN
     return f"{text}\n... and {left:,} tokens more" if left > 0 else text
 

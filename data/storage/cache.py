@@ -26,7 +26,7 @@ from errors import UserError
 from filesystem import hash_file, lock_file
 
 # Raise it when the samples of all kinds of data get other tokens or columns; for one kind raise its `format_version`.
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 BACKEND_CALL_STATE = ("truncation", "padding")
 
 

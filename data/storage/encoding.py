@@ -23,7 +23,7 @@ from data.sources.selection import TAKE_ALL, Selection, hash_record
 from data.storage.cache import compute_cache_key, describe_sources
 from data.storage.length import LengthCounts, fit_group, fit_samples
 from data.storage.summary import BatchCounts, sum_counts
-from data.storage.tokenized import LABEL_DTYPES, PLACE_COLUMN, PROMPT_COLUMN
+from data.storage.tokenized import CUT_COLUMN, LABEL_DTYPES, PLACE_COLUMN, PROMPT_COLUMN
 from errors import UserError
 
 Encoded = Sample | list[Sample] | Group
@@ -77,10 +77,10 @@ class LabelKind(NamedTuple):
 @dataclass(frozen=True)
 class EncodedBatch:
     """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length,
-    num_targets and place in its file of each, and num_prompt where they are answers; int32. Where the kind of data has
-    labels of samples, those of each, end to end: `label`, int32, or `value`, float64. files: counts of each file by its
-    number. hashes: of the records that became samples, or were dropped as too long, uint64. label_kinds: of its
-    samples, at most one. skipped: the message of each record that was skipped as bad."""
+    num_targets, num_cut and place in its file of each, and num_prompt where they are answers; int32. Where the kind of
+    data has labels of samples, those of each, end to end: `label`, int32, or `value`, float64. files: counts of each
+    file by its number. hashes: of the records that became samples, or were dropped as too long, uint64. label_kinds: of
+    its samples, at most one. skipped: the message of each record that was skipped as bad."""
 
     columns: dict[str, np.ndarray]
     files: dict[int, BatchCounts]
@@ -113,7 +113,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     skipped: list[str] = []
     numbered = zip(records, files or [0] * len(records))
     states = [_Record(raw.location, per_file[number], skipped) for raw, number in numbered]
-    input_ids, labels, lengths, num_targets, num_prompt, places = (array("i") for _ in range(6))
+    input_ids, labels, lengths, num_targets, num_prompt, num_cut, places = (array("i") for _ in range(7))
     hashes: list[int] = []
     sample_labels: list[int | float] = []
     kinds: set[LabelKind] = set()
@@ -130,6 +130,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             labels.fromlist(piece["labels"])
             lengths.append(len(piece["input_ids"]))
             places.append(_read_place(record.location))
+            num_cut.append(piece.get("num_cut", 0))
             num_targets.append(count_targets(piece))
             if _holds_answers(encoded):
                 num_prompt.append(piece["num_prompt"] if "num_prompt" in piece else _find_target(piece))
@@ -140,7 +141,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             kinds.add(_find_label_kind(found))
         hashes.append(record.hash)
     columns = {"input_ids": input_ids, "labels": labels, "length": lengths, "num_targets": num_targets}
-    columns[PLACE_COLUMN] = places
+    columns |= {PLACE_COLUMN: places, CUT_COLUMN: num_cut}
     if num_prompt:
         columns[PROMPT_COLUMN] = num_prompt
     arrays = {name: np.array(values, np.int32) for name, values in columns.items()}

@@ -24,9 +24,9 @@ class LengthCounts:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
-    def describe(self) -> str:
-        """Return the counts in words, for the log; empty when every sample fit."""
-        parts = [
+    def describe(self) -> list[str]:
+        """Return the counts in words, one line each; empty when every sample fit."""
+        lines = [
             f"{count:,} {what}"
             for count, what in (
                 (self.num_truncated, "samples truncated"),
@@ -35,14 +35,14 @@ class LengthCounts:
             )
             if count
         ]
-        if parts:
-            parts.append(f"{self.num_lost_tokens:,} tokens lost by it ({self.num_lost_targets:,} of them targets)")
+        if lines:
+            lines.append(f"{self.num_lost_tokens:,} tokens lost by it ({self.num_lost_targets:,} of them targets)")
         if self.num_without_text:
-            parts.append(
-                f"{self.num_without_text:,} samples without a token of their own text, since a query, a prompt or the "
-                "first of two texts fills the row: raise max_seq_length"
+            lines.append(
+                f"{self.num_without_text:,} samples without a token of their own text, since what comes before it "
+                "fills the row: raise max_seq_length"
             )
-        return ", ".join(parts)
+        return lines
 
 
 def fit_sample(
@@ -80,6 +80,8 @@ def fit_sample(
         stop = start + len(piece["input_ids"])
         num_kept_tokens += stop - max(start, end)  # a token that two pieces share counts once
         end = stop
+        if policy is LengthPolicy.truncate:
+            piece["num_cut"] = length - stop
     if not kept and policy is LengthPolicy.truncate:
         raise UserError(_describe_lost(sample, location, max_seq_length))
     return kept, LengthCounts(
@@ -135,12 +137,16 @@ def fit_group(
                 )
             )
         return [], counts
-    if "label" not in fitted[0] and fitted[0] == fitted[1]:
+    if "label" not in fitted[0] and _has_same_tokens(fitted[0], fitted[1]):
         raise UserError(
             f"{location}: the two answers are the same up to max_seq_length={max_seq_length} tokens; "
             "raise it, or remove the record"
         )
     return fitted, counts
+
+
+def _has_same_tokens(one: Sample, other: Sample) -> bool:
+    return (one["input_ids"], one["labels"]) == (other["input_ids"], other["labels"])
 
 
 def _list_starts(length: int, max_seq_length: int) -> Sequence[int]:

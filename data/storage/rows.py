@@ -247,6 +247,13 @@ class Rows:
         run = slice(*self._index["offset"][row : row + 2])
         return list(zip(*(self._index[name][run].tolist() for name in PIECE_COLUMNS)))
 
+    def count_cut(self, row: int) -> list[int]:
+        """Return how many tokens were truncated at the end of each piece of the row."""
+        cut, lengths = self._dataset.num_cut, self._dataset.lengths
+        return [
+            0 if cut is None or stop < lengths[sample] else int(cut[sample]) for sample, _, stop in self.pieces(row)
+        ]
+
     def piece_counts(self, rows: np.ndarray) -> np.ndarray:
         """Return the number of pieces of each row, int64 [len(rows)]."""
         if self._index is None:

@@ -57,27 +57,25 @@ class BatchCounts:
         self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
 
     def describe(self) -> str:
-        """Return all counts in words."""
-        return "; ".join(
-            part for part in (f"{self.num_records:,} records", self.describe_size(), self.describe_fate()) if part
-        )
+        """Return all counts in words, on several lines."""
+        return "\n".join([f"{self.num_records:,} records; {self.describe_size()}", *self.describe_fate()])
 
     def describe_size(self) -> str:
         """Return in words what the records became."""
         return f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_targets:,} target tokens"
 
-    def describe_fate(self) -> str:
-        """Return in words the turns, and what was changed or left out of the records; empty where there is nothing."""
-        parts = [self.content.describe_turns(), self.lengths.describe(), *self.content.describe()]
+    def describe_fate(self) -> list[str]:
+        """Return in words the turns, and what was changed or left out of the records, one line each."""
+        lines = [*self.content.describe_turns(), *self.lengths.describe(), *self.content.describe()]
         if self.num_skipped:
-            parts.append(
+            lines.append(
                 f"{self.num_skipped:,} of {self.num_records:,} records skipped as bad, such as {self.examples[0]}"
             )
         if self.num_filtered:
-            parts.append(f"{self.num_filtered:,} records filtered out")
+            lines.append(f"{self.num_filtered:,} records filtered out")
         if self.num_held_out:
-            parts.append(f"{self.num_held_out:,} records held out for evaluation")
-        return "; ".join(part for part in parts if part)
+            lines.append(f"{self.num_held_out:,} records held out for evaluation")
+        return lines
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     offset                 int64 [num_samples + 1], where each of them begins
     length, num_targets    int32 [num_samples]; targets are counted after the shift
     num_prompt             int32 [num_samples], tokens before the answer, of a kind of data whose samples are answers
+    num_cut                int32 [num_samples], tokens of it that were truncated
     place                  int32 [num_samples], the line, row or record of its file that it was made of; 0: unknown
     label, value           int32 or float64 [num_samples, K], of a kind of data whose samples have labels, or numbers
     source                 int32 [num_samples], the entry of `train_file` that the sample comes from
@@ -33,8 +34,9 @@ SUMMARY_FILE = "summary.json"
 CORPORA_FILE = "corpora.json"  # of corpora that were tokenized elsewhere: their prefixes, in place of the token columns
 TOKEN_COLUMNS = ("input_ids", "labels")
 SAMPLE_COLUMNS = ("length", "num_targets", "source")
-PROMPT_COLUMN, PLACE_COLUMN = "num_prompt", "place"
-UNHASHED = (PROMPT_COLUMN, PLACE_COLUMN)  # earlier versions had none, and their checkpoints name the hash of the others
+PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN = "num_prompt", "num_cut", "place"
+# Earlier versions had none of these, and their checkpoints name the hash of the others.
+UNHASHED = (PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN)
 DTYPES: dict[str, np.dtype] = {
     **dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)),
     "offset": np.dtype(np.int64),
@@ -44,6 +46,7 @@ SKIPPED_FILE = "skipped.txt"
 HASHES_COLUMN, HASH_DTYPE = "record_hash", np.dtype(np.uint64)
 BYTES_PER_TOKEN = sum(DTYPES[name].itemsize for name in TOKEN_COLUMNS)
 BYTES_PER_SAMPLE = sum(DTYPES[name].itemsize for name in (*SAMPLE_COLUMNS, "offset"))
+BYTES_PER_SAMPLE += 2 * np.dtype(np.int32).itemsize  # num_cut and place
 
 
 def load_summary(path: str | Path) -> Summary:
@@ -236,9 +239,17 @@ class TokenizedDataset:
     def places(self) -> np.ndarray | None:
         """The line, row or record that each sample was made of, int32 [num_samples]; None for corpora that were
         tokenized elsewhere."""
+        return self._map_optional(PLACE_COLUMN)
+
+    @cached_property
+    def num_cut(self) -> np.ndarray | None:
+        """The tokens of each sample that were truncated, int32 [num_samples]; None for corpora that were tokenized
+        elsewhere."""
+        return self._map_optional(CUT_COLUMN)
+
+    def _map_optional(self, name: str) -> np.ndarray | None:
         path = self._arguments[0]
-        has_places = column_file(path, PLACE_COLUMN).is_file()
-        return map_column(path, PLACE_COLUMN, np.dtype(np.int32)) if has_places else None
+        return map_column(path, name, np.dtype(np.int32)) if column_file(path, name).is_file() else None
 
     @property
     def desirable(self) -> np.ndarray:

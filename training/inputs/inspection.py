@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from console import indent_lines
 from data.encoders.kinds import find_kind
 from data.inspection.files import describe_files, save_skipped
 from data.inspection.findings import Inspected, describe_findings
@@ -30,7 +31,8 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
     and what looks wrong; save histograms of lengths, and a page of samples to read, in `output_dir`."""
     in_colour = sys.stdout.isatty()
     save_skipped(datasets, RunFolder(config.output_dir).skipped)
-    print("=== files ===", *(f"{name}: {text}" for name, text in describe_files(datasets).items()), "", sep="\n")
+    facts = describe_files(datasets)
+    print("=== files ===", *(indent_lines(f"{name}: {text}") for name, text in facts.items()), "", sep="\n")
     print("trained parts are green, masked ones faint" if in_colour else "trained parts are in [[double brackets]]")
     kind = find_kind(config.data.name)
     names = kind.label_names or tuple(config.data.labels or ())

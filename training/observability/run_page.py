@@ -28,12 +28,41 @@ SAMPLES = "samples.jsonl"  # in output_dir: prompts and answers, as `scripts/gen
 MOST_EVENTS, MOST_SAMPLES, MOST_PICTURES, MOST_SKIPPED = 500, 20, 2, 100  # events: of each kind
 
 
+class Means:
+    """The mean over the steps of a run of each figure that is measured over steps, without its first report if there
+    are others: it is warm-up. The table that a run ends with (`render_summary`) counts in the same way."""
+
+    def __init__(self) -> None:
+        self._first: Record = {}
+        self._num_tokens = 0
+        self._sums: dict[str, tuple[float, float]] = {}  # key -> sum over steps, number of steps
+
+    def add(self, record: Record) -> None:
+        num_tokens, rate, step_time = (record.get(key) for key in ("num_tokens", "tokens_per_second", "step_time"))
+        if not all(_is_number(value) and value > 0 for value in (num_tokens, rate, step_time)):
+            return  # an evaluation, or a damaged line
+        num_steps = (num_tokens - self._num_tokens) / rate / step_time
+        self._num_tokens = num_tokens
+        figures = {key: value for key, value in split_stages(record).items() if _is_number(value)}
+        if not self._first:
+            self._first = figures
+        elif num_steps > 0:
+            for key, value in figures.items():
+                total, steps = self._sums.get(key, (0.0, 0.0))
+                self._sums[key] = total + num_steps * value, steps + num_steps
+
+    def describe(self) -> dict[str, float]:
+        """Return the means, each figure of a stage under a key such as `stage0/wait_time`."""
+        return {key: total / steps for key, (total, steps) in self._sums.items()} or self._first
+
+
 class RunHistory(Reporter):
     """The curves, last figures and latest events of a run, in memory that does not grow with its length."""
 
     def __init__(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.last: Record = {}
+        self.means = Means()
         self._events: dict[str, deque[Event]] = {}  # by kind: saves do not push out what happens seldom
 
     @property
@@ -43,6 +72,7 @@ class RunHistory(Reporter):
 
     def report(self, record: Record) -> None:
         self.last |= record
+        self.means.add(record)
         for key, value in split_stages(record).items():
             # What the plan predicts is the same in each report: the last one is enough.
             if key != "step" and not key.rpartition("/")[2].startswith("predicted_") and _is_number(value):
@@ -126,6 +156,7 @@ def _describe(name: str, folder: RunFolder, history: RunHistory) -> dict[str, An
         "facts": _read_json(folder.facts),
         "completed": _read_json(folder.completed) or None,
         "last": {key: value for key, value in history.last.items() if isinstance(value, list) or _is_number(value)},
+        "means": history.means.describe(),
         "curves": {key: curve.describe() for key, curve in history.curves.items()},
         "events": [mask(asdict(event)) for event in history.events],
         "pictures": [_embed(picture) for picture in _list_pictures(folder, history)],

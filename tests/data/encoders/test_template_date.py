@@ -83,8 +83,8 @@ def test_samples_are_the_same_on_every_day(
         assert counts.num_default_dates == 1
         (said,) = counts.describe()
         assert said == (
-            f"the chat template writes the date of the day in 1 conversations; here it is {DEFAULT_DATE}, unless "
-            "data.template_kwargs={date: ...} gives another"
+            f"the chat template writes a date in 1 conversations: {DEFAULT_DATE}, unless "
+            "data.template_kwargs={date: ...} is given"
         )
     assert len(made) == 1 and str(DEFAULT_DATE.year) in made.pop()
 

@@ -40,9 +40,9 @@ def test_the_report_counts_everything(path: Path) -> None:
     rows = Rows(path, PLANS[Packing.NONE], False, False)
     tokens, targets = rows.lengths.sum(), rows.num_targets.sum()
     assert f"2 samples, {tokens} tokens, {targets} target tokens\n" in single
-    (line,) = describe_files({"train_file": path}).values()
-    assert ": 4 records; 2 samples, " in line and "; 1 samples too long and dropped, " in line
-    assert "; 1 of 4 records skipped as bad, such as " in line
+    (lines,) = describe_files({"train_file": path}).values()
+    assert ": 4 records; 2 samples, " in lines and "\n1 samples too long and dropped\n" in lines
+    assert "\n1 of 4 records skipped as bad, such as " in lines
     assert f"tokens a sample: {min(rows.lengths)} to {max(rows.lengths)}" in single
     assert f"target tokens: {targets / tokens:.1%} of all" in single
     assert (

@@ -14,7 +14,10 @@ from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.sft import SFTEncoder
 from data.inspection import page
 from data.inspection.page import SPECIAL, TARGET, save_page, split_parts
+from data.inspection.report import render_row
+from data.options import Packing
 from data.storage.encoding import Encoding
+from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 
 
@@ -53,6 +56,25 @@ def test_samples_of_all_lengths_and_files(tokenizer, tmp_path: Path) -> None:
         targets = [part for part in sample["parts"] if part[0] & TARGET]
         assert sum(part[1] for part in targets) == sample["targets"]
         assert [part[0] for part in sample["parts"]] == [0, TARGET, TARGET | SPECIAL]
+
+
+def test_truncated_samples_are_marked(tokenizer, tmp_path: Path) -> None:
+    """With the number of tokens that are gone; one that fills the row exactly has none."""
+    whole = [len(tokenizer(f"a\n{'b ' * n}</s>")["input_ids"]) for n in (1, 9, 40)]
+    records = [{"prompt": "a", "completion": "b " * n} for n in (1, 9, 40)]
+    (tmp_path / "a").write_text("".join(json.dumps(record) + "\n" for record in records))
+    encoding = Encoding(SFTEncoder(), tokenizer, whole[1])
+    path = prepare_dataset([str(tmp_path / "a")], key="train_file", encoding=encoding, cache_dir=tmp_path, log=None)
+    save_page({"train_file": path}, tmp_path / "page.html", title="", tokenizer=tokenizer)
+    samples = load_page(tmp_path / "page.html")["samples"]
+    assert [sample["cut"] for sample in samples] == [0, 0, whole[2] - whole[1]]
+    mark = f"\n... {whole[2] - whole[1]} tokens truncated"
+    for packing in (Packing.NONE, Packing.BEST_FIT):
+        plan = RowPlan(whole[1], packing)
+        prepare_rows(path, plan, "train_file", log=None)
+        rows = Rows(path, plan, True, True)
+        texts = [render_row(rows, row, tokenizer, in_colour=False) for row in range(len(rows))]
+        assert sum(text.count("truncated") for text in texts) == sum(text.endswith(mark) for text in texts) == 1
 
 
 def test_the_page_stays_small(tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.corpora import write_corpus
 
+from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder
 from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.pretrain import PretrainEncoder
@@ -15,6 +16,7 @@ from data.options import LengthPolicy, OnBadRecord, RewrittenTurns, TrainOn
 from data.sample import Encoder
 from data.sources.selection import HoldOut, Selection, hash_record
 from data.storage.encoding import Encoding
+from data.storage.length import LengthCounts
 from data.storage.summary import BatchCounts
 from data.storage.tokenized import TokenizedDataset, load_record_hashes, load_summary
 from data.storage.tokenizing import prepare_dataset
@@ -76,10 +78,11 @@ def test_turns_without_a_target_have_their_reason(chat_tokenizer, tmp_path: Path
     assert (turns.num_cut_turns, turns.num_lost_turns) == (0, 0)
     turns = count(ChatEncoder(train_on=TrainOn.last_turn), chat_tokenizer, tmp_path, file)["a.jsonl"].content
     assert (turns.num_turns, turns.num_marked_turns, turns.num_earlier_turns) == (8, 2, 2)
-    assert turns.describe_turns() == (
-        "8 assistant turns, 4 of them without targets: 2 by their own train or weight, 2 before the last one "
-        "(data.train_on=last_turn)"
-    )
+    assert turns.describe_turns() == [
+        "8 assistant turns",
+        "2 turns without targets: their own train or weight",
+        "2 turns without targets: they are not the last one (data.train_on=last_turn)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +120,7 @@ def test_turns_that_the_template_rewrites(
     assert (counts.num_records, counts.num_samples) == (2, num_samples)
     assert (turns.num_turns, turns.num_target_turns, turns.num_lost_turns, turns.num_cut_turns) == (4, 4, num_lost, 0)
     if num_lost:
-        words = "4 assistant turns, 2 of them without targets: 2 that the chat template rewrites later"
-        assert turns.describe_turns() == words
+        assert turns.describe_turns()[1:] == ["2 turns without targets: the chat template rewrites them later"]
 
 
 def test_turns_of_a_split_conversation_that_are_cut(build_tokenizer, tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_turns_of_a_prompt_count_once(chat_tokenizer, tmp_path: Path) -> None:
     asked, answered = ({"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"})
     prompt = [asked, answered, asked]
     file = write_records(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": [answered]}])
-    words = "2 assistant turns, 1 of them without targets: 1 in the prompt"
+    words = ["2 assistant turns", "1 turns without targets: they are part of the prompt"]
     for encoder in (ChatEncoder(), SFTEncoder()):
         assert count(encoder, chat_tokenizer, tmp_path, file)["a.jsonl"].content.describe_turns() == words
     file = write_records(tmp_path / "b.jsonl", [{"prompt": prompt, "chosen": [answered], "rejected": "c"}])
@@ -155,7 +157,7 @@ def test_records_that_are_skipped_have_no_turns(chat_tokenizer, tmp_path: Path) 
     options = {"max_seq_length": 36, "on_bad_record": OnBadRecord.skip}
     counts = count(ChatEncoder(), chat_tokenizer, tmp_path, file, **options)["a.jsonl"]
     assert (counts.num_skipped, counts.content.num_turns, counts.content.num_control_tokens) == (1, 1, 0)
-    assert f"; 1 of 2 records skipped as bad, such as {file}:2: " in counts.describe()
+    assert f"\n1 of 2 records skipped as bad, such as {file}:2: " in counts.describe()
 
 
 def test_other_layouts_of_a_conversation(chat_tokenizer, tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_answers_are_turns_and_documents_are_not(tokenizer, tmp_path: Path) -> N
     assert (counts.num_records, counts.num_samples, counts.content.num_turns) == (3, 6, 6)
     (tmp_path / "a.txt").write_text("one document")
     counts = count(PretrainEncoder(), tokenizer, tmp_path, f"{tmp_path}/a.txt", max_seq_length=None)["a.txt"]
-    assert (counts.num_records, counts.content.num_turns, counts.content.describe_turns()) == (1, 0, "")
+    assert (counts.num_records, counts.content.num_turns, counts.content.describe_turns()) == (1, 0, [])
 
 
 def test_what_is_left_out_is_counted_where_it_was(tokenizer, tmp_path: Path) -> None:
@@ -194,3 +196,14 @@ def test_a_corpus_of_tokens_has_documents_alone(tokenizer, tmp_path: Path) -> No
     assert [Path(file.name).name for file in summary.files] == ["a.bin", "b.bin"]
     assert [file.counts.num_samples * 2 for file in summary.files] == [summary.num_samples] * 2
     assert load_record_hashes(path) is None
+
+
+def test_all_that_can_be_said_of_a_file_is_in_short_lines() -> None:
+    """With every count above a million; a line that names a record is as long as its message."""
+    content, lengths, counts = ContentCounts(), LengthCounts(), BatchCounts()
+    for each in (content, lengths, counts):
+        vars(each).update({name: 1_234_567 for name in vars(each) if name.startswith("num_")})
+    content.empty_places = content.control_places = ["a.jsonl:1234567: message 1"]
+    counts.content, counts.lengths, counts.examples = content, lengths, ["a.jsonl:2: no field 'completion'"]
+    lines = counts.describe().split("\n")
+    assert len(lines) == 21 and max(map(len, lines)) <= 120, max(lines, key=len)

@@ -29,7 +29,7 @@ def test_the_first_token_carries_no_label() -> None:
 
 def test_truncate_cuts_on_the_right() -> None:
     (sample,), counts = fit(SAMPLE, TRUNCATE, 6)
-    assert sample == {"input_ids": SAMPLE["input_ids"][:6], "labels": SAMPLE["labels"][:6]}
+    assert sample == {"input_ids": SAMPLE["input_ids"][:6], "labels": SAMPLE["labels"][:6], "num_cut": 5}
     assert counts == LengthCounts(num_truncated=1, num_lost_tokens=5, num_lost_targets=5)
 
 
@@ -82,10 +82,10 @@ def test_labels_that_are_not_aligned() -> None:
 
 def test_counts_add_up_and_are_described() -> None:
     counts = LengthCounts()
-    assert counts.describe() == ""
+    assert counts.describe() == []
     counts.add(LengthCounts(num_truncated=1, num_lost_tokens=1500, num_lost_targets=3))
     counts.add(LengthCounts(num_dropped=2, num_split=4, num_lost_tokens=1))
-    assert counts.describe() == (
-        "1 samples truncated, 2 samples too long and dropped, 4 samples split, "
-        "1,501 tokens lost by it (3 of them targets)"
-    )
+    assert counts.describe() == [
+        "1 samples truncated", "2 samples too long and dropped", "4 samples split",
+        "1,501 tokens lost by it (3 of them targets)",
+    ]  # fmt: skip

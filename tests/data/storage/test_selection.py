@@ -136,7 +136,7 @@ def test_the_counts_say_what_was_left_out(tokenizer, module: str, tmp_path: Path
     selection = replace(build_selection(f"{module}.is_short", limit=10), hold_out=HoldOut(count=4))
     encoding = Encoding(SFTEncoder(), tokenizer, 64, selection=selection)
     path = prepare_dataset(["a.jsonl"], key="train_file", encoding=encoding, cache_dir=tmp_path / "cache", log=None)
-    assert load_summary(path).describe().endswith("; 2 records filtered out; 4 records held out for evaluation")
+    assert load_summary(path).describe().endswith("\n2 records filtered out\n4 records held out for evaluation")
 
 
 def test_the_name_of_the_cache_depends_on_the_selection(tokenizer, module: str, tmp_path: Path) -> None:

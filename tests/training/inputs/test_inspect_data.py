@@ -39,7 +39,7 @@ def test_it_prints_what_the_model_will_see(config, tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     for part in (
         f"=== files ===\ntrain_file: {tmp_path}/train.jsonl: 20 records; 20 samples, ",
-        "; 20 of its records are in train_file too, so the evaluation is contaminated\n",
+        "\n  20 of its records are in train_file too, so the evaluation is contaminated\n",
         f"samples to read in a browser: {tmp_path}/out/data_report.html\n",
         "=== train_file ===",
         "=== eval_file ===",
@@ -106,6 +106,6 @@ def test_documents_for_which_a_query_leaves_no_room_are_counted(tmp_path: Path, 
         "inspect_data=true",
     )
     inspect_data(config, Ranks(0, 1, 0, 1))
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "train.jsonl: 2 records" in line]
-    assert "2 samples truncated" in line and "2 samples without a token of their own text, since a query" in line
-    assert line.endswith("raise max_seq_length")
+    lines = capsys.readouterr().out.splitlines()
+    without = "2 samples without a token of their own text, since what comes before it fills the row"
+    assert "  2 samples truncated" in lines and f"  {without}: raise max_seq_length" in lines

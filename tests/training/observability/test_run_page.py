@@ -213,6 +213,23 @@ def test_the_page_names_model_data_and_layout(tmp_path: Path) -> None:
     assert about == {"model": "org/m", "data": "a.jsonl, b.jsonl", "layout": "num_stages 2, tensor_parallel_size 4"}
 
 
+def test_figures_are_those_of_the_run_as_in_the_table_at_its_end(tmp_path: Path) -> None:
+    """Means over steps without the first report, the highest memory of all reports, and the last loss."""
+    reports = [(1, 4, 1.0, 9.0), (5, 3, 1.0, 2.0), (7, 6, 2.0, 1.0)]  # step, peak in GiB, seconds, seconds of waiting
+    lines = [
+        record(step, step_time=seconds, tokens_per_second=10 / seconds, mfu=0.1 * seconds, bubble=0.2 / seconds,
+               peak_memory=[memory * 2**30, 2**30], compute_time=[1.0, 1.0], wait_time=[waiting, 0.0])
+        for step, memory, seconds, waiting in reports
+    ]  # fmt: skip
+    write_metrics(tmp_path / "a", *lines, {"step": 7, "eval_loss": 0.5})
+    assert compare(tmp_path / "a").returncode == 0
+    found = dict(run_in_page(tmp_path / "a" / "report.html", "figuresOf(runs[0])"))
+    assert (found["tokens/s, mean"], found["MFU, mean"], found["bubble, mean"]) == ("8.333", "13.3%", "16.7%")
+    assert (found["loss"], found["evaluation loss"], found["peak memory"]) == ("0.1429", "0.5", "6 GiB")
+    means = run_in_page(tmp_path / "a" / "report.html", "runs[0].means")
+    assert means["stage0/wait_time"] == pytest.approx((4 * 2.0 + 2 * 1.0) / 6) and "eval_loss" not in means
+
+
 def test_saves_do_not_push_out_other_events(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", 3)
     events = [{"step": 1, "kind": "resume", "text": "from step 1", "time": 1}]
