@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from training.objectives.registry import describe_objective
 from training.setup import RunSetup
 
 Files = dict[str, tuple[str, str]]  # what it is, in words -> its fingerprint, and where it is
+_MISSING = ("none", "nowhere")  # what a host lacks
+_MOST_NAMED = 5  # of what no two hosts have in common
 
 
 def check_same_files(
@@ -48,22 +50,39 @@ def check_same_files(
     raise_together(error)
     found: list[tuple[str, Files | None]] = [("", None)] * ranks.world_size
     dist.all_gather_object(found, (socket.gethostname(), own))
-    first, *others = [(host, files) for host, files in found if files is not None]
-    differences = [text for other in others if (text := find_difference(first, other)) is not None]
+    differences = describe_differences([(host, files) for host, files in found if files is not None])
     error = None
-    if differences and ranks.is_main:
-        error = UserError(f"hosts read different copies of {differences[0]}; copy the right one to all hosts")
+    if differences is not None and ranks.is_main:
+        error = UserError(f"hosts read different copies of {differences}; copy the right one to all hosts")
     raise_together(error)
 
 
-def find_difference(one: tuple[str, Files], other: tuple[str, Files]) -> str | None:
-    """Return, in words, the first of what two hosts read that differs; None where all is the same. one, other: a host's
-    name, and its files."""
-    for name in {**one[1], **other[1]}:
-        (a, place), (b, other_place) = (files.get(name, ("none", "nowhere")) for _, files in (one, other))
-        if a != b:
-            return f"{name}: {one[0]} has {a} ({place}), {other[0]} has {b} ({other_place})"
-    return None
+def describe_differences(hosts: Sequence[tuple[str, Files]]) -> str | None:
+    """Return, in words, the first of what hosts read that differs, and all that no two of them have in common; None
+    where all is the same. hosts: the name and the files of each."""
+    differing: dict[str, list[str]] = {}  # name -> the fingerprint on each host
+    for name in {name: None for _, files in hosts for name in files}:
+        contents = [files.get(name, _MISSING)[0] for _, files in hosts]
+        if len(set(contents)) > 1:
+            differing[name] = contents
+    if not differing:
+        return None
+    name, contents = next(iter(differing.items()))
+    usual = max(contents, key=contents.count)
+    other = next(content for content in contents if content != usual)
+    described = []
+    for host, files in (hosts[contents.index(each)] for each in (usual, other)):
+        fingerprint, place = files.get(name, _MISSING)
+        described.append(f"{host} has {fingerprint} ({place})")
+    unshared = [name for name, contents in differing.items() if len(set(contents)) == len(hosts)]
+    return f"{name}: {', '.join(described)}{_describe_unshared(unshared)}"
+
+
+def _describe_unshared(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    return f"; no two hosts have in common: {', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def list_files(setup: RunSetup, datasets: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase) -> Files:
