@@ -165,7 +165,7 @@ def tokenize_parts(parts: Sequence[Pieces], location: str, tokenizer: PreTrained
 def no_token_error(text: str, location: str) -> UserError:
     """Return the error for a text that becomes no token."""
     return UserError(
-        f"{location}: the tokenizer makes no token of '{text.strip()[:40]}', because its vocabulary lacks the letters"
+        f"{location}: the tokenizer makes no token of {text.strip()[:40]!r}, because its vocabulary lacks the letters"
         " and it has no token for what is unknown; give another with tokenizer_name_or_path, or remove the record"
     )
 

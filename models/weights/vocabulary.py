@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -18,6 +20,14 @@ from models.storage.hub import split_revision
 from models.storage.tensor_files import load_json
 from models.weights.config_file import UNPADDED, parse_model
 from models.weights.source import WeightSource
+
+# The JSON files of a tokenizer whose fields can be emptied, and what stands for an emptied one; else it is removed.
+_TOKENIZER_FIELDS: dict[str, dict[str, Any]] = {
+    "tokenizer_config.json": {},
+    "special_tokens_map.json": {},
+    "added_tokens.json": {},
+    "tokenizer.json": {"added_tokens": []},
+}
 
 
 @dataclass(frozen=True)
@@ -47,11 +57,17 @@ def open_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     local = Path(name).expanduser()
     chosen = {} if revision is None else {"revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(local if local.is_dir() else name, trust_remote_code=False, **chosen)
+        tokenizer = AutoTokenizer.from_pretrained(local if local.is_dir() else name, trust_remote_code=False, **chosen)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers and transformers raise many types, and a panic of Rust is no Exception
         raise _explain_tokenizer(str(name_or_path), local, error) from None
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise UserError(
+            f"the tokenizer of {name_or_path}: model_max_length is {tokenizer.model_max_length!r} in its "
+            "tokenizer_config.json, not a number; correct it, or remove the field"
+        )
+    return tokenizer
 
 
 def _explain_tokenizer(place: str, local: Path, error: BaseException) -> UserError:
@@ -68,11 +84,41 @@ def _explain_tokenizer(place: str, local: Path, error: BaseException) -> UserErr
         if file.is_file():
             load_json(file)
     if (local / "tokenizer.json").is_file():
+        file, field = _find_damaged_field(local)
         return UserError(
-            f"{local / 'tokenizer.json'}: the tokenizer cannot be read ({reason}); fetch its files again, or update "
+            f"{file}, field {field!r}: the tokenizer cannot be read ({reason}); fetch its files again, or update "
             "tokenizers"
         )
     return UserError(f"no tokenizer in {place} ({reason}); set tokenizer_name_or_path")
+
+
+def _find_damaged_field(local: Path) -> tuple[Path, str]:
+    """Return the file and the field of it that keep the tokenizer of a folder from being read: the last field that has
+    to be emptied until it can be."""
+    contents = {file: load_json(file) for name in _TOKENIZER_FIELDS if (file := local / name).is_file()}
+    fields = [(file, name) for file, content in contents.items() for name in content if name != "model"]
+    fields.sort(key=lambda field: field[1] == "tokenizer_class")  # without it another class reads the other fields
+
+    def is_read_without(count: int) -> bool:
+        emptied = set(fields[:count])
+        with TemporaryDirectory() as folder:
+            for path in local.iterdir():
+                if path not in contents:
+                    (Path(folder) / path.name).symlink_to(path.resolve())
+            for file, content in contents.items():
+                empty = _TOKENIZER_FIELDS[file.name]
+                kept = {name: value for name, value in content.items() if (file, name) not in emptied}
+                (Path(folder) / file.name).write_text(json.dumps({**empty, **kept}))
+            try:
+                AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # as in open_tokenizer
+                return False
+        return True
+
+    count = bisect_left(range(len(fields) + 1), True, key=is_read_without)
+    return fields[count - 1] if 0 < count <= len(fields) else (local / "tokenizer.json", "model")
 
 
 def load_extended_tokenizer(path: Path, tokens: SpecialTokens) -> PreTrainedTokenizerBase:
