@@ -18,9 +18,9 @@ from data.storage.rows import RowPlan, build_pieces, lay_samples
 from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN, HASH_DTYPE, TokenizedDataset, find_damage
 from errors import UserError
 
-SAMPLE_RECORDS = 200  # of each entry of `train_file`
-# To count rows: the first records of an entry, up to either limit, which take about a second to tokenize.
-ROW_SAMPLE_RECORDS, ROW_SAMPLE_CHARACTERS = 2000, 2**21
+# The first records of each entry of `train_file`, up to a number of records, or of characters: they take some seconds
+# to tokenize. An entry that begins with a longer record is not estimated: it would be tokenized twice.
+SAMPLE_RECORDS, ROW_SAMPLE_RECORDS, SAMPLE_CHARACTERS = 200, 2000, 2**21  # ROW_...: to count rows
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,13 @@ class _Sampled:
 
 
 def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeEstimate | None:
-    """Estimate the size of the tokenized folder; None where the number or the size of the records cannot be known.
+    """Estimate the size of the tokenized folder; None where the number or the size of the records cannot be known, and
+    where a first record is very long.
 
     sources: the files of each entry.
     """
     num_records = num_bytes = 0.0
-    for entry in _sample_entries(sources, encoding, SAMPLE_RECORDS, sys.maxsize):
+    for entry in _sample_entries(sources, encoding, SAMPLE_RECORDS):
         if entry is None:
             return None
         num_first_bytes = (
@@ -73,8 +74,9 @@ def estimate_rows(
 ) -> RowEstimate | None:
     """Estimate the rows of files: from their tokens where these are cached, else from their first records.
 
-    None where the number of records cannot be known or none of the first becomes a sample, and, of what is not cached,
-    for a mixture and for corpora that are tokenized already. Raises UserError for files that cannot be read.
+    None where the number of records cannot be known, a first record is very long or none becomes a sample, and, of
+    what is not cached, for a mixture and for corpora that are tokenized already. Raises UserError for files that cannot
+    be read.
     """
     path = Path(cache_dir) / encoding.compute_key(sources)
     if find_damage(path, compares_bytes=False) is None:
@@ -83,7 +85,7 @@ def estimate_rows(
     if plan.mixture is not None or any(source.startswith(INDEXED_PREFIX) for group in sources for source in group):
         return None
     num_rows, is_exact = 0.0, encoding.selection.hold_out is None
-    for entry in _sample_entries(sources, encoding, ROW_SAMPLE_RECORDS, ROW_SAMPLE_CHARACTERS):
+    for entry in _sample_entries(sources, encoding, ROW_SAMPLE_RECORDS):
         if entry is None:
             return None
         lengths = entry.columns["length"]
@@ -95,15 +97,18 @@ def estimate_rows(
 
 
 def _sample_entries(
-    sources: Sequence[Sequence[str]], encoding: Encoding, most_records: int, most_characters: int
+    sources: Sequence[Sequence[str]], encoding: Encoding, most_records: int
 ) -> Iterator[_Sampled | None]:
-    """Yield the first records of each entry that has any, up to either limit; None where too little is known."""
+    """Yield the first records of each entry that has any; None where too little is known, or takes long to know."""
     skipping = replace(encoding, on_bad_record=OnBadRecord.skip)
     limit = encoding.selection.max_records or sys.maxsize
     for group in sources:
         records = islice(read_records(group[0]), limit)
-        first = list(_take_first(records, most_records, most_characters))
+        first = list(_take_first(records, most_records))
         if not first:
+            continue
+        if len(first[0].text) > SAMPLE_CHARACTERS:
+            yield None
             continue
         is_whole = len(group) == 1 and next(records, None) is None
         counts = [count for source in group if (count := estimate_num_records(source, first)) is not None]
@@ -114,12 +119,12 @@ def _sample_entries(
             yield _Sampled(len(first), len(first) if is_whole else min(sum(counts), limit), columns, is_whole)
 
 
-def _take_first(records: Iterator[RawRecord], most_records: int, most_characters: int) -> Iterator[RawRecord]:
+def _take_first(records: Iterator[RawRecord], most_records: int) -> Iterator[RawRecord]:
     num_characters = 0
     for record in islice(records, most_records):
         yield record
         num_characters += len(record.text)
-        if num_characters >= most_characters:
+        if num_characters >= SAMPLE_CHARACTERS:
             return
 
 

@@ -28,7 +28,7 @@ import filesystem
 from data.encoders.sft import SFTEncoder
 from data.inspection.files import save_skipped
 from data.options import LengthPolicy, OnBadRecord
-from data.storage import tokenizing
+from data.storage import disk, tokenizing
 from data.storage.disk import estimate_size
 from data.storage.encoding import Encoding
 from data.storage.tokenized import TokenizedDataset, load_summary, read_skipped
@@ -587,3 +587,15 @@ def test_nothing_is_left_in_the_cache_of_datasets(prepare, train_file, tmp_path,
     assert list_cache(train_file) == [path.name]
     assert not [name for name in os.listdir(path) if "tmp" in name or name.startswith("cache-")]
     assert "Tokenizing" not in capfd.readouterr().err  # no progress bars in a log file
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_very_long_record_is_tokenized_once(
+    tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Not for an estimate too: a record of 20 MB takes a minute of a core."""
+    monkeypatch.setattr(disk, "SAMPLE_CHARACTERS", 2000)
+    record = {"prompt": "a", "completion": "legs " * 200 * size}
+    (tmp_path / "a.jsonl").write_text((json.dumps(record) + "\n") * 3)
+    estimate = estimate_size([[str(tmp_path / "a.jsonl")]], Encoding(SFTEncoder(), tokenizer, 64))
+    assert estimate is None if size == 2 else estimate is not None and estimate.num_records == 3
