@@ -326,3 +326,44 @@ def test_a_second_run_on_the_folder_is_refused(train, expected, tmp_path: Path) 
     )
     assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
     check_whole(out)
+
+
+def be_odd(disk: str, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """disk: what support/odd_disk makes of the disks of all processes that are started. log: of the ranks that met
+    it."""
+    for name, value in {"PYTHONPATH": ROOT / "tests/support/odd_disk", "ODD_DISK": disk, "ODD_DISK_LOG": log}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("async_save", ["true", "false"])
+def test_a_disk_that_takes_longer_than_stuck_minutes_ends_no_run(
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    async_save: str,
+) -> None:
+    """A flush of 30 seconds on both ranks, where 15 without progress end a run."""
+    be_odd("slow:global_step2:30", tmp_path / "met", monkeypatch)
+    with small_disk(tmp_path / "disk", 64 * 2**20) as disk:
+        options = ("save_steps=1", "stuck_minutes=0.25", f"async_save={async_save}")
+        ended = run_deepspeed(arguments(root, disk / "out", *options), tmp_path)
+        assert (ended.code, ended.errors(), ended.left_alive) == (0, [], []), ended.output
+        assert check_whole(disk / "out") == 3 and len((tmp_path / "met").read_text().splitlines()) == 2
+
+
+def test_where_folders_cannot_be_synced_a_run_saves_and_says_so_once(
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    be_odd("no-folders", tmp_path / "met", monkeypatch)
+    with small_disk(tmp_path / "disk", 64 * 2**20) as disk:
+        out = disk / "out"
+        for options in (["save_steps=1", "stop_after_steps=2"], ["save_steps=1", "resume=latest"]):
+            ended = run_torchrun(arguments(root, out, *options), tmp_path)
+            assert (ended.code, ended.errors(), ended.left_alive) == (0, [], []), ended.output
+        assert check_whole(out) == 3 and json.loads((out / "completed.json").read_text())["step"] == 3
+        lines = (out / "logs" / "rank_0.log").read_text().splitlines()
+        warnings = [line for line in lines if "is on a file system that cannot sync folders" in line]
+        assert 1 <= len([line for line in warnings if str(disk) in line]) <= 2  # of two runs; the cache is elsewhere
+        assert (tmp_path / "met").exists()

@@ -174,7 +174,24 @@ def test_hosts_with_different_copies_do_not_train(hosts: TwoHosts, root: Path, t
     assert all(host.code != 0 for host in ended) and [host.left_alive for host in ended] == [[], []]
     named = {"weights": "model.safetensors of the model", "config": "config.json of the model",
              "data": "the tokens of train_file"}  # fmt: skip
-    (error,) = [line for host in ended for line in host.errors()]
+    # Only the main rank's host says what differs; the other one may notice first that the main rank has ended.
+    (error,) = ended[0].errors()
+    assert all(line.startswith("error: rank 0 has ended; ") for line in ended[1].errors()), ended[1].output
     assert f"hosts read different copies of {named[what]}: {hosts.names[0]} has " in error
+    assert "; no two hosts have in common: " in error and named[what] in error.split("in common: ")[1]
     assert f", {hosts.names[1]} has " in error and "copy the right one to all hosts" in error
     assert not (tmp_path / "out/checkpoints").exists()
+
+
+def test_two_hosts_tokenize_into_one_cache_without_common_locks(
+    hosts: TwoHosts, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same time, as on Lustre with localflock: both prepare the folder, and the first to finish names it."""
+    odd = {"PYTHONPATH": ROOT / "tests/support/odd_disk", "ODD_DISK": "local-locks", "ODD_DISK_LOG": tmp_path / "met"}
+    for name, value in odd.items():
+        monkeypatch.setenv(name, str(value))
+    ended = run_on_hosts(hosts, torchrun(hosts, 1), arguments(root, tmp_path / "out"), tmp_path)
+    assert [(host.code, host.errors(), host.left_alive) for host in ended] == [(0, [], [])] * 2, ended
+    assert sorted((tmp_path / "met").read_text().split()[::2]) == sorted(hosts.names)
+    (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert (folder / "summary.json").is_file()
