@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.encoders.kinds import KINDS, describe_encoder
 from data.sources.formats import RawRecord
+from data.storage.cache import FORMAT_VERSION
 from data.storage.encoding import Encoding, encode_batch
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +91,7 @@ def describe_format(name: str, encoding: Encoding) -> dict[str, Any]:
         default = option.default if option.default_factory is MISSING else option.default_factory()
         defaults[option.name] = str(default)
     return {
-        "version": kind.format_version,
+        "version": f"{FORMAT_VERSION}.{kind.format_version}",
         "options": defaults,
         "samples": xxhash.xxh3_64_hexdigest("\n".join(content).encode()),
     }
@@ -102,7 +103,9 @@ def test_a_format_changes_with_its_version_alone(name: str) -> None:
     assert found["version"] == stored["version"], "write formats.json again, see above"
     # An option may be added: samples made without it are those of its default.
     kept = {option: found["options"].get(option) for option in stored["options"]}
-    assert (kept, found["samples"]) == (stored["options"], stored["samples"]), "raise format_version, see above"
+    assert (kept, found["samples"]) == (stored["options"], stored["samples"]), (
+        "raise format_version, or FORMAT_VERSION where all kinds changed; see above"
+    )
 
 
 def test_moving_and_editing_our_files_changes_no_key(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def test_the_loss_is_cross_entropy_and_the_gradient_that_of_both_terms(
     options = DistillOptions(COEF, temperature, divergence)
     loss_fn = KeptDistillLoss(build_config(softcap), options, smoothing)
     denominator = torch.tensor(4.0, dtype=torch.float64)
-    loss = loss_fn((hidden, weight), (target_ids, token_ids, known, denominator, indices))
+    columns = {"teacher_token_ids": token_ids, "teacher_log_probabilities": known}
+    loss = loss_fn((hidden, weight), Targets(target_ids, indices, denominator, columns))
     found = torch.autograd.grad(loss, (hidden, weight))
 
     logits = (hidden @ weight.T).flatten(0, 1)[indices]
