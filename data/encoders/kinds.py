@@ -32,7 +32,7 @@ class DataKind:
     lists_labels: a record has a list of labels, one for each of its words.
     format_version: part of the names of the tokenized folders of this kind. Raise it whenever its encoder makes other
         samples of the same records and options, or a default of an option changes; what was tokenized is then
-        tokenized again. `tests/data/encoders/test_formats.py` fails where it should have been raised.
+        tokenized again. `tests/data/encoders/test_encoder_formats.py` fails where it should have been raised.
     """
 
     name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class RowScores:
     def __init__(self, file: Path) -> None:
         self._file, self._scores = file, load_reference(file)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._file,)  # a worker process that is spawned opens it itself
 
     def __call__(self, rows: ReadRows) -> np.ndarray:

@@ -368,7 +368,7 @@ def _collate_targets(rows: RowSource, ids: np.ndarray, shape: tuple[int, int], o
     return shift_labels(options.collator.collate_labels([rows.labels(i) for i in ids], shape))
 
 
-class _MicroBatches(Dataset):
+class _MicroBatches(Dataset[Batch]):
     def __init__(self, build_batch: Callable[[int], Batch]) -> None:
         self._build_batch = build_batch
 

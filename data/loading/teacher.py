@@ -21,6 +21,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class TeacherTable:
         self._token_ids = np.asarray(_map(folder, TOKENS, TOKEN_DTYPE, "r")).reshape(-1, top_k)
         self._logs = np.asarray(_map(folder, LOGS, LOG_DTYPE, "r")).reshape(-1, top_k + 1)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._folder,)  # a worker process that is spawned opens it itself
 
     def read_token_ids(self, numbers: np.ndarray) -> np.ndarray:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+from batch import IGNORE_INDEX
 from models.experts.grouped import GROUPED
 from models.generic.assembly import assemble
 from models.generic.proof import find_difference, list_gradients, run_layers
 from models.generic.shrink import build_small
-from models.losses.cross_entropy import IGNORE_INDEX
 
 _LENGTHS = ((3, 9, 12), (7, 1, 16))  # of the documents of each row
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from batch import IGNORE_INDEX
 from models.experts.grouped import GROUPED
 from models.generic.assembly import assemble
 from models.generic.proof import run_layers
 from models.generic.shrink import build_small
-from models.losses.cross_entropy import IGNORE_INDEX
 
 _LENGTHS = (100, 90, 10)  # of the rows that a small model is given: all but the first are followed by padding
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from batch import Batch, Inputs, Targets
 from training.engine import gradient_sums
 from training.engine.gradient_sums import GradientSums, list_backward
 from training.engine.reduce_buckets import reduces_in_passes as should_reduce
@@ -131,7 +132,9 @@ class _Rank:
             links = Transfers(schedule, [self.ring], self.ring[self.stage], torch.device("cpu"))
             gradients = self.build_sums(module, schedule, distributed)
             runner = Runner(module, StageWithLoss(module), schedule, links, gradients, lambda: None)
-            batches = iter([((torch.zeros(1),), None)] * (num_evaluated or schedule.num_micro_batches))
+            empty = torch.zeros(1)
+            batch = Batch(Inputs(empty, empty, empty), Targets.find(empty, empty))
+            batches = iter([batch] * (num_evaluated or schedule.num_micro_batches))
             if num_evaluated:
                 runner.evaluate(batches, num_evaluated)
             else:

@@ -38,9 +38,10 @@ class Means:
         self._sums: dict[str, tuple[float, float]] = {}  # key -> sum over steps, number of steps
 
     def add(self, record: Record) -> None:
-        num_tokens, rate, step_time = (record.get(key) for key in ("num_tokens", "tokens_per_second", "step_time"))
-        if not all(_is_number(value) and value > 0 for value in (num_tokens, rate, step_time)):
+        needed: list[Any] = [record.get(key) for key in ("num_tokens", "tokens_per_second", "step_time")]
+        if not all(_is_number(value) and value > 0 for value in needed):
             return  # an evaluation, or a damaged line
+        num_tokens, rate, step_time = needed
         num_steps = (num_tokens - self._num_tokens) / rate / step_time
         self._num_tokens = num_tokens
         figures = {key: value for key, value in split_stages(record).items() if _is_number(value)}

@@ -9,10 +9,10 @@ import torch
 from support.families import build_family
 from torch import nn
 
+from batch import IGNORE_INDEX
 from errors import UserError
 from models.architecture.lookup import build_layers, check_length
 from models.generic.proof import run_layers
-from models.losses.cross_entropy import IGNORE_INDEX
 
 LONG = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 2.0, 4.0], "original_max_position_embeddings": 16}
 ROPES: dict[str, dict[str, Any]] = {

@@ -222,11 +222,10 @@ def test_the_gradient_in_16_bits_is_rounded_once(
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none(batch: tuple[torch.Tensor, ...]) -> None:
     hidden_states, weight, target_ids, reference = batch
-    loss = PairLoss(CONFIG, DPOFormula(BETA))(
-        (hidden_states, weight.detach()), (target_ids, reference, torch.tensor(3.0))
-    )
+    targets = build_targets(DPOFormula(BETA), target_ids, reference, 3.0)
+    loss = PairLoss(CONFIG, DPOFormula(BETA))((hidden_states, weight.detach()), targets)
     (gradient,) = torch.autograd.grad(loss, hidden_states)
-    whole = PairLoss(CONFIG, DPOFormula(BETA))((hidden_states, weight), (target_ids, reference, torch.tensor(3.0)))
+    whole = PairLoss(CONFIG, DPOFormula(BETA))((hidden_states, weight), targets)
     torch.testing.assert_close(gradient, torch.autograd.grad(whole, hidden_states)[0], rtol=1e-12, atol=0)
 
 
@@ -236,7 +235,6 @@ def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [torch.randn(rows, length, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)]
     target_ids = torch.randint(vocabulary, (rows, length))
     with AllocationPeak() as peak:
-        PairLoss(CONFIG, DPOFormula(BETA))(
-            tuple(inputs), (target_ids, torch.zeros(rows, dtype=torch.float64), torch.tensor(1.0))
-        ).backward()
+        targets = build_targets(DPOFormula(BETA), target_ids, torch.zeros(rows, dtype=torch.float64), 1.0)
+        PairLoss(CONFIG, DPOFormula(BETA))(tuple(inputs), targets).backward()
     assert peak.peak < 4 * rows * length * vocabulary / 8

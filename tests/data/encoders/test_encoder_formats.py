@@ -2,7 +2,9 @@
 
 `formats.json` holds, of each kind, the version of its format, the defaults of its options and a hash of the samples
 that it makes of the records below. Where a change gives other samples, raise `format_version` of the kind
-(`data/encoders/kinds.py`) and write the file again: `PYTHONPATH=.:tests python tests/data/encoders/test_formats.py`.
+(`data/encoders/kinds.py`) and write the file again, from the repository's folder:
+
+    PYTHONPATH=.:tests python tests/data/encoders/test_encoder_formats.py
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ def test_moving_and_editing_our_files_changes_no_key(tmp_path: Path) -> None:
         source = file.read_text().replace("data.encoders.chat import", "data.encoders.conversations import")
         file.write_text(f"{source}\nEDITED = True\n")
     program = (
-        "import json; from test_formats import build_encodings as build; "
+        "import json; from test_encoder_formats import build_encodings as build; "
         "print(json.dumps({name: each.compute_key([]) for name, each in build().items()}))"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
