@@ -1,4 +1,4 @@
-"""What crosses between data, models and training: a micro-batch, by names.
+"""The parts of a micro-batch, by name, as they cross between data, models and training.
 
 B rows of a micro-batch, T tokens of this rank's part of each sequence, W of the whole sequence (T and W are one number
 for all ranks and micro-batches of a step), N targets, D documents. Nothing here can be indexed or iterated: a part has
@@ -21,7 +21,8 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Per(Enum):
-    """What a column has a value for. It decides how a column follows a sequence that ranks share, and padding."""
+    """The things of which a column has a value each. It decides how ranks that share a sequence get their part of a
+    column, and what fills a micro-batch."""
 
     position = auto()  # of whole sequences, [B, W]: each rank takes its part of each sequence
     target = auto()  # of this rank's targets, in their order, [N, ...]: no padding
@@ -47,7 +48,7 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Column:
-    """What travels with a micro-batch besides tokens and targets, by its name."""
+    """A tensor that travels with a micro-batch besides tokens and targets, and is found by its name."""
 
     name: str
     dtype: torch.dtype
@@ -85,7 +86,7 @@ def _map_value(value: Any, change: Change) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Inputs(_Tensors):
-    """What the first layer reads.
+    """The half of a micro-batch that the first layer reads.
 
     input_ids: int64 [B, T], padded on the right; a causal model needs no mask for that.
     position_ids: int64 [B, W]. They restart at each document of a packed row; padding continues those of the last one.
@@ -106,7 +107,7 @@ class Inputs(_Tensors):
 
 @dataclass(frozen=True, eq=False)
 class Targets(_Tensors):
-    """What a loss compares the outputs with.
+    """The half of a micro-batch that a loss compares the outputs with.
 
     ids: int64 [B, T], the labels shifted: at each position the token to predict from it, `IGNORE_INDEX` where there is
         none. Where documents are scored as a whole, their numbers in the micro-batch, from 0, each at its last token.

@@ -112,8 +112,9 @@ def test_every_link_on_the_page_leads_somewhere() -> None:
 
 
 def list_headings(page: str) -> list[str]:
-    """Returns the anchors of the headings."""
-    return [heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)]
+    """Returns the anchors of the headings, which have no punctuation."""
+    headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 MADE_UP = """

@@ -58,7 +58,7 @@ class ReadColumn:
 
 
 class RowScores:
-    """What a model has scored of each row's one sample, memory-mapped; see `data/storage/reference.py`."""
+    """The scores that a model has given to each row's one sample, memory-mapped; see `data/storage/reference.py`."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._scores = file, load_reference(file)
