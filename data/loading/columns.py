@@ -53,8 +53,10 @@ class ReadColumn:
         values = torch.as_tensor(self.read(rows)).to(self.column.dtype)
         if self.column.per is Per.position:
             return rows.take_part(values)
-        missing = len(rows.whole) - len(values) if self.column.per is Per.row else 0
-        return torch.cat([values, values.new_full((missing, *values.shape[1:]), self.column.padding)])
+        if self.column.per is Per.row and len(values) < len(rows.whole):
+            missing = len(rows.whole) - len(values)
+            return torch.cat([values, values.new_full((missing, *values.shape[1:]), self.column.padding)])
+        return values
 
 
 class RowScores:
