@@ -86,17 +86,15 @@ def _map_value(value: Any, change: Change) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Inputs(_Tensors):
-    """The half of a micro-batch that the first layer reads.
+    """The half of a micro-batch that the first layer reads."""
 
-    input_ids: int64 [B, T], padded on the right; a causal model needs no mask for that.
-    position_ids: int64 [B, W]. They restart at each document of a packed row; padding continues those of the last one.
-    segment_ids: int32 [B, W], 0 for padding, the documents of a row from 1.
-    columns: those of `Side.first_stage`.
-    """
-
+    # int64 [B, T]. Rows are padded on the right; a causal model needs no mask for that.
     input_ids: Tensor
+    # int64 [B, W]. Positions restart at each document of a packed row; those of padding continue the last document.
     position_ids: Tensor
+    # int32 [B, W]. The documents of a row are numbered from 1, and padding has 0.
     segment_ids: Tensor
+    # The columns that the first stage reads, by their names.
     columns: Columns = field(default_factory=dict)
 
     @property
@@ -107,24 +105,23 @@ class Inputs(_Tensors):
 
 @dataclass(frozen=True, eq=False)
 class Targets(_Tensors):
-    """The half of a micro-batch that a loss compares the outputs with.
+    """The half of a micro-batch that a loss compares the outputs with."""
 
-    ids: int64 [B, T], the labels shifted: at each position the token to predict from it, `IGNORE_INDEX` where there is
-        none. Where documents are scored as a whole, their numbers in the micro-batch, from 0, each at its last token.
-    indices: int64 [N], where the targets are in the flattened `ids`: to find them on a GPU, the host would have to wait
-        for all queued work, since N is a size.
-    denominator: float64 scalar: the loss of a micro-batch is the sum of its terms over it. In training it is the terms
-        of the global batch / (replicas x ranks that share a sequence x micro-batches), so that the mean over these is
-        the exact loss of the global batch; in evaluation it is 1, and the loss a sum.
-    columns: those of `Side.loss`.
-    further: the targets of each further depth: at a position the token that many positions after its target, in the
-        same document.
-    """
-
+    # int64 [B, T]. These are the shifted labels: each position has the token that is predicted from it, and
+    # `IGNORE_INDEX` if there is none. If documents are scored as a whole, the last token of each document has its
+    # number in the micro-batch, counted from 0.
     ids: Tensor
+    # int64 [N]. These are the places of the targets in the flattened `ids`. To find them on a GPU, the host would have
+    # to wait for all queued work, since N is a size.
     indices: Tensor
+    # float64 scalar. The loss of a micro-batch is the sum of its terms over it. In training it is the number of terms
+    # of the global batch / (replicas x ranks that share a sequence x micro-batches), so that the mean over all of these
+    # is the exact loss of the global batch. In evaluation it is 1, and the loss is a sum.
     denominator: Tensor
+    # The columns that the loss reads, by their names.
     columns: Columns = field(default_factory=dict)
+    # The targets of each further depth: at depth k a position has the token that comes k positions after its target, in
+    # the same document.
     further: tuple[Targets, ...] = ()
 
     @classmethod

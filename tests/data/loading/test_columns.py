@@ -53,7 +53,7 @@ def test_a_row_that_fills_the_micro_batch_has_the_padding(path: Path, side: Side
 
 
 def test_a_rank_gets_its_part_of_positions(path: Path) -> None:
-    """Of four chunks the first and the last."""
+    """The rank has the first and the last of four chunks."""
     column = Column("place", torch.int32, Per.position)
     for targets, found in read(path, column, place, chunks=(0, 3), num_chunks=4):
         width = targets.ids.shape[1] // 2
