@@ -21,7 +21,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Per(Enum):
-    """The things of which a column has a value each. It decides how ranks that share a sequence get their part of a
+    """The unit for which a column has one value. It decides how ranks that share a sequence get their part of a
     column, and what fills a micro-batch."""
 
     position = auto()  # of whole sequences, [B, W]: each rank takes its part of each sequence
@@ -90,7 +90,7 @@ class Inputs(_Tensors):
 
     # int64 [B, T]. Rows are padded on the right; a causal model needs no mask for that.
     input_ids: Tensor
-    # int64 [B, W]. Positions restart at each document of a packed row; those of padding continue the last document.
+    # int64 [B, W]. Positions restart at each document of a packed row; in padding they go on from the last document.
     position_ids: Tensor
     # int32 [B, W]. The documents of a row are numbered from 1, and padding has 0.
     segment_ids: Tensor

@@ -54,7 +54,7 @@ class LoaderOptions:
     pin_memory: bool = False
     collator: Collator = field(default_factory=PadRight)
     num_further: int = 0  # depths of further tokens that are predicted
-    columns: tuple[ReadColumn, ...] = ()  # those that travel with the inputs and the targets
+    columns: tuple[ReadColumn, ...] = ()  # what a micro-batch carries besides tokens and targets
 
     @property
     def reads_nothing(self) -> bool:
