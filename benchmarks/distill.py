@@ -24,7 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from benchmarks import small_models  # noqa: E402
 from benchmarks.small_models import save_tokenizer, split_records  # noqa: E402
-from models.losses.divergence import DistillOptions, Teaching, choose_top  # noqa: E402
+from models.losses.cross_entropy import TargetChunk  # noqa: E402
+from models.losses.divergence import Comparison, DistillOptions, choose_top  # noqa: E402
+from models.losses.metric_sums import MetricSums  # noqa: E402
 from models.losses.options import Divergence  # noqa: E402
 
 HELD_OUT = 100  # records
@@ -93,9 +95,11 @@ def print_top_k(arguments: argparse.Namespace, work: Path, student: str) -> None
         token_ids, logs = choose_top(log_q, top_k, None, VOCAB_SIZE)
         totals[top_k] = [1 - logs[:, -1].exp().mean().item()]
         for divergence in Divergence:
-            teaching = Teaching(DistillOptions(1.0, 1.0, divergence), lambda _: (token_ids, logs), logs.device)
-            teaching.compare(slice(0, len(log_p)), log_p, None, needs_gradient=False)
-            totals[top_k].append(teaching.total.item() / len(log_p))
+            sums = MetricSums("divergence")
+            compare = Comparison(DistillOptions(1.0, 1.0, divergence), lambda _: (token_ids, logs), sums)
+            compare(TargetChunk(slice(0, len(log_p)), log_p.argmax(-1), log_p, None, needs_gradient=False))
+            total, count = sums.take().flatten().tolist()
+            totals[top_k].append(total / count)
     print("| k | covered | " + " | ".join(each.value for each in Divergence) + " |\n|---|---|---|---|---|")
     for top_k, (covered, *values) in totals.items():
         shares = [f"{value / whole:.1%}" for value, whole in zip(values, totals[VOCAB_SIZE][1:], strict=True)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +57,6 @@ TRAINING = (
 ABOVE = {room: row for order in (MODELS, DATA, TRAINING) for row, rooms in enumerate(order) for room in rooms}
 CLI = "training.cli"  # next to the rows: it runs before torch is imported
 CLI_IMPORTS = {"training.config", "training.distributed"}
-MOST_MODULES = 15  # of a room
 # Where DeepSpeed may appear in the project itself; benchmarks compare with it.
 DEEPSPEED_WINGS = (
     "training/engine/",
@@ -76,19 +74,6 @@ CONFIGURATION_FILES = {
     "training/export.py",
     "training/observability/reporters.py",
 }
-# Key of a run -> the most modules of training/ that name it. The others ask a property of the config for what it means
-# (`shards_weights`), name what they read as a protocol (`LayoutKeys`), or are handed the value.
-MOST_NAMED = {
-    "RunConfig": 35,
-    "zero_stage": 7,
-    "offload_optimizer": 12,
-    "offload_parameters": 10,
-    "sequence_parallel": 9,
-    "activation_offload": 8,
-    "sharding_parallel_size": 7,
-    "schedule_memory_limit": 3,
-}
-MOST_PARAMETERS = 8  # of a function
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -303,71 +288,6 @@ def test_a_wrong_arrow_is_found() -> None:
 def test_no_module_imports_itself_through_others() -> None:
     assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
     assert find_circles(MODULE_IMPORTS) == []
-
-
-def test_rooms_stay_small() -> None:
-    folders = Counter(Path(source).parent.as_posix() for source in SOURCES if not source.endswith("__init__.py"))
-    too_many = {folder: count for folder, count in folders.items() if count > MOST_MODULES}
-    assert not {folder: count for folder, count in too_many.items() if folder.partition("/")[0] in ROOMED}
-
-
-@pytest.mark.parametrize("key", MOST_NAMED)
-def test_a_key_is_named_by_few_modules(key: str) -> None:
-    listing = (
-        "training/migration/",
-        "training/cli/help.py",
-        "training/config/foreign_keys.py",
-        "training/hub/model_card.py",
-    )  # names of keys as text, for people
-    training = [source for source in SOURCES if source.startswith("training/") and not source.startswith(listing)]
-    naming = [source for source in training if re.search(rf"\b{key}\b", (ROOT / source).read_text())]
-    assert "training/config/schema.py" in naming
-    assert len(naming) <= MOST_NAMED[key], naming
-
-
-def count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Returns the number of parameters, without the object that a method is called on, the context of an autograd
-    function, and what is passed on as a whole (`*rest`, `**options`)."""
-    named = [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
-    return len(named) - (named[:1] in (["self"], ["cls"], ["context"], ["ctx"]))
-
-
-def list_wide(tree: ast.AST, above: str = "") -> Iterator[str]:
-    """Yields the dotted names of the functions and methods with more than MOST_PARAMETERS."""
-    for node in ast.iter_child_nodes(tree):
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        name = f"{above}{node.name}." if is_function or isinstance(node, ast.ClassDef) else above
-        if is_function and count_parameters(node) > MOST_PARAMETERS:
-            yield name.removesuffix(".")
-        yield from list_wide(node, name)
-
-
-def test_parameters_are_counted() -> None:
-    names = [f"p{number}" for number in range(MOST_PARAMETERS)]
-    allowed = ", ".join(names)
-    tree = ast.parse(
-        f"""
-class A:
-    def __init__(self, {allowed}): pass
-    def wide(self, {allowed}, *, one_more): pass
-    @staticmethod
-    def forward(context, {allowed}):
-        def inner({allowed}, one_more): pass
-def passes_on({allowed}, *rest, **options): pass
-async def wide({allowed}, one_more): pass
-"""
-    )
-    assert list(list_wide(tree)) == ["A.wide", "A.forward.inner", "wide"]
-
-
-def test_functions_have_few_parameters() -> None:
-    wide = {
-        f"{source}: {name}"
-        for source in SOURCES
-        if source.partition("/")[0] in ROOMED
-        for name in list_wide(ast.parse((ROOT / source).read_text()))
-    }
-    assert wide == set()
 
 
 def list_loads_of_code(tree: ast.AST) -> list[str]:

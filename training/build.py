@@ -18,7 +18,6 @@ from data.loading.loader import LoaderOptions
 from data.loading.teacher import teacher_path
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle
-from models.losses.cross_entropy import build_loss
 from models.losses.distill_loss import TeacherHead, TeacherLoss
 from models.weights.source import WeightSource
 from training.config.precision import DTYPES
@@ -32,6 +31,7 @@ from training.inputs import loaders
 from training.inputs.datasets import build_row_plan
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import EvalSize, StepBudget
+from training.objectives.objective import LastStage
 from training.pipeline.activation_checkpoint import KEEP_ALL
 from training.pipeline.module import (
     Kernels,
@@ -78,8 +78,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         neftune_noise_alpha=config.neftune_noise_alpha,
         weight_sharding=_choose_weight_sharding(config) if trains else None,
     )
-    loss = build_run_loss(config, setup.architecture, parallel, sequence_part)
-    loss = loss or build_loss(setup.architecture, parallel)
+    loss = build_run_loss(config, LastStage(setup.architecture, parallel, sequence_part))
     with ranks.phase("building the stages and loading their weights"):
         module = StageModule(setup.layers, setup.bounds, setup.source, loss, ranks_of_stage, options)
     if trains and module.deferred_share is not None:

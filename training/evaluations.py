@@ -35,7 +35,7 @@ class Evaluations:
         engine: Engine,
         loaders: Mapping[str, Any],
         sizes: Mapping[str, EvalSize],
-        metrics: Metrics | None,
+        metrics: Metrics,
         first_pass: RunFirstPass | None = None,
     ) -> None:
         """loaders, sizes: by the names of the evaluation files; the name of a single file is empty. metrics: what the
@@ -76,9 +76,7 @@ class Evaluations:
                 self._engine, loader.iterate(), len(loader), size.terms, bounds=size.documents, check=check,
                 prepare=self._prepare(loader, size, check),
             )  # fmt: skip
-        if self._metrics is not None:
-            found |= self._metrics.finish_evaluation()
-        return {**found, "eval_tokens": size.targets}
+        return {**found, **self._metrics.finish_evaluation(), "eval_tokens": size.targets}
 
     def _prepare(self, loader: Any, size: EvalSize, check: Callable[[], None]) -> Callable[[int], None]:
         """Run the first pass over a file that is due before all of it. Return the function that runs one that is due

@@ -34,7 +34,7 @@ from training.checkpoint.state import remove_leftovers
 from training.config.schema import RunConfig
 from training.hub.upload import Uploader
 from training.inputs.datasets import build_chat_template
-from training.objectives.registry import describe_vectors
+from training.objectives.registry import get_objective
 from training.setup import RunSetup
 
 
@@ -71,7 +71,7 @@ def prepare_folder(
     tokenizer.save_pretrained(staged)
     if setup.adapter is not None:
         save_adapter_config(setup.adapter, staged, get_whole_config(setup.source))
-    if (described := describe_vectors(config, setup.architecture)) is not None:
+    if (described := get_objective(config).exports(config, setup.architecture.hidden_size)) is not None:
         save_sentence_files(described, staged)
     if not is_resumed:  # else these exist
         ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(sorted(stop_tokens))]

@@ -106,7 +106,7 @@ class TrainingLoop:
         self._interval = Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
         objective = get_objective(config)
         self._mean_over = objective.mean_over
-        self._metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
+        self._metrics = objective.metrics(engine.module.loss_fn, engine.device)
         self._first_pass = loaders.first_pass
         self._evaluations = Evaluations(engine, loaders.evaluation, budget.evaluations, self._metrics, self._first_pass)
 
@@ -276,8 +276,7 @@ class TrainingLoop:
         if nonfinite:
             self._report_nonfinite(step, loss)
         self._probe.reset()
-        if self._metrics is not None:
-            self._metrics.add_step(counts=not nonfinite)
+        self._metrics.add_step(counts=not nonfinite)
         if self.reporters:
             self._interval.add(totals.num_tokens)
             if not nonfinite:
@@ -309,7 +308,7 @@ class TrainingLoop:
 
     def _report_interval(self) -> None:
         measured = self._telemetry.gather()  # a collective
-        metrics = self._metrics.finish_interval() if self._metrics is not None else {}
+        metrics = self._metrics.finish_interval()
         routers = self.engine.module.routers
         routed = routers.finish_interval() if routers is not None else {}
         if not self.reporters or self._interval.is_empty or measured is None:

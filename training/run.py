@@ -215,7 +215,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
         teacher = build_online_teacher(config, setup, ranks)
         engine = build_engine(config, setup, ranks, trains=False)
         loaders = build_eval_loaders(config, setup, engine, data, sizes, teacher)
-        metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
+        metrics = get_objective(config).metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config, teacher))
         watchdog.limit_collectives()
         with watchdog.following(engine.module):

@@ -160,7 +160,7 @@ def _build_own_setup(config: RunConfig, source: WeightSource, target: Target) ->
     return RunSetup(
         **{field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)},
         source=source,
-        reference=source if resolved.objective.needs_reference else None,
+        reference=source if resolved.objective.scored else None,
     )
 
 
@@ -210,7 +210,7 @@ def open_reference(config: RunConfig, setup: RunSetup, resume_from: Path | None)
 
     Raises UserError when it is gone.
     """
-    if not setup.objective.needs_reference:
+    if not setup.objective.scored:
         return None
     if _source_path(config, resume_from) == weights_path(config):
         return setup.source

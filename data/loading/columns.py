@@ -89,10 +89,10 @@ def read_whole(rows: ReadRows) -> Tensor:
 
 
 REFERENCE = Column("reference", torch.float64, Per.row, Source.scored)
-DESIRABLE = Column("desirable", torch.float64, Per.row)
-LABELS = Column("labels", torch.float64, Per.document)
-TARGET_NUMBERS = Column("target_numbers", torch.int64, Per.target)
-WHOLE_IDS = Column("whole_ids", torch.int64, Per.row, side=Side.first_stage)
+DESIRABLE = ReadColumn(Column("desirable", torch.float64, Per.row), read_desirable)
+LABELS = ReadColumn(Column("labels", torch.float64, Per.document), read_labels)
+TARGET_NUMBERS = ReadColumn(Column("target_numbers", torch.int64, Per.target), ReadRows.number_targets)
+WHOLE_IDS = ReadColumn(Column("whole_ids", torch.int64, Per.row, side=Side.first_stage), read_whole)
 
 
 def list_teacher_columns(table: TeacherTable) -> list[ReadColumn]:

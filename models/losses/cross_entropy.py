@@ -14,10 +14,10 @@ and only one [N, V] in bf16 is kept, or none in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from batch import IGNORE_INDEX, Targets
-from models.losses.divergence import Teaching
 from models.losses.logit_chunks import (
     LogitGradients,
     VocabularyShard,
@@ -35,12 +34,38 @@ from models.losses.logit_chunks import (
     differentiate,
     differentiate_cap,
     list_chunks,
-    predict,
     shard_vocabulary,
 )
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel, sum_parts
 
 Loss = Callable[[tuple[torch.Tensor, torch.Tensor], Targets], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TargetChunk:
+    """n of the targets of a micro-batch, whose logits are in memory."""
+
+    place: slice  # where they are among the targets of the micro-batch
+    target_ids: torch.Tensor  # int64 [n]
+    log_probabilities: torch.Tensor  # [n, V], of the tokens of this rank; not to be changed
+    sharing: VocabularyShard | None
+    needs_gradient: bool
+
+
+class ChunkTerm(Protocol):
+    """A term that the loss has besides the cross entropy: its gradient is added, its value is not reported as part of
+    the loss.
+
+    coef: what the term takes of the cross entropy, whose gradient is multiplied by 1 - coef.
+    """
+
+    @property
+    def coef(self) -> float: ...
+
+    def __call__(self, chunk: TargetChunk) -> torch.Tensor | None:
+        """Return the gradient of the term by the logits of the chunk, [n, V]; None if it has none, or it is not
+        needed. It is called with the chunks of a micro-batch in their order."""
+        ...
 
 
 def build_loss(config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> Loss:
@@ -62,8 +87,7 @@ def causal_lm_loss(
     sharing: VocabularyShard | None = None,
     *,
     label_smoothing: float = 0.0,
-    num_correct: torch.Tensor | None = None,
-    teaching: Teaching | None = None,
+    terms: Sequence[ChunkTerm] = (),
 ) -> torch.Tensor:
     """Compute the next-token cross entropy of one micro-batch.
 
@@ -73,9 +97,7 @@ def causal_lm_loss(
     sharing: the tokens of the head weight that this rank holds.
     label_smoothing: e in a token's loss (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
         (1512.00567), as that of torch's cross_entropy.
-    num_correct: int64 scalar, to which the number of targets with the largest logit is added; only without gradients.
-    teaching: the teacher's distributions at the targets. What is returned stays the cross entropy; its gradient is that
-        of (1 - coef) x cross entropy + coef x divergence from the teacher (`models/losses/divergence.py`). Not in fp16.
+    terms: what the gradient has in addition; what is returned stays the cross entropy. Not in fp16.
     Returns a scalar, fp32 at least. Logits are computed only where there is a target: prompts and padding cost nothing.
     """
     hidden_states, weight = outputs
@@ -84,14 +106,13 @@ def causal_lm_loss(
     needs_gradient = torch.is_grad_enabled() and (chosen.requires_grad or weight.requires_grad)
     # A gradient in fp16 needs the loss scale before it is rounded, which is known only in the backward pass.
     if weight.dtype is torch.float16 and needs_gradient:
-        assert teaching is None
+        assert not terms
         logits = F.linear(chosen, weight)
         if logit_softcap is not None:
             logits = logit_softcap * torch.tanh(logits / logit_softcap)
         loss = F.cross_entropy(logits.float(), target_ids, reduction="sum", label_smoothing=label_smoothing)
         return loss / targets.denominator.float()
-    assert num_correct is None or not needs_gradient
-    options = LossOptions(logit_softcap, label_smoothing, sharing, num_correct, teaching)
+    options = LossOptions(logit_softcap, label_smoothing, sharing, terms)
     return _LinearCrossEntropy.apply(chosen, weight, target_ids, targets.denominator, options, needs_gradient)
 
 
@@ -107,8 +128,7 @@ class LossOptions:
     logit_softcap: float | None
     label_smoothing: float
     sharing: VocabularyShard | None
-    num_correct: torch.Tensor | None
-    teaching: Teaching | None
+    terms: Sequence[ChunkTerm]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -157,14 +177,13 @@ def _sum_chunk(
     loss = -choose_targets(log_probabilities, wanted, sharing).sum()
     if smoothing:
         loss = (1 - smoothing) * loss - smoothing * average_vocabulary(log_probabilities, sharing).sum()
-    if options.num_correct is not None:
-        options.num_correct.add_((predict(log_probabilities, sharing) == wanted).sum())
-    teaching = options.teaching
-    taught = None if teaching is None else teaching.compare(chunk, log_probabilities, sharing, gradients is not None)
+    place = TargetChunk(chunk, wanted, log_probabilities, sharing, gradients is not None)
+    added = [(term.coef, term(place)) for term in options.terms]
     if gradients is not None:
         grad_logits = differentiate(log_probabilities, wanted, sharing, smoothing)
-        if teaching is not None and taught is not None:
-            grad_logits = taught.add_(grad_logits, alpha=1 - teaching.coef)
+        for coef, gradient in added:
+            if gradient is not None:
+                grad_logits = gradient.add_(grad_logits, alpha=1 - coef)
         gradients.add(chunk, differentiate_cap(grad_logits, tanh_logits))
     return loss
 

@@ -1,6 +1,5 @@
-"""The losses of a distillation: of the student, next-token cross entropy and the divergence from its teacher; and of
-the teacher, in place of a loss, the distributions that the student is compared with, or the hidden states that they
-follow from."""
+"""The parts of a distillation: a term of the student's loss, its divergence from the teacher; and of the teacher, in
+place of a loss, the distributions that the student is compared with, or the hidden states that they follow from."""
 
 from __future__ import annotations
 
@@ -13,75 +12,32 @@ import torch
 from transformers import PretrainedConfig
 
 from batch import Targets
-from models.losses.cross_entropy import causal_lm_loss, get_softcap
-from models.losses.divergence import DistillOptions, Known, Teaching, choose_top, soften
+from models.losses.cross_entropy import get_softcap
+from models.losses.divergence import Comparison, DistillOptions, Known, choose_top, soften
 from models.losses.logit_chunks import VocabularyShard, compute_log_probabilities, list_chunks, shard_vocabulary
+from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_TP, TensorParallel
 
 
-class DistillLoss(ABC):
-    """The loss of the student's last stage. It returns the cross entropy; the gradient is that of the whole loss
-    (`causal_lm_loss`). It also adds up the metrics of all targets until `take_totals` takes them.
+class TeacherTerm(ABC):
+    """The divergence of a student from its teacher: a term of its loss (`LossTerm`)."""
 
-    metrics: the names of what it reports.
-    """
-
-    metrics: tuple[str, ...] = ("distill_loss", "token_accuracy")
-
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        distill: DistillOptions,
-        label_smoothing: float = 0.0,
-        *,
-        counts_correct: bool = False,
-        parallel: TensorParallel = NO_TP,
-    ) -> None:
-        """label_smoothing, counts_correct: as those of `TokenLoss`."""
-        self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
-        self._distill, self._label_smoothing, self._counts_correct = distill, label_smoothing, counts_correct
-        self._totals: torch.Tensor | None = None
+    def __init__(self, options: DistillOptions) -> None:
+        self._options = options
+        self.sums = MetricSums("distill_loss")
 
     @abstractmethod
-    def open_teacher(self, targets: Targets) -> Callable[[slice], Known]:
-        """Return the function by which `Teaching` finds the teacher's distributions at a slice of the targets."""
+    def find(self, targets: Targets) -> Callable[[slice], Known]:
+        """Return the function that returns the teacher's distributions at a slice of the targets."""
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
-        """outputs, targets: as in `causal_lm_loss`, with the columns that `open_teacher` reads."""
-        trains = torch.is_grad_enabled()
-        counts = self._counts_correct and not trains
-        correct = outputs[0].new_zeros((), dtype=torch.int64) if counts else None
-        teaching = Teaching(self._distill, self.open_teacher(targets), outputs[0].device)
-        loss = causal_lm_loss(
-            outputs,
-            targets,
-            self._softcap,
-            self._sharing,
-            label_smoothing=self._label_smoothing if trains else 0.0,
-            num_correct=correct,
-            teaching=teaching,
-        )
-        self._add(teaching.total, correct, len(targets.indices))
-        return loss
-
-    def _add(self, divergence: torch.Tensor, correct: torch.Tensor | None, num_targets: int) -> None:
-        totals = divergence.new_zeros(2, len(self.metrics))
-        totals[0, 0], totals[1, 0] = divergence, num_targets
-        if correct is not None:
-            totals[0, 1], totals[1, 1] = correct, num_targets
-        self._totals = totals if self._totals is None else self._totals + totals
-
-    def take_totals(self) -> torch.Tensor | None:
-        """Return the sums of `metrics` over the targets since the last call, and the number of targets in each sum:
-        float64 [2, K]; None without a micro-batch."""
-        totals, self._totals = self._totals, None
-        return totals
+    def open(self, targets: Targets) -> Comparison:
+        return Comparison(self._options, self.find(targets), self.sums)
 
 
-class KeptDistillLoss(DistillLoss):
-    """The loss of a student whose teacher has left its most probable tokens next to the data."""
+class KeptTeacherTerm(TeacherTerm):
+    """A teacher that has left its most probable tokens next to the data."""
 
-    def open_teacher(self, targets: Targets) -> Callable[[slice], Known]:
+    def find(self, targets: Targets) -> Callable[[slice], Known]:
         """targets: with the columns `teacher_token_ids` [N, k] and `teacher_log_probabilities` [N, k + 1]."""
         token_ids, logs = targets.columns["teacher_token_ids"], targets.columns["teacher_log_probabilities"]
         return lambda chunk: (token_ids[chunk], logs[chunk])
@@ -122,8 +78,8 @@ class TeacherHead:
             return choose_top(log_q, self._top_k, self._sharing, self._num_tokens)
 
 
-class OnlineDistillLoss(DistillLoss):
-    """The loss of a student whose teacher is in memory, and has run before it over the micro-batches that come."""
+class OnlineTeacherTerm(TeacherTerm):
+    """A teacher that is in memory, and has run over the micro-batches that come next."""
 
     _head: TeacherHead | None = None
 
@@ -132,7 +88,7 @@ class OnlineDistillLoss(DistillLoss):
         order."""
         self._head, self._waiting = head, deque(states)
 
-    def open_teacher(self, targets: Targets) -> Callable[[slice], Known]:
+    def find(self, targets: Targets) -> Callable[[slice], Known]:
         head = self._head
         assert head is not None, "the teacher's pass comes first, and micro-batches in the same order"
         states = self._waiting.popleft()

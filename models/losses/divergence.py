@@ -31,7 +31,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from models.losses.cross_entropy import TargetChunk
 from models.losses.logit_chunks import VocabularyShard
+from models.losses.metric_sums import MetricSums
 from models.losses.options import Divergence
 from models.parallel.shard import sum_over_ranks
 
@@ -53,37 +55,27 @@ Known = tuple[torch.Tensor | None, torch.Tensor]
 and, last, of all other tokens, [n, k + 1]; or None and the log-probabilities of all tokens (of this rank's shard)."""
 
 
-class Teaching:
-    """The teacher's distributions at the N targets of a micro-batch.
+class Comparison:
+    """The term of a loss (`ChunkTerm`) that compares a student with its teacher at the targets of a micro-batch."""
 
-    total: sum of temperature^2 x divergence over the targets compared so far, a float64 scalar.
-    """
-
-    def __init__(self, options: DistillOptions, find: Callable[[slice], Known], device: torch.device) -> None:
-        """find: returns the distributions at a chunk of the targets, for each chunk once, in their order."""
-        self._options, self._find = options, find
+    def __init__(self, options: DistillOptions, find: Callable[[slice], Known], sums: MetricSums) -> None:
+        """find: returns the distributions at a chunk of the targets, for each chunk once, in their order. sums: of
+        temperature^2 x divergence over the targets."""
+        self._options, self._find, self._sums = options, find, sums
         self.coef = options.coef
-        self.total = torch.zeros((), dtype=torch.float64, device=device)
 
-    def compare(
-        self,
-        chunk: slice,
-        log_probabilities: torch.Tensor,
-        sharing: VocabularyShard | None,
-        needs_gradient: bool,
-    ) -> torch.Tensor | None:
-        """Add the divergences at the targets of `chunk` to `total`. log_probabilities: the student's, [n, V], without
-        temperature.
-
-        Returns the gradient of coef x temperature^2 x their sum by the student's logits, [n, V]; None without gradient.
-        """
+    def __call__(self, chunk: TargetChunk) -> torch.Tensor | None:
+        """Add the divergences at the targets of the chunk to the sums. Return the gradient of coef x temperature^2 x
+        their sum by the student's logits, [n, V]."""
         temperature = self._options.temperature
-        token_ids, log_q = self._find(chunk)
-        log_p, log_q = soften(log_probabilities, temperature, sharing), log_q.to(log_probabilities.dtype)
-        student = _Whole(log_p, sharing) if token_ids is None else _Joined(log_p, token_ids.long(), sharing)
+        token_ids, log_q = self._find(chunk.place)
+        log_p = soften(chunk.log_probabilities, temperature, chunk.sharing)
+        log_q = log_q.to(log_p.dtype)
+        student = _Whole(log_p, chunk.sharing) if token_ids is None else _Joined(log_p, token_ids.long(), chunk.sharing)
         terms, weights = compare_events(student.log_probabilities, log_q, self._options.divergence)
-        self.total += temperature**2 * student.sum(terms).sum(dtype=torch.float64)
-        if not needs_gradient:
+        total = temperature**2 * student.sum(terms).sum(dtype=torch.float64)
+        self._sums.add(total[None], len(log_p))
+        if not chunk.needs_gradient:
             return None
         # d(T^2 D) / dz = T^2 / T x dD / d(z / T)
         return student.differentiate(weights).mul_(self.coef * temperature)

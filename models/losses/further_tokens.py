@@ -16,31 +16,25 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from transformers import PretrainedConfig
 
 from batch import Targets
+from models.losses.metric_sums import MetricSums
 from models.losses.token_loss import TokenLoss
-from models.parallel.shard import NO_TP, TensorParallel
 
 
 class FurtherTokenLoss:
     """The loss of the last stage of a model with layers that predict further tokens."""
 
-    def __init__(
-        self,
-        next_token: TokenLoss,
-        config: PretrainedConfig,
-        coef: float,
-        num_depths: int,
-        *,
-        label_smoothing: float = 0.0,
-        parallel: TensorParallel = NO_TP,
-    ) -> None:
-        """next_token: of the next token. label_smoothing: see `TokenLoss`. parallel: the ranks that share the head."""
-        self.next_token, self._coef, self._num_depths = next_token, coef, num_depths
-        self._further = TokenLoss(config, label_smoothing, parallel=parallel)
-        self.metrics = tuple(f"mtp_loss_{depth}" for depth in range(1, 1 + num_depths))
-        self._totals: torch.Tensor | None = None
+    def __init__(self, next_token: TokenLoss, coef: float, num_depths: int) -> None:
+        """next_token: the loss of the next token."""
+        self._next_token, self._coef, self._num_depths = next_token, coef, num_depths
+        self._further = next_token.without_terms()
+        self._own_sums = MetricSums(*(f"mtp_loss_{depth}" for depth in range(1, 1 + num_depths)))
+
+    @property
+    def sums(self) -> Sequence[MetricSums]:
+        """The losses of further tokens, means over the targets of each depth, and the metrics of the next token."""
+        return [self._own_sums, *self._next_token.sums]
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """Return the loss of the next token of one micro-batch.
@@ -50,7 +44,7 @@ class FurtherTokenLoss:
         """
         hidden_states, weight = outputs
         blocks = hidden_states.chunk(1 + self._num_depths)
-        loss = self.next_token((blocks[0], weight), targets)
+        loss = self._next_token((blocks[0], weight), targets)
         losses = [
             self._further((block, weight), depth_targets)
             for block, depth_targets in zip(blocks[1:], targets.further, strict=True)
@@ -63,14 +57,7 @@ class FurtherTokenLoss:
     def _count(self, losses: list[torch.Tensor], further: Sequence[Targets]) -> None:
         sums = [loss.detach().double() * each.denominator for loss, each in zip(losses, further, strict=True)]
         counts = [each.indices.new_full((), len(each.indices), dtype=torch.float64) for each in further]
-        totals = torch.stack([torch.stack(sums), torch.stack(counts)])
-        self._totals = totals if self._totals is None else self._totals + totals
-
-    def take_totals(self) -> torch.Tensor | None:
-        """Return the sums of token losses of each depth since the last call, and the numbers of their targets: float64
-        [2, K]; None without any."""
-        totals, self._totals = self._totals, None
-        return totals
+        self._own_sums.add(torch.stack(sums), torch.stack(counts))
 
 
 class _WithGradient(torch.autograd.Function):

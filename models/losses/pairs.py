@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from batch import Targets
 from models.losses.cross_entropy import get_softcap, sequence_log_probabilities
 from models.losses.logit_chunks import shard_vocabulary
+from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 
 REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
@@ -90,10 +91,7 @@ class WithNLL:
 
 
 class PairLoss:
-    """The loss of the last stage. It also adds up the metrics of all pairs until `take_totals` takes them.
-
-    metrics: the names of what it reports.
-    """
+    """The loss of the last stage, with the sums of its metrics over pairs."""
 
     def __init__(
         self,
@@ -105,8 +103,7 @@ class PairLoss:
     ) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
         self._formula, self._sequence_part = formula, sequence_part
-        self.metrics = (*REWARDS, *formula.reported)
-        self._totals: torch.Tensor | None = None
+        self.sums = (MetricSums(*REWARDS, *formula.reported),)
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """outputs: as in `causal_lm_loss`. targets: of 2 B rows; where the formula needs it, with the column
@@ -131,16 +128,7 @@ class PairLoss:
         chosen, rejected = terms.rewards
         rewards = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
         metrics = torch.stack([*rewards, *(terms.reported[name] for name in self._formula.reported)])
-        sums = (metrics * is_pair).sum(dim=1)
-        totals = torch.stack([sums, is_pair.sum().expand_as(sums)])
-        self._totals = totals if self._totals is None else self._totals + totals
-
-    def take_totals(self) -> torch.Tensor | None:
-        """Return the sums of `metrics` over the pairs since the last call, and the number of pairs in each sum: float64
-        [2, K]; None without pairs.
-        """
-        totals, self._totals = self._totals, None
-        return totals
+        self.sums[0].add((metrics * is_pair).sum(dim=1), is_pair.sum())
 
 
 def _by_answer(rows: torch.Tensor) -> torch.Tensor:

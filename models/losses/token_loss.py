@@ -1,53 +1,83 @@
-"""Next-token cross entropy as a run uses it: smoothed labels in training; in evaluation the plain loss and the number
-of correctly predicted tokens.
-"""
+"""Next-token cross entropy as a run uses it: with smoothed labels in training, and terms that are opened for each
+micro-batch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, Self
 
 import torch
 from transformers import PretrainedConfig
 
 from batch import Targets
-from models.losses.cross_entropy import causal_lm_loss, get_softcap
-from models.losses.logit_chunks import shard_vocabulary
+from models.losses.cross_entropy import ChunkTerm, TargetChunk, causal_lm_loss, get_softcap
+from models.losses.logit_chunks import VocabularyShard, predict, shard_vocabulary
+from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_TP, TensorParallel
 
 
-class TokenLoss:
-    """The loss of the last stage. Without gradients it also counts correct tokens, until `take_totals` takes the
-    counts."""
+class LossTerm(Protocol):
+    """What a run adds to the cross entropy, or counts next to it.
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        label_smoothing: float = 0.0,
-        *,
-        counts_correct: bool = False,
-        parallel: TensorParallel = NO_TP,
-    ) -> None:
-        """label_smoothing: see `causal_lm_loss`; used in training only, so that evaluation losses stay comparable."""
-        self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
-        self._label_smoothing, self.counts_correct = label_smoothing, counts_correct
-        self._totals: torch.Tensor | None = None
+    sums: of what it reports.
+    """
+
+    sums: MetricSums
+
+    def open(self, targets: Targets) -> ChunkTerm | None:
+        """Return the term of a micro-batch with these targets; None if it has none."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLoss:
+    """The loss of the last stage."""
+
+    config: PretrainedConfig  # of the model
+    parallel: TensorParallel = NO_TP  # the ranks that share the head
+    label_smoothing: float = 0.0  # see `causal_lm_loss`; in training only, so that evaluation losses stay comparable
+    terms: tuple[LossTerm, ...] = ()
+
+    @cached_property
+    def _sharing(self) -> VocabularyShard | None:
+        return shard_vocabulary(self.config, self.parallel)
+
+    @property
+    def sums(self) -> Sequence[MetricSums]:
+        """The metrics of all terms."""
+        return [term.sums for term in self.terms]
+
+    def without_terms(self) -> Self:
+        """Return the cross entropy alone."""
+        return replace(self, terms=())
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
-        """Compute `causal_lm_loss` of one micro-batch, with labels smoothed in training."""
-        trains = torch.is_grad_enabled()
-        correct = None if trains or not self.counts_correct else outputs[0].new_zeros((), dtype=torch.int64)
-        loss = causal_lm_loss(
+        """Compute `causal_lm_loss` of one micro-batch."""
+        opened = [term.open(targets) for term in self.terms]
+        return causal_lm_loss(
             outputs,
             targets,
-            self._softcap,
+            get_softcap(self.config),
             self._sharing,
-            label_smoothing=self._label_smoothing if trains else 0.0,
-            num_correct=correct,
+            label_smoothing=self.label_smoothing if torch.is_grad_enabled() else 0.0,
+            terms=[term for term in opened if term is not None],
         )
-        if correct is not None:
-            totals = torch.stack([correct, (targets.ids >= 0).sum()])
-            self._totals = totals if self._totals is None else self._totals + totals
-        return loss
 
-    def take_totals(self) -> torch.Tensor | None:
-        """Return (correct targets, targets) of the evaluation since the last call: int64 [2]; None without one."""
-        totals, self._totals = self._totals, None
-        return totals
+
+class TokenAccuracy:
+    """Counts the targets of evaluations that have the largest logit; of equal logits the first counts. Ranks that share
+    the vocabulary count the same targets, which changes no mean."""
+
+    coef = 0.0
+
+    def __init__(self) -> None:
+        self.sums = MetricSums("token_accuracy")
+
+    def open(self, targets: Targets) -> ChunkTerm | None:
+        return None if torch.is_grad_enabled() else self
+
+    def __call__(self, chunk: TargetChunk) -> None:
+        is_right = predict(chunk.log_probabilities, chunk.sharing) == chunk.target_ids
+        self.sums.add(is_right.sum()[None], len(is_right))

@@ -331,7 +331,7 @@ def compute_queries(
 ) -> Iterable[float]:
     """The loss of a step's queries, its gradient left in the parameters."""
     dataset = TokenizedDataset(folder, True, True)
-    num_queries = len(dataset) // get_objective(config).count_rows(config.data)
+    num_queries = len(dataset) // get_objective(config).group_size(config.data)
     ids = GlobalOrder(num_queries, config.global_batch_size, config.seed).sample_ids(step).tolist()
     compare = compare_vectors if config.data.name == "embedding" else compare_scores
     loss = compare(config, policy, dataset, ids)[0].mean()

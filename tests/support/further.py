@@ -181,7 +181,7 @@ def train_further(case: Case) -> dict[str, Any]:
     from training.objectives.registry import get_objective
 
     engine, loader, config, _, bounds = build_engine(case)
-    metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
+    metrics = get_objective(config).metrics(engine.module.loss_fn, engine.device)
     micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
     losses, norms = [], []
     for step in range(case.steps):

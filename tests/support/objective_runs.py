@@ -80,7 +80,7 @@ def train_answers(case: Case) -> dict[str, Any]:
     loader, first_pass = loaders.train, loaders.first_pass
     micro_batches = loader.iterate(0, case.steps)
     first = None if first_pass is None else loader.first.iterate(0, case.steps)
-    metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
+    metrics = get_objective(config).metrics(engine.module.loss_fn, engine.device)
     assert metrics is not None
     result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
     for step in range(case.steps):

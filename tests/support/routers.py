@@ -85,7 +85,7 @@ def watch(model: nn.Module, family: str) -> list[Routed]:
 def list_documents(config: RunConfig, folder: Path, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) of the documents of a global batch, [T] each."""
     rows, dataset = Rows(folder, build_row_plan(config, "train_file"), True, True), TokenizedDataset(folder, True, True)
-    group = get_objective(config).count_rows(config.data)
+    group = get_objective(config).group_size(config.data)
     order = GlobalOrder(len(rows) // group, config.global_batch_size, config.seed)
     for row in list_rows(order.sample_ids(step), group):
         for sample, start, stop in rows.pieces(int(row)):

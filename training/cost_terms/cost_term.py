@@ -42,7 +42,7 @@ class PlannedRun:
 
     @cached_property
     def tokens_per_sample(self) -> int:
-        return get_objective(self.config).count_rows(self.config.data) * self.config.max_seq_length
+        return get_objective(self.config).group_size(self.config.data) * self.config.max_seq_length
 
     @cached_property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from training.costs.hardware import GB
 from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
 from training.costs.time import PassCost
-from training.objectives.registry import build_objective_options, get_objective
+from training.objectives.registry import get_objective
 
 # Bytes read and written of a logit: made in bf16, its log-softmax in fp32 with two looks at it, its exponential in
 # place, and that cast to bf16 (`models/losses/logit_chunks.py`)
@@ -31,8 +31,7 @@ def compute_loss(stage: Stage) -> Memory:
     objective = get_objective(run.config)
     if objective.head is not None:
         hidden_size = stage.chunks[-1].block_bytes // (run.tokens * run.weight_bytes)
-        options = build_objective_options(run.config)
-        return Memory(loss=objective.count_batch_bytes(options, run.layout.global_batch_size, hidden_size))
+        return Memory(loss=objective.count_batch_bytes(run.config, run.layout.global_batch_size, hidden_size))
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
     hidden = stage.chunks[-1].block_bytes
     trained = stage.layers[-1].largest_trainable
@@ -145,7 +144,7 @@ def compute_loss_cost(chunk: Chunk) -> PassCost:
 
 def compute_first_pass(chunk: Chunk) -> PassCost:
     """Return the time of a forward pass over as many tokens before the step, for an objective that needs one."""
-    if not get_objective(chunk.run.config).needs_first_pass:
+    if get_objective(chunk.run.config).pass_over is None:
         return PassCost()
     return PassCost(
         forward_flops=sum(layer.forward_flops for layer in chunk.layers),

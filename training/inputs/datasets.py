@@ -38,6 +38,7 @@ from training.config.sources import HELD_OUT, list_evaluations, list_file_keys, 
 from training.inputs.custom import build_user_encoder
 from training.inputs.labels import check_names, find_labels
 from training.inputs.stream import SHARDS, StreamStart, compare_shards
+from training.objectives.objective import PassOver
 from training.objectives.registry import get_objective
 
 
@@ -51,7 +52,7 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
             f"embedding {source.config.vocab_size} rows; grow it with convert2ckpt.py --add_special_tokens, or give "
             "the tokenizer of this model"
         )
-    get_objective(config).check_tokenizer(tokenizer)
+    get_objective(config).check(tokenizer)
     return tokenizer
 
 
@@ -152,12 +153,11 @@ def prepare_file(
         compares_bytes=compares_bytes,
     )
     prepare_rows(path, plan, key, log, names=files.entries, compares_bytes=compares_bytes)
-    needs_label = get_objective(config).reads_sample_labels
-    if needs_label and TokenizedDataset(path, False, False).sample_labels is None:
+    if get_objective(config).needs_labels and TokenizedDataset(path, False, False).sample_labels is None:
         raise UserError(
             f"{key}: data={data.name} needs a label of each sample, of as many numbers; data.encoder must set it"
         )
-    if get_objective(config).needs_mismatched:
+    if get_objective(config).pass_over is PassOver.mismatched:
         per_record = find_kind(data.name).count_samples(data.num_negatives)
         check_labels(path, key, per_record, trains=key == "train_file")
         prepare_mismatched(path, plan, key, per_record, log, compares_bytes)
@@ -313,7 +313,7 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
         max_seq_length=config.max_seq_length,
         packing=find_kind(data.name).choose_packing(data.packing),
         mixture=parse_key(config, key).mixture,
-        group_size=get_objective(config).count_rows(config.data),
+        group_size=get_objective(config).group_size(config.data),
     )
 
 

@@ -36,7 +36,7 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
     print("trained parts are green, masked ones faint" if in_colour else "trained parts are in [[double brackets]]")
     kind = find_kind(config.data.name)
     names = kind.label_names or tuple(config.data.labels or ())
-    together = kind.name_samples(get_objective(config).count_rows(config.data))
+    together = kind.name_samples(get_objective(config).group_size(config.data))
     for key, path in datasets.items():
         plan = build_row_plan(config, key)
         rows = Rows(path, plan, True, True)

@@ -11,21 +11,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.loading import loader as loaders
-from data.loading.columns import (
-    DESIRABLE,
-    LABELS,
-    REFERENCE,
-    WHOLE_IDS,
-    ReadColumn,
-    RowScores,
-    list_teacher_columns,
-    read_desirable,
-    read_labels,
-    read_whole,
-)
+from data.loading.columns import REFERENCE, WHOLE_IDS, ReadColumn, RowScores, list_teacher_columns
 from data.loading.stream_loader import StreamLoader
 from data.loading.teacher import TeacherTable
-from data.options import RowTargets
 from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
 from data.worker_processes import start_server
@@ -39,6 +27,7 @@ from training.inputs.custom import build_collator
 from training.inputs.datasets import build_row_plan, build_stream_plan
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.inputs.stream import StreamStart
+from training.objectives.objective import PassOver
 from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
 from training.scoring.first_pass import RunFirstPass
@@ -101,13 +90,9 @@ def build_options(
 
 def _list_columns(config: RunConfig, module: StageModule, data: RankData, key: str) -> Iterator[ReadColumn]:
     """Yield the columns of the files of a key that this rank's stage reads, but for what a reference has scored."""
-    objective = get_objective(config)
+    yield from get_objective(config).columns
     if module.num_further:
-        yield ReadColumn(WHOLE_IDS, read_whole)
-    if objective.needs_mismatched:
-        yield ReadColumn(DESIRABLE, read_desirable)
-    if objective.row_targets is RowTargets.last_tokens:
-        yield ReadColumn(LABELS, read_labels)
+        yield WHOLE_IDS
     if module.has_loss and key in data.teacher:
         yield from list_teacher_columns(TeacherTable(data.teacher[key]))
 
@@ -197,9 +182,10 @@ def _choose_first(
     reads them, or mismatched answers; None where there is no such pass."""
     if teacher_options is not None:
         return path, teacher_options(key)
-    if not get_objective(config).needs_first_pass:
+    pass_over = get_objective(config).pass_over
+    if pass_over is None:
         return None
-    if not get_objective(config).needs_mismatched:
+    if pass_over is PassOver.samples:
         return path, options
     return mismatched_path(path), _set_reference(options, reference.get(name_mismatched(key)))
 
@@ -211,6 +197,6 @@ def name_mismatched(key: str) -> str:
 
 def list_scored(config: RunConfig, datasets: Mapping[str, Path]) -> dict[str, Path]:
     """Return the folders that a reference model has to score: key, or `name_mismatched` of it -> tokenized folder."""
-    if not get_objective(config).needs_mismatched:
+    if get_objective(config).pass_over is not PassOver.mismatched:
         return dict(datasets)
     return {**datasets, **{name_mismatched(key): mismatched_path(path) for key, path in datasets.items()}}

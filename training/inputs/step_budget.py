@@ -244,8 +244,8 @@ def _measure_evaluation(config: RunConfig, layout: Layout, key: str, path: Path)
     rows, targets = count_rows(path, plan), load_summary(path).num_targets
     documents = None
     if config.data.collator is None:
-        counts = Rows(path, plan, False, False).piece_counts(np.arange(rows * objective.count_rows(config.data)))
-        most = bound_documents(counts, layout.micro_batch_size * objective.count_rows(config.data))
+        counts = Rows(path, plan, False, False).piece_counts(np.arange(rows * objective.group_size(config.data)))
+        most = bound_documents(counts, layout.micro_batch_size * objective.group_size(config.data))
         documents = DocumentBounds(most, config.max_seq_length)
     terms = rows if objective.mean_over is MeanOver.samples else targets
     return EvalSize(rows, targets, terms, documents)

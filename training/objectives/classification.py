@@ -14,69 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from batch import Targets
+from data.loading.columns import LABELS
 from data.options import ProblemType, RowTargets
 from errors import UserError
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.losses.cross_entropy import Loss
 from models.losses.document_scores import score_documents
-from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import ClassificationConfig, DataConfig
-from training.objectives.objective import Metrics, Objective, ObjectiveOptions, check_pad_token
-
-
-class ClassificationLoss:
-    """The loss of the last stage of a classifier. It also keeps the scores and labels of all documents until
-    `take_scored` takes them."""
-
-    def __init__(
-        self,
-        problem_type: ProblemType,
-        num_labels: int,
-        class_weights: Sequence[float] | None = None,
-        *,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> None:
-        self.problem_type, self.num_labels = problem_type, num_labels
-        self._weights = None if class_weights is None else torch.tensor(class_weights)
-        self._sequence_part = sequence_part
-        self._scored: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
-        """outputs, targets: as in `score_documents`; labels: [N, 1], the number of the class; or [N, C], whether a
-        document has each label, 1 or 0, or the numbers.
-
-        Returns the sum of the documents' losses over the denominator, fp32 at least; each of the ranks that share
-        sequences returns an equal part of it.
-        """
-        labels = targets.columns["labels"]
-        scores = score_documents(outputs, targets, self._sequence_part)
-        self._scored.append((scores.detach(), labels))
-        total = self._compute_losses(scores, labels).sum()
-        return (total / targets.denominator / self._sequence_part.size).to(scores.dtype)
-
-    def _compute_losses(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the losses of the documents, [N]."""
-        weights = None if self._weights is None else self._weights.to(scores)
-        if self.problem_type is ProblemType.single_label_classification:
-            return F.cross_entropy(scores, labels[:, 0].long(), weights, reduction="none")
-        if self.problem_type is ProblemType.multi_label_classification:
-            losses = F.binary_cross_entropy_with_logits(scores, labels.to(scores), weights, reduction="none")
-            return losses.mean(dim=1)
-        return (scores - labels.to(scores)).square().mean(dim=1)
-
-    def take_scored(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the scores [N, C] and labels [N, K] of the micro-batches since the last call."""
-        scored, self._scored = self._scored, []
-        return scored
+from models.losses.metric_sums import MetricSums
+from models.parallel.shard import NO_CP, ContextParallel
+from training.config.schema import DataConfig, RunConfig
+from training.objectives.objective import LastStage, Metrics, Objective, check_pad_token
 
 
 @dataclass(frozen=True)
@@ -113,70 +68,43 @@ def compute_auc(scores: torch.Tensor, actual: torch.Tensor) -> float | None:
     return above / (num_with * num_without)
 
 
-class ScoringLoss(Protocol):
-    """A loss that keeps what it scores, each with one label of `num_labels`, or several."""
+class ClassScores:
+    """The scores of documents, or steps, with their labels: counted in training, and kept in an evaluation, since F1
+    and AUC depend on all of them."""
 
-    problem_type: ProblemType
-    num_labels: int
+    def __init__(self, problem_type: ProblemType, num_labels: int) -> None:
+        self.sums = MetricSums("accuracy")
+        self._problem_type, self._num_labels = problem_type, num_labels
+        self._kept: list[_Decided] = []
 
-    def take_scored(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the scores [N, C] and labels [N, K] of the micro-batches since the last call."""
-        ...
+    def add(self, scores: torch.Tensor, labels: torch.Tensor) -> None:
+        """scores: [N, C]. labels: [N, K]."""
+        decided = _decide(self._problem_type, scores.detach(), labels)
+        is_right = (decided.actual == decided.predicted).all(dim=1)
+        self.sums.add(is_right.sum()[None], len(is_right))
+        if not torch.is_grad_enabled():
+            self._kept.append(decided)
 
-
-class ClassMetrics:
-    """Accuracy, F1 and AUC over whole global batches and evaluations: ranks add up their counts, and each sees the
-    scores of all for the order that AUC depends on."""
-
-    def __init__(self, loss: ScoringLoss, device: torch.device) -> None:
-        self._loss, self._device = loss, device
-        self._interval = self._zeros()
-
-    def _zeros(self) -> torch.Tensor:
-        """[right documents, documents, and of each label: found, said, there]."""
-        return torch.zeros(2 + 3 * self._loss.num_labels, dtype=torch.float64, device=self._device)
-
-    def _count(self, decided: Sequence[_Decided]) -> torch.Tensor:
-        counts = self._zeros()
-        for each in decided:
-            right = (each.actual == each.predicted).all(dim=1).sum()
+    def finish_evaluation(self, device: torch.device) -> dict[str, float]:
+        """Return `f1` and, unless each label is everywhere or nowhere, `auc`, of the documents of all ranks, which all
+        call it."""
+        kept, self._kept = self._kept, []
+        counts = torch.zeros(1 + 3 * self._num_labels, dtype=torch.float64, device=device)
+        for each in kept:
             per_label = torch.stack([each.actual & each.predicted, each.predicted, each.actual]).sum(dim=1)
-            counts += torch.cat([torch.stack([right, right.new_tensor(len(each.actual))]), per_label.flatten()])
-        return counts
-
-    def _take(self) -> list[_Decided]:
-        return [_decide(self._loss.problem_type, *scored) for scored in self._loss.take_scored()]
-
-    def add_step(self, counts: bool) -> None:
-        decided = self._take()
-        if counts:
-            self._interval += self._count(decided)
-
-    def finish_interval(self) -> dict[str, float]:
-        counts, self._interval = self._interval, self._zeros()
+            counts += torch.cat([per_label.new_full((1,), len(each.actual)), per_label.flatten()])
         dist.all_reduce(counts)
-        right, total = counts[:2].tolist()
-        return {"accuracy": right / total} if total else {}
-
-    def finish_evaluation(self) -> dict[str, float]:
-        """Return `eval_accuracy`, `eval_f1` and, unless each label is everywhere or nowhere, `eval_auc`. All ranks call
-        it."""
-        decided = self._take()
-        counts = self._count(decided)
-        dist.all_reduce(counts)
-        right, total = counts[:2].tolist()
-        if not total:
+        if not counts[0]:
             return {}
-        areas = self._compute_areas(decided)
-        metrics = {"eval_accuracy": right / total, "eval_f1": compute_f1(counts[2:].view(3, -1))}
-        return metrics | ({"eval_auc": sum(areas) / len(areas)} if areas else {})
+        areas = self._compute_areas(kept, device)
+        return {"f1": compute_f1(counts[1:].view(3, -1))} | ({"auc": sum(areas) / len(areas)} if areas else {})
 
-    def _compute_areas(self, decided: Sequence[_Decided]) -> list[float]:
+    def _compute_areas(self, kept: Sequence[_Decided], device: torch.device) -> list[float]:
         """Return the AUC, over the documents of all ranks, of each label that has one. All ranks call it."""
-        none = torch.zeros(self._loss.num_labels, 0, dtype=torch.float64, device=self._device)
+        none = torch.zeros(self._num_labels, 0, dtype=torch.float64, device=device)
         # [C, N], joined once: there may be thousands of micro-batches, and thousands of labels
-        confidence = torch.cat([none, *(each.confidence.T for each in decided)], dim=1)
-        actual = torch.cat([none.bool(), *(each.actual.T for each in decided)], dim=1)
+        confidence = torch.cat([none, *(each.confidence.T for each in kept)], dim=1)
+        actual = torch.cat([none.bool(), *(each.actual.T for each in kept)], dim=1)
         areas = []
         for own_scores, own_actual in zip(confidence, actual):
             scores, there = gather_columns(torch.stack([own_scores, own_actual.double()]))
@@ -203,40 +131,50 @@ def gather_columns(mine: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
 
-class ErrorMetrics:
-    """The mean absolute error of numbers, over whole global batches and evaluations."""
+class ClassificationLoss:
+    """The loss of the last stage of a classifier. scores: those of all documents; None for numbers, of which the
+    absolute errors are summed."""
 
-    def __init__(self, loss: ClassificationLoss, device: torch.device) -> None:
-        self._loss, self._device = loss, device
-        self._interval = self._zeros()
+    def __init__(
+        self,
+        problem_type: ProblemType,
+        num_labels: int,
+        class_weights: Sequence[float] | None = None,
+        *,
+        sequence_part: ContextParallel = NO_CP,
+    ) -> None:
+        self._problem_type = problem_type
+        self._weights = None if class_weights is None else torch.tensor(class_weights)
+        self._sequence_part = sequence_part
+        self.scores = None if problem_type is ProblemType.regression else ClassScores(problem_type, num_labels)
+        self.sums = (MetricSums("mae") if self.scores is None else self.scores.sums,)
 
-    def _zeros(self) -> torch.Tensor:
-        """[sum of errors, numbers]."""
-        return torch.zeros(2, dtype=torch.float64, device=self._device)
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        """outputs, targets: as in `score_documents`; labels: [N, 1], the number of the class; or [N, C], whether a
+        document has each label, 1 or 0, or the numbers.
 
-    def _take(self) -> torch.Tensor:
-        sums = self._zeros()
-        for scores, labels in self._loss.take_scored():
-            errors = (scores - labels).abs().double()
-            sums += torch.stack([errors.sum(), errors.new_tensor(errors.numel())])
-        return sums
+        Returns the sum of the documents' losses over the denominator, fp32 at least; each of the ranks that share
+        sequences returns an equal part of it.
+        """
+        labels = targets.columns["labels"]
+        scores = score_documents(outputs, targets, self._sequence_part)
+        if self.scores is None:
+            errors = (scores.detach() - labels).abs()
+            self.sums[0].add(errors.double().sum()[None], errors.numel())
+        else:
+            self.scores.add(scores, labels)
+        total = self._compute_losses(scores, labels).sum()
+        return (total / targets.denominator / self._sequence_part.size).to(scores.dtype)
 
-    def add_step(self, counts: bool) -> None:
-        sums = self._take()
-        if counts:
-            self._interval += sums
-
-    def finish_interval(self) -> dict[str, float]:
-        sums, self._interval = self._interval, self._zeros()
-        return self._compute_mean(sums, "mae")
-
-    def finish_evaluation(self) -> dict[str, float]:
-        return self._compute_mean(self._take(), "eval_mae")
-
-    def _compute_mean(self, sums: torch.Tensor, name: str) -> dict[str, float]:
-        dist.all_reduce(sums)
-        total, count = sums.tolist()
-        return {name: total / count} if count else {}
+    def _compute_losses(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the losses of the documents, [N]."""
+        weights = None if self._weights is None else self._weights.to(scores)
+        if self._problem_type is ProblemType.single_label_classification:
+            return F.cross_entropy(scores, labels[:, 0].long(), weights, reduction="none")
+        if self._problem_type is ProblemType.multi_label_classification:
+            losses = F.binary_cross_entropy_with_logits(scores, labels.to(scores), weights, reduction="none")
+            return losses.mean(dim=1)
+        return (scores - labels.to(scores)).square().mean(dim=1)
 
 
 class Classification(Objective):
@@ -246,39 +184,30 @@ class Classification(Objective):
     unit = "documents"
     head = SEQUENCE_CLASSIFICATION
     row_targets = RowTargets.last_tokens
-    reads_sample_labels = True
+    columns = (LABELS,)
+    needs_labels = True
 
     def name_labels(self, data: DataConfig) -> Labels:
         is_single = data.problem_type is ProblemType.regression and not data.labels
         return Labels(tuple(data.labels or ()), 1 if is_single else None, data.problem_type.value)
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         check_pad_token(tokenizer, self.name)
 
-    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
-        return self.describe_keys(options)
-
-    def build_loss(
-        self,
-        options: ObjectiveOptions,
-        model_config: PretrainedConfig,
-        parallel: TensorParallel,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> Loss:
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
         """Raises UserError for class weights that do not fit the labels."""
-        keys: ClassificationConfig = options.keys
-        problem_type = ProblemType(model_config.problem_type)
-        _check_weights(keys.class_weights, model_config.num_labels, problem_type)
-        return ClassificationLoss(
-            problem_type, model_config.num_labels, keys.class_weights, sequence_part=sequence_part
-        )
+        weights, architecture = config.classification.class_weights, stage.architecture
+        problem_type = ProblemType(architecture.problem_type)
+        _check_weights(weights, architecture.num_labels, problem_type)
+        return ClassificationLoss(problem_type, architecture.num_labels, weights, sequence_part=stage.sequence_part)
 
-    def list_metrics(self, options: ObjectiveOptions) -> None:
-        """Return None: they depend on the labels."""
+    def metrics(self, loss: ClassificationLoss, device: torch.device) -> Metrics:
+        return super().metrics(loss, device) if loss.scores is None else build_class_metrics(loss.scores, device)
 
-    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
-        assert isinstance(loss, ClassificationLoss)
-        return (ErrorMetrics if loss.problem_type is ProblemType.regression else ClassMetrics)(loss, device)
+
+def build_class_metrics(scores: ClassScores, device: torch.device) -> Metrics:
+    """Build accuracy, F1 and AUC over whole global batches and evaluations."""
+    return Metrics((scores.sums,), device, scores.finish_evaluation)
 
 
 def _check_weights(weights: Sequence[float] | None, num_labels: int, problem_type: ProblemType) -> None:

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from models.losses.options import NLLReduction
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
-from training.config.schema import CPOConfig
-from training.objectives.objective import ObjectiveOptions
+from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective
 
 
@@ -38,7 +37,7 @@ class CPOFormula:
 class CPO(PreferenceObjective):
     name = "cpo"
 
-    def build_formula(self, options: ObjectiveOptions) -> PairFormula:
-        cpo: CPOConfig = options.keys
+    def build_formula(self, config: RunConfig) -> PairFormula:
+        cpo = config.cpo
         formula = CPOFormula(cpo.beta)
         return WithNLL(formula, cpo.alpha, cpo.nll_reduction is NLLReduction.mean) if cpo.alpha else formula

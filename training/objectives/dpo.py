@@ -29,13 +29,13 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from batch import Targets
+from data.loading.columns import REFERENCE
 from models.losses.cross_entropy import get_softcap, sequence_log_probabilities
 from models.losses.logit_chunks import shard_vocabulary
 from models.losses.options import DPOLossType
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
 from models.parallel.shard import NO_TP, TensorParallel
-from training.config.schema import DPOConfig
-from training.objectives.objective import ObjectiveOptions
+from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective
 
 
@@ -81,15 +81,13 @@ class RowScore:
 
 class DPO(PreferenceObjective):
     name = "dpo"
-    needs_reference = True
+    scored = (REFERENCE,)
 
-    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
-        """Return its keys, without `sft_coef` where it is off: checkpoints from before that key existed continue."""
-        return {
-            key: value for key, value in self.describe_keys(options).items() if (key, value) != ("dpo.sft_coef", "0")
-        }
+    def identity(self, config: RunConfig) -> dict[str, str]:
+        """Return its keys, without `sft_coef` if it is off: checkpoints from before that key existed continue."""
+        return {key: value for key, value in super().identity(config).items() if (key, value) != ("dpo.sft_coef", "0")}
 
-    def build_formula(self, options: ObjectiveOptions) -> PairFormula:
-        dpo: DPOConfig = options.keys
+    def build_formula(self, config: RunConfig) -> PairFormula:
+        dpo = config.dpo
         formula = DPOFormula(dpo.beta, dpo.label_smoothing, dpo.loss_type)
         return WithNLL(formula, dpo.sft_coef) if dpo.sft_coef else formula

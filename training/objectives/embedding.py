@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from batch import Targets
+from data.loading.columns import LABELS
 from data.options import MeanOver, RowTargets
 from errors import UserError
 from models.heads.embedding import EMBEDDING
@@ -29,24 +30,24 @@ from models.heads.sentence_transformers import SentenceModel
 from models.layers.random_keys import find_random_key
 from models.losses.cross_entropy import Loss
 from models.losses.embeddings import Contrast, name_sums, pool_texts, summarize_ranks
+from models.losses.metric_sums import MetricSums
 from models.losses.options import Pooling
-from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import DataConfig, EmbeddingConfig
-from training.objectives.objective import FirstPass, Metrics, Objective, ObjectiveOptions, ReportedMeans
+from training.config.schema import DataConfig, EmbeddingConfig, RunConfig
+from training.objectives.objective import FirstPass, LastStage, Objective, PassOver
 
 _QUERIES_AT_ONCE = 1024  # in an evaluation: their cosines with all documents are in memory
 
 
 class EmbeddingLoss:
-    """The loss of the last stage. It also adds up the metrics of all queries until `take_totals` takes them."""
+    """The loss of the last stage, with the sums of its metrics over queries. The loss is one of them in evaluations
+    alone, which are not made of the losses of micro-batches."""
 
     def __init__(self, pooling: Pooling, contrast: Contrast, group_size: int) -> None:
         """group_size: G."""
         self._pooling, self._contrast, self._group_size = pooling, contrast, group_size
-        self.metrics = name_sums(contrast.sizes)
+        self.sums = (MetricSums(*name_sums(contrast.sizes)),)
         # Of each micro-batch of the coming step: the gradient of its vectors, [N / G, G, D], and its queries' losses
         self._waiting: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
-        self._totals: torch.Tensor | None = None
 
     def make_vectors(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """Return the vectors of a micro-batch, [N / G, G, D]. outputs, targets: as in `pool_texts`."""
@@ -67,7 +68,7 @@ class EmbeddingLoss:
         mine = slice(rank * len(own), (rank + 1) * len(own))
         sizes = [len(each) for each in vectors]
         self._waiting = deque(zip(gradient[mine].split(sizes), losses.detach()[mine].split(sizes), strict=True))
-        self._add(summarize_ranks(losses[mine], ranks[:, mine]), len(own))
+        self._add(summarize_ranks(losses[mine], ranks[:, mine]), len(own), with_loss=False)
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """outputs, targets: as in `pool_texts`.
@@ -86,10 +87,10 @@ class EmbeddingLoss:
         own = torch.cat(list(vectors))
         gathered = gather_ragged(own, replicas)
         whole, first = torch.cat(gathered), sum(map(len, gathered[: dist.get_rank(replicas)]))
-        self._totals = None  # of an evaluation that was interrupted
+        self.sums[0].take()  # those of an evaluation that was interrupted
         for start in range(first, first + len(own), _QUERIES_AT_ONCE):
             chosen = range(start, min(start + _QUERIES_AT_ONCE, first + len(own)))
-            self._add(summarize_ranks(*self._compare(whole, chosen)), len(chosen))
+            self._add(summarize_ranks(*self._compare(whole, chosen)), len(chosen), with_loss=True)
 
     def _compare(self, whole: torch.Tensor, chosen: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Compare the chosen queries with all documents; see `Contrast.compare`. whole: vectors, [Q, G, D]."""
@@ -97,15 +98,10 @@ class EmbeddingLoss:
         own = torch.arange(chosen.start, chosen.stop, device=whole.device) * (self._group_size - 1)
         return self._contrast.compare(whole[chosen.start : chosen.stop, 0], documents, own)
 
-    def _add(self, sums: torch.Tensor, num_queries: int) -> None:
-        totals = torch.stack([sums, torch.full_like(sums, num_queries)])
-        self._totals = totals if self._totals is None else self._totals + totals
-
-    def take_totals(self) -> torch.Tensor | None:
-        """Return the sums of `metrics` over the queries since the last call, and the number of queries in each: float64
-        [2, metrics]; None without queries."""
-        totals, self._totals = self._totals, None
-        return totals
+    def _add(self, sums: torch.Tensor, num_queries: int, *, with_loss: bool) -> None:
+        counts = torch.full_like(sums, num_queries)
+        counts[0] *= with_loss
+        self.sums[0].add(sums, counts)
 
 
 def gather_ragged(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -120,79 +116,55 @@ def gather_ragged(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Ten
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
-class EmbeddingMetrics(ReportedMeans):
-    """How many queries find their own document; of an evaluation the loss too, which is not that of its passes."""
-
-    def finish_interval(self) -> dict[str, float]:
-        means = super().finish_interval()
-        means.pop("loss", None)  # the steps report it
-        return means
-
-
 class Embedding(Objective):
-    """A sample is a query with its document and negatives: so many rows of a micro-batch follow each other."""
+    """A sample is a query with its document and negatives, whose rows follow each other in a micro-batch."""
 
     name = "embedding"
     unit = "queries"
     mean_over = MeanOver.samples
     head = EMBEDDING
     row_targets = RowTargets.last_tokens
-    needs_first_pass = True
+    columns = (LABELS,)
+    pass_over = PassOver.samples
 
-    def count_rows(self, data: DataConfig) -> int:
+    def group_size(self, data: DataConfig) -> int:
         return 2 + data.num_negatives
 
-    def count_batch_bytes(self, options: ObjectiveOptions, global_batch_size: int, hidden_size: int) -> int:
+    def count_batch_bytes(self, config: RunConfig, global_batch_size: int, hidden_size: int) -> int:
         """Vectors of all replicas, end to end, and their gradient; and of all cosines, for each size of the vectors,
         what autograd keeps (cosines, less the margin, divided, and their log-softmax) and two gradients."""
-        group_size, keys = options.rows_per_sample, options.keys
+        group_size = self.group_size(config.data)
         vectors = 3 * global_batch_size * group_size * hidden_size
         cosines = global_batch_size**2 * (group_size - 1)
-        num_sizes = 1 + len(keys.matryoshka_dims or ())
+        num_sizes = 1 + len(config.embedding.matryoshka_dims or ())
         return 4 * (vectors + (4 * num_sizes + 2) * cosines)
 
     def name_labels(self, data: DataConfig) -> Labels:
         return Labels()
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.pad_token_id is None:
             raise UserError(
                 f"task={self.name}: the tokenizer has no pad token, without which sentence-transformers cannot batch "
                 "texts; convert2ckpt.py --pad_token '<pad>' adds it"
             )
 
-    def describe_vectors(
-        self, options: ObjectiveOptions, data: DataConfig, hidden_size: int, max_seq_length: int
-    ) -> SentenceModel:
-        prompts = {"query": data.query_prompt, "document": data.document_prompt}
-        return SentenceModel(hidden_size, options.keys.pooling, max_seq_length, prompts)
+    def exports(self, config: RunConfig, hidden_size: int) -> SentenceModel:
+        prompts = {"query": config.data.query_prompt, "document": config.data.document_prompt}
+        return SentenceModel(hidden_size, config.embedding.pooling, config.max_seq_length, prompts)
 
-    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
-        return self.describe_keys(options)
-
-    def build_loss(
-        self,
-        options: ObjectiveOptions,
-        model_config: PretrainedConfig,
-        parallel: TensorParallel,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> Loss:
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
         """Raises UserError for sizes that the vectors do not have, and for a model whose passes draw random numbers."""
-        keys: EmbeddingConfig = options.keys
-        check_sizes(keys.matryoshka_dims, model_config.hidden_size)
-        check_repeatable(model_config)
-        return EmbeddingLoss(keys.pooling, build_contrast(keys), options.rows_per_sample)
+        keys = config.embedding
+        check_sizes(keys.matryoshka_dims, stage.architecture.hidden_size)
+        check_repeatable(stage.architecture)
+        return EmbeddingLoss(keys.pooling, build_contrast(keys), self.group_size(config.data))
 
-    def plan_first_pass(self, loss: Loss) -> FirstPass:
-        assert isinstance(loss, EmbeddingLoss)
+    def before_step(self, loss: EmbeddingLoss) -> FirstPass:
         return FirstPass(loss.make_vectors, loss.compare_batch, loss.compare_all)
 
-    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
-        return name_sums(build_contrast(options.keys).sizes)[1:]
-
-    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
-        assert isinstance(loss, EmbeddingLoss)
-        return EmbeddingMetrics(loss, device)
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return name_sums(build_contrast(config.embedding).sizes)[1:]
 
 
 def build_contrast(keys: EmbeddingConfig) -> Contrast:

@@ -21,20 +21,20 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from batch import Targets
+from data.loading.columns import DESIRABLE, REFERENCE
 from data.options import MeanOver
 from models.losses.cross_entropy import Loss, get_softcap, sequence_log_probabilities
 from models.losses.logit_chunks import shard_vocabulary
+from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
-from training.config.schema import KTOConfig
-from training.objectives.objective import FirstPass, Metrics, Objective, ObjectiveOptions, ReportedMeans
+from training.config.schema import RunConfig
+from training.objectives.objective import FirstPass, LastStage, Objective, PassOver
+
+METRICS = ("rewards_desirable", "rewards_undesirable", "rewards_accuracy", "rewards_margin", "kl")
 
 
 class KTOLoss:
-    """The KTO loss (2402.01306) of the last stage. It also adds up the metrics of all answers until `take_totals` takes
-    them.
-    """
-
-    metrics: tuple[str, ...] = ("rewards_desirable", "rewards_undesirable", "rewards_accuracy", "rewards_margin", "kl")
+    """The KTO loss (2402.01306) of the last stage, with the sums of its metrics over answers."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class KTOLoss:
         self._beta, self._weights = beta, (desirable_weight, undesirable_weight)
         self._sequence_part = sequence_part
         self._kl: torch.Tensor | None = None
-        self._totals: torch.Tensor | None = None
+        self.sums = (MetricSums(*METRICS),)
 
     def take_first_sums(self, sums: Sequence[torch.Tensor], num_samples: int, replicas: dist.ProcessGroup) -> None:
         """Set z0 of the `num_samples` that come next. sums: what `sum_log_ratios` has returned for each micro-batch of
@@ -101,15 +101,7 @@ class KTOLoss:
         margins = (rewards - self._beta * self._kl) * (desirable - undesirable)  # on the right side of z0
         sums = (rewards * desirable, rewards * undesirable, is_right, margins, self._kl * is_answer)
         counts = (desirable, undesirable, is_answer, is_answer, is_answer)
-        totals = torch.stack([torch.stack([each.sum() for each in row]) for row in (sums, counts)])
-        self._totals = totals if self._totals is None else self._totals + totals
-
-    def take_totals(self) -> torch.Tensor | None:
-        """Return the sums of `metrics` over the answers since the last call, and the number of answers in each: float64
-        [2, 5]; None without answers.
-        """
-        totals, self._totals = self._totals, None
-        return totals
+        self.sums[0].add(*(torch.stack([each.sum() for each in row]) for row in (sums, counts)))
 
 
 class KTO(Objective):
@@ -118,37 +110,24 @@ class KTO(Objective):
     name = "kto"
     data_kinds = ("preference",)
     mean_over = MeanOver.samples
-    needs_reference = True
-    needs_first_pass = needs_mismatched = True
+    columns = (DESIRABLE,)
+    scored = (REFERENCE,)
+    pass_over = PassOver.mismatched
     remakes_logits = True
 
-    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
-        return self.describe_keys(options)
-
-    def build_loss(
-        self,
-        options: ObjectiveOptions,
-        model_config: PretrainedConfig,
-        parallel: TensorParallel,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> Loss:
-        kto: KTOConfig = options.keys
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
+        kto = config.kto
         return KTOLoss(
-            model_config,
+            stage.architecture,
             kto.beta,
             desirable_weight=kto.desirable_weight,
             undesirable_weight=kto.undesirable_weight,
-            parallel=parallel,
-            sequence_part=sequence_part,
+            parallel=stage.parallel,
+            sequence_part=stage.sequence_part,
         )
 
-    def plan_first_pass(self, loss: Loss) -> FirstPass:
-        assert isinstance(loss, KTOLoss)
+    def before_step(self, loss: KTOLoss) -> FirstPass:
         return FirstPass(loss.sum_log_ratios, loss.take_first_sums)
 
-    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
-        return KTOLoss.metrics
-
-    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
-        assert isinstance(loss, KTOLoss)
-        return ReportedMeans(loss, device)
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return METRICS

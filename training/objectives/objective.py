@@ -1,109 +1,102 @@
-"""The interface of objectives: the columns and rows of a sample, the loss and what it is a mean over, the metrics.
+"""The contract of objectives: what a sample is, which columns travel with it, the loss and what it is a mean over, and
+what is reported besides.
 
 An objective is one file in this folder and one line in the table of `registry.py`. Checks, loaders, the planner, the
-loop and the evaluation use this interface, never an objective's name.
+loop and the evaluation use this contract, never an objective's name. What changes the loss of some objectives, such as
+`label_smoothing`, is a `Modifier` (`modifiers.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from batch import Column
+from data.loading.columns import ReadColumn
 from data.options import MeanOver, RowTargets
 from errors import UserError
 from models.heads.head import Head, Labels
 from models.heads.sentence_transformers import SentenceModel
 from models.losses.cross_entropy import Loss
-from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
+from models.losses.metric_sums import MetricSums
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.incompatible import write_value
-from training.config.schema import DataConfig, DistillConfig
+from training.config.schema import DataConfig, RunConfig
 
 
 @dataclass(frozen=True)
-class ObjectiveOptions:
-    """The keys of a run that its objective reads (`registry.build_objective_options` builds it).
+class LastStage:
+    """The stage that computes the loss."""
 
-    keys: the group of the objective's name, such as a DPOConfig; None where it has none. is_user_loss: a user-defined
-    loss replaces next-token cross entropy. rows_per_sample: as `Objective.count_rows` says. distill: None
-    without a teacher.
+    architecture: PretrainedConfig
+    parallel: TensorParallel = NO_TP  # the ranks that share the head
+    sequence_part: ContextParallel = NO_CP  # the ranks that share each sequence
+
+
+class Metrics:
+    """What is reported besides the loss: means over the terms of all ranks. A mean over no terms is omitted.
+
+    Every rank has one; only ranks with the loss add terms.
     """
 
-    keys: Any = None
-    label_smoothing: float = 0.0
-    eval_token_accuracy: bool = False
-    is_user_loss: bool = False
-    rows_per_sample: int = 1
-    mtp_loss_coef: float = 0.0
-    distill: DistillConfig | None = None
-
-
-class Metrics(Protocol):
-    """The metrics of an objective in addition to the loss. Every rank has one; only ranks with the loss add values."""
-
-    def add_step(self, counts: bool) -> None:
-        """Add the last step to the interval, or discard it where it does not count."""
-        ...
-
-    def finish_interval(self) -> dict[str, float]:
-        """Return name -> value over the steps since the last call; empty without steps. All ranks call it."""
-        ...
-
-    def finish_evaluation(self) -> dict[str, float]:
-        """Return name (`eval_...`) -> value over the evaluation since the last step. All ranks call it."""
-        ...
-
-
-class TotalsLoss(Protocol):
-    """A loss that also sums its metrics."""
-
-    metrics: tuple[str, ...]
-
-    def take_totals(self) -> torch.Tensor | None:
-        """Return the sums of `metrics` since the last call, and the number of terms in each: float64 [2, K]; None
-        without terms.
-        """
-        ...
-
-
-class ReportedMeans:
-    """Means over the ranks that hold the loss, returned on every rank. A mean over no terms is omitted."""
-
-    def __init__(self, loss: TotalsLoss, device: torch.device) -> None:
-        self._loss, self._device = loss, device
+    def __init__(
+        self,
+        sums: Sequence[MetricSums],
+        device: torch.device,
+        finish_evaluation: Callable[[torch.device], dict[str, float]] = lambda device: {},
+    ) -> None:
+        """sums: those of the loss. finish_evaluation: returns what is no mean, of a whole evaluation: name (without
+        "eval_") -> value. All ranks call it."""
+        self._sums, self._device, self._finish_evaluation = sums, device, finish_evaluation
+        self._names = [name for each in sums for name in each.names]
         self._interval = self._zeros()
 
     def add_step(self, counts: bool) -> None:
-        """Add the last step's totals to the interval, or discard them."""
-        totals = self._loss.take_totals()
-        if counts and totals is not None:
+        """Add the last step to the interval, or discard it."""
+        totals = self._take()
+        if counts:
             self._interval += totals
 
     def finish_interval(self) -> dict[str, float]:
-        """Return the means over the steps since the last call; empty without steps. All ranks call it."""
+        """Return name -> mean over the steps since the last call. All ranks call it."""
         totals, self._interval = self._interval, self._zeros()
         return self._compute_means(totals)
 
     def finish_evaluation(self) -> dict[str, float]:
-        """Return the means over the evaluation since the last step. All ranks call it."""
-        totals = self._loss.take_totals()
-        means = self._compute_means(self._zeros() if totals is None else totals)
-        return {f"eval_{name}": mean for name, mean in means.items()}
+        """Return name (`eval_...`) -> value over the evaluation since the last step. All ranks call it."""
+        found = self._compute_means(self._take()) | self._finish_evaluation(self._device)
+        return {f"eval_{name}": value for name, value in found.items()}
+
+    def _take(self) -> torch.Tensor:
+        """Return the sums and numbers of terms since the last call, float64 [2, K]."""
+        taken = [(each.take(), len(each.names)) for each in self._sums]
+        parts = [self._zeros(size) if totals is None else totals for totals, size in taken]
+        return torch.cat(parts, dim=1) if parts else self._zeros()
 
     def _compute_means(self, totals: torch.Tensor) -> dict[str, float]:
+        if not self._names:
+            return {}
         dist.all_reduce(totals)
         sums, counts = totals.tolist()
-        return {
-            name: total / count for name, total, count in zip(self._loss.metrics, sums, counts, strict=True) if count
-        }
+        return {name: total / count for name, total, count in zip(self._names, sums, counts, strict=True) if count}
 
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(2, len(self._loss.metrics), dtype=torch.float64, device=self._device)
+    def _zeros(self, size: int | None = None) -> torch.Tensor:
+        size = len(self._names) if size is None else size
+        return torch.zeros(2, size, dtype=torch.float64, device=self._device)
+
+
+class PassOver(Enum):
+    """The samples of the forward pass before a step."""
+
+    samples = "samples"  # those of the step
+    mismatched = "mismatched"  # their prompts with other samples' answers (`data/storage/mismatched.py`)
 
 
 @dataclass(frozen=True)
@@ -124,103 +117,103 @@ class FirstPass:
     by_group: bool = False
 
 
-class Objective:
-    """One objective; its defaults are those of next-token cross entropy.
+class Modifier:
+    """A key that changes the loss of the objectives that list it in their `modifiers`; others refuse it."""
 
-    name: its value of `task`, and the group of its own keys where it has any.
-    data_kinds: kinds of data that it can be trained on, in addition to those whose default it is
-        (`data/encoders/kinds.py`).
-    unit: what messages call its samples.
-    mean_over: the terms that the loss of a global batch is a mean over; their number is the denominator that travels
-    with
-        the targets.
-    needs_reference: the reference model scores each row before training; its log-probability travels with the targets
-        as one more column (`reference_logprobs.py`).
-    smooths_labels: its loss reads `label_smoothing`.
-    predicts_further: its loss may include that of further tokens (`mtp.loss_coef`).
-    distills: its loss reads `distill`.
-    remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known in the
-        forward pass.
-    needs_first_pass: the loss needs something of all samples of a step, or of an evaluation, before the first of them:
-        a forward pass without gradients comes first (`first_pass.py`, `plan_first_pass`).
-    needs_mismatched: the first pass is over mismatched answers (`data/storage/mismatched.py`) instead of the samples
-        themselves. Whether an answer is desirable travels with the targets.
-    head: what takes the place of the LM head (`models/heads/`); None where nothing does. `name_labels` says how many
-        outputs it has.
-    row_targets: the positions of a row that the loss is computed from.
-    reads_sample_labels: each document has labels, which travel with the targets.
+    key: str
+    off = "0"  # the value of the key at which it changes nothing
+
+    def read(self, config: RunConfig) -> Any:
+        """Return the value of the key; one that is false changes nothing."""
+        raise NotImplementedError
+
+    def change(self, loss: Any, config: RunConfig, stage: LastStage) -> Loss:
+        """Return the changed loss. loss: a `TokenLoss`, or what the modifiers before this one have made of it."""
+        raise NotImplementedError
+
+    def check(self, config: RunConfig) -> None:
+        """Raise UserError for what its keys cannot be together. It is called where the key is on."""
+
+    def identity(self, config: RunConfig) -> dict[str, str]:
+        """Return its part of `Objective.identity`. It is called where the key is on."""
+        return {self.key: f"{self.read(config):g}"}
+
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...] | None:
+        """Return its part of `Objective.list_metrics`. It is called where the key is on."""
+        return ()
+
+
+class Objective:
+    """What a run trains for.
+
+    Keys of its own are the group of its name in `training/config/schema.py`.
     """
 
-    name: str
+    name: str  # its value of `task`
+    # The kinds of data that it can be trained on, in addition to those whose default it is (`data/encoders/kinds.py`)
     data_kinds: tuple[str, ...] = ()
-    unit = "samples"
+    unit = "samples"  # what messages call its samples
+    # The terms that the loss of a global batch is a mean over. Their number is the denominator of the targets.
     mean_over = MeanOver.targets
-    needs_reference = False
+    row_targets = RowTargets.next_tokens  # the positions of a row that the loss is computed from
+    columns: tuple[ReadColumn, ...] = ()  # what travels with a micro-batch besides tokens and targets
+    # What the reference model scores each row with before training (`training/scoring/reference_logprobs.py`)
+    scored: tuple[Column, ...] = ()
+    needs_labels = False  # samples without labels are refused
+    head: Head | None = None  # what takes the place of the LM head (`models/heads/`)
+    modifiers: tuple[Modifier, ...] = ()
+    takes_user_loss = False  # a user-defined loss may replace its own
+    # The logits are computed again in the backward pass: the gradient of a token is not known in the forward pass.
     remakes_logits = False
-    smooths_labels = False
-    predicts_further = False
-    distills = False
-    needs_first_pass = False
-    needs_mismatched = False
-    head: Head | None = None
-    row_targets = RowTargets.next_tokens
-    reads_sample_labels = False
+    pass_over: PassOver | None = None  # what a forward pass before each step reads; see `before_step`
 
-    def count_rows(self, data: DataConfig) -> int:
-        """Return the rows of a micro-batch that a sample fills; they stay together."""
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
+        """Build the loss. Raises UserError for what keys and model cannot be together."""
+        raise NotImplementedError
+
+    def group_size(self, data: DataConfig) -> int:
+        """Return the number of consecutive rows of a micro-batch that are one sample (2 for pairs)."""
         return 1
 
-    def count_batch_bytes(self, options: ObjectiveOptions, global_batch_size: int, hidden_size: int) -> int:
-        """Return the bytes that the loss of an objective with a head takes for all of a global batch."""
-        return 0
-
     def name_labels(self, data: DataConfig) -> Labels:
-        """Return the outputs of its head, of an objective that has one."""
+        """Return the outputs of its head. It is called if there is one."""
         raise NotImplementedError
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def before_step(self, loss: Any) -> FirstPass:
+        """Return the forward pass before each step. It is called if `pass_over` says that there is one. loss: what
+        `loss` has returned."""
+        raise NotImplementedError
+
+    def metrics(self, loss: Any, device: torch.device) -> Metrics:
+        """Build what is reported besides the loss. loss: what `loss` has returned, or a user-defined one."""
+        return Metrics(getattr(loss, "sums", ()), device)
+
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...] | None:
+        """Return the metrics of evaluations besides the loss, without "eval_"; None if they are not known before the
+        first one."""
+        return None
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise UserError for a tokenizer that it cannot be trained with."""
 
-    def describe_vectors(
-        self, options: ObjectiveOptions, data: DataConfig, hidden_size: int, max_seq_length: int
-    ) -> SentenceModel | None:
-        """Return how its exports make vectors of texts; None where they make none."""
+    def identity(self, config: RunConfig) -> dict[str, str]:
+        """Return what a run has to keep to continue with the same loss, name -> value: all keys of its group, unless
+        it says otherwise."""
+        keys = getattr(config, self.name, None)
+        values = {} if keys is None else {each.name: getattr(keys, each.name) for each in fields(keys)}
+        return {
+            f"{self.name}.{key}": f"{value:g}" if isinstance(value, float) else write_value(value)
+            for key, value in values.items()
+        }
+
+    def exports(self, config: RunConfig, hidden_size: int) -> SentenceModel | None:
+        """Return how an exported model makes vectors of texts, which is written next to its weights; None if it makes
+        none."""
         return None
 
-    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
-        """Return what a run must keep to continue with the same loss: name -> value."""
-        return {}
-
-    def describe_keys(self, options: ObjectiveOptions) -> dict[str, str]:
-        """Return all of its own keys, for `describe`."""
-        keys = options.keys
-        values = {f"{self.name}.{each.name}": getattr(keys, each.name) for each in fields(keys)}
-        return {key: f"{value:g}" if isinstance(value, float) else write_value(value) for key, value in values.items()}
-
-    def build_loss(
-        self,
-        options: ObjectiveOptions,
-        model_config: PretrainedConfig,
-        parallel: TensorParallel,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> Loss | None:
-        """Build the loss of the last stage; None for next-token cross entropy, which a user-defined loss may replace.
-
-        parallel: the ranks that share the head. sequence_part: those that share each sequence.
-        """
-        return None
-
-    def plan_first_pass(self, loss: Loss) -> FirstPass:
-        """Return the first pass of an objective that needs one. loss: what `build_loss` built."""
-        raise NotImplementedError
-
-    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...] | None:
-        """Return the metrics of evaluations besides the loss, without "eval_"; None if unknown before the first."""
-        return () if type(self).build_metrics is Objective.build_metrics else None
-
-    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
-        """Build the metrics; None where only the loss is reported. loss: what `build_loss` built."""
-        return None
+    def count_batch_bytes(self, config: RunConfig, global_batch_size: int, hidden_size: int) -> int:
+        """Return the bytes that the loss of an objective with a head takes for all of a global batch."""
+        return 0
 
 
 def check_pad_token(tokenizer: PreTrainedTokenizerBase, task: str) -> None:

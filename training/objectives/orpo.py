@@ -19,8 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
-from training.config.schema import ORPOConfig
-from training.objectives.objective import ObjectiveOptions
+from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective
 
 # A mean log-probability closer to 0 is a rounding error in fp32: its odds would be infinite, and their gradient NaN.
@@ -53,6 +52,6 @@ def compute_log_odds(log_probabilities: torch.Tensor) -> torch.Tensor:
 class ORPO(PreferenceObjective):
     name = "orpo"
 
-    def build_formula(self, options: ObjectiveOptions) -> PairFormula:
-        orpo: ORPOConfig = options.keys
+    def build_formula(self, config: RunConfig) -> PairFormula:
+        orpo = config.orpo
         return WithNLL(OddsRatioFormula(orpo.beta), coefficient=1.0)

@@ -6,29 +6,25 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from batch import Targets
 from data.options import ProblemType
 from models.heads.head import Labels
 from models.heads.token_classification import TOKEN_CLASSIFICATION
 from models.losses.cross_entropy import Loss
-from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import DataConfig
-from training.objectives.classification import ClassMetrics
-from training.objectives.objective import Metrics, Objective, ObjectiveOptions
+from training.config.schema import DataConfig, RunConfig
+from training.objectives.classification import ClassScores, build_class_metrics
+from training.objectives.objective import LastStage, Metrics, Objective
 
 LABELS = ("false", "true")
 
 
 class ProcessRewardLoss:
-    """The loss of the last stage of a process reward model. It also keeps the scores and labels of all steps until
-    `take_scored` takes them. Each of the ranks that share sequences has the steps that end in its part."""
-
-    problem_type, num_labels = ProblemType.single_label_classification, len(LABELS)
+    """The loss of the last stage of a process reward model. scores: those of all steps. Each of the ranks that share
+    sequences has the steps that end in its part."""
 
     def __init__(self) -> None:
-        self._scored: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.scores = ClassScores(ProblemType.single_label_classification, len(LABELS))
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Targets) -> torch.Tensor:
         """outputs: hidden states [B, T, D] and the head's matrix [2, D]. targets: 1 or 0 where a step ends, right or
@@ -41,13 +37,8 @@ class ProcessRewardLoss:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         scores = F.linear(hidden_states.flatten(0, 1).index_select(0, indices).to(dtype), weight.to(dtype))  # [N, 2]
         labels = targets.ids.flatten().index_select(0, indices)
-        self._scored.append((scores.detach(), labels.unsqueeze(1)))
+        self.scores.add(scores, labels.unsqueeze(1))
         return (F.cross_entropy(scores, labels, reduction="sum") / targets.denominator).to(dtype)
-
-    def take_scored(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the scores [N, 2] and labels [N, 1] of the micro-batches since the last call."""
-        scored, self._scored = self._scored, []
-        return scored
 
 
 class ProcessReward(Objective):
@@ -60,18 +51,8 @@ class ProcessReward(Objective):
     def name_labels(self, data: DataConfig) -> Labels:
         return Labels(LABELS)
 
-    def build_loss(
-        self,
-        options: ObjectiveOptions,
-        model_config: PretrainedConfig,
-        parallel: TensorParallel,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> Loss:
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
         return ProcessRewardLoss()
 
-    def list_metrics(self, options: ObjectiveOptions) -> None:
-        """Return None: a file in which all steps are right has no area."""
-
-    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
-        assert isinstance(loss, ProcessRewardLoss)
-        return ClassMetrics(loss, device)
+    def metrics(self, loss: ProcessRewardLoss, device: torch.device) -> Metrics:
+        return build_class_metrics(loss.scores, device)

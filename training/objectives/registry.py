@@ -6,14 +6,12 @@ import json
 from typing import Any
 
 import xxhash
-from transformers import PretrainedConfig
 
 from data.components import describe_component
 from data.encoders.kinds import KINDS, DataKind, find_kind
 from errors import UserError
 from masking import fingerprint_hidden, mask
 from models.heads.head import Head
-from models.heads.sentence_transformers import SentenceModel
 from training.config.criterion import Criterion
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig
@@ -24,7 +22,7 @@ from training.objectives.dpo import DPO
 from training.objectives.embedding import Embedding
 from training.objectives.kto import KTO
 from training.objectives.next_token import SFT, Pretraining
-from training.objectives.objective import Objective, ObjectiveOptions
+from training.objectives.objective import Modifier, Objective
 from training.objectives.orpo import ORPO
 from training.objectives.process_reward import ProcessReward
 from training.objectives.rerank import Rerank
@@ -52,6 +50,9 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
+MODIFIERS = tuple({modifier: None for objective in OBJECTIVES.values() for modifier in objective.modifiers})
+
+
 def get_objective(config: RunConfig) -> Objective:
     """Return the objective that `task` names, or the default of the data. Raises UserError for an unknown name."""
     name = config.task or find_kind(config.data.name).task
@@ -63,26 +64,6 @@ def get_objective(config: RunConfig) -> Objective:
 def list_tasks_of_head(head: Head) -> list[str]:
     """Return the objectives that train a head."""
     return sorted(objective.name for objective in OBJECTIVES.values() if objective.head is head)
-
-
-def build_objective_options(config: RunConfig) -> ObjectiveOptions:
-    """Return the keys of a run that its objective reads. Raises UserError for an unknown task."""
-    return ObjectiveOptions(
-        keys=getattr(config, get_objective(config).name, None),
-        label_smoothing=config.label_smoothing,
-        eval_token_accuracy=config.eval_token_accuracy,
-        is_user_loss=config.loss is not None,
-        distill=config.distill if config.distill.teacher is not None else None,
-        mtp_loss_coef=config.mtp.loss_coef,
-        rows_per_sample=get_objective(config).count_rows(config.data),
-    )
-
-
-def describe_vectors(config: RunConfig, model_config: PretrainedConfig) -> SentenceModel | None:
-    """Return how the run's exports make vectors of texts; None where they make none."""
-    return get_objective(config).describe_vectors(
-        build_objective_options(config), config.data, model_config.hidden_size, config.max_seq_length
-    )
 
 
 def check_objective(config: RunConfig) -> None:
@@ -98,19 +79,9 @@ def check_objective(config: RunConfig) -> None:
         raise UserError(
             f"task={objective.name} and data={kind.name} do not go together; give data={fitting}, or task={tasks}"
         )
-    if config.label_smoothing and not objective.smooths_labels:
-        fitting = ", ".join(sorted(other.name for other in OBJECTIVES.values() if other.smooths_labels))
-        raise UserError(
-            f"label_smoothing={config.label_smoothing}: task={objective.name} does not read it, only {fitting} do; "
-            "give label_smoothing=0"
-        )
-    if config.mtp.loss_coef and not objective.predicts_further:
-        fitting = ", ".join(sorted(other.name for other in OBJECTIVES.values() if other.predicts_further))
-        raise UserError(
-            f"mtp.loss_coef={config.mtp.loss_coef:g}: task={objective.name} does not read it, only {fitting} do; "
-            "give mtp.loss_coef=0"
-        )
-    _check_distill(config, objective)
+    for modifier in MODIFIERS:
+        if modifier.read(config):
+            _check_modifier(modifier, config, objective)
     check_metric_name(config)
 
 
@@ -120,7 +91,7 @@ def check_metric_name(config: RunConfig) -> None:
     """
     metric = Criterion.of(config).metric
     names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config)]
-    others = get_objective(config).list_metrics(build_objective_options(config))
+    others = get_objective(config).list_metrics(config)
     reported = list(
         dict.fromkeys(["eval_loss", *(name + each for name in names for each in ("loss", *(others or ())))])
     )
@@ -140,20 +111,14 @@ def _list_tasks(kind: DataKind) -> list[str]:
     )
 
 
-def _check_distill(config: RunConfig, objective: Objective) -> None:
-    """Raise UserError for a teacher that the objective does not read, and for one whose choices cannot be kept."""
-    distill = config.distill
-    if distill.teacher is not None and not objective.distills:
-        fitting = " or task=".join(sorted(other.name for other in OBJECTIVES.values() if other.distills))
+def _check_modifier(modifier: Modifier, config: RunConfig, objective: Objective) -> None:
+    if modifier not in objective.modifiers:
+        fitting = ", ".join(sorted(other.name for other in OBJECTIVES.values() if modifier in other.modifiers))
         raise UserError(
-            f"distill.teacher={distill.teacher}: task={objective.name} does not read it; give task={fitting}, or "
-            "distill.teacher=null"
+            f"{modifier.key}={write_value(modifier.read(config))}: task={objective.name} does not read it, only "
+            f"{fitting} do; give {modifier.key}={modifier.off}"
         )
-    if distill.teacher is not None and distill.top_k is None and not distill.online:
-        raise UserError(
-            "distill.top_k=null: the whole vocabulary at each target is not kept; give a number, such as 64, or "
-            "distill.online=true"
-        )
+    modifier.check(config)
 
 
 def _write_rope(config: RunConfig) -> str:
@@ -173,7 +138,7 @@ def describe_objective(config: RunConfig) -> dict[str, str]:
     is_usual = objective.name == find_kind(config.data.name).task
     router_losses = {key: getattr(config.moe, key) for key in ("aux_loss_coef", "z_loss_coef")}
     return (
-        objective.describe(build_objective_options(config))
+        objective.identity(config)
         | {f"moe.{key}": f"{value:g}" for key, value in router_losses.items() if value}
         | ({"neftune_noise_alpha": f"{config.neftune_noise_alpha:g}"} if config.neftune_noise_alpha else {})
         | ({} if is_usual else {"task": objective.name})

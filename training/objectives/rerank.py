@@ -11,30 +11,31 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from batch import Targets
+from data.loading.columns import LABELS
 from data.options import MeanOver, RowTargets
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.losses.cross_entropy import Loss
 from models.losses.document_scores import score_documents
+from models.losses.metric_sums import MetricSums
 from models.losses.options import RerankLossType
-from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import DataConfig, RerankConfig
-from training.objectives.objective import Metrics, Objective, ObjectiveOptions, ReportedMeans, check_pad_token
+from models.parallel.shard import NO_CP, ContextParallel
+from training.config.schema import DataConfig, RunConfig
+from training.objectives.objective import LastStage, Objective, check_pad_token
+
+METRICS = ("recall_at_1", "mrr")
 
 
 class RerankLoss:
-    """The loss of the last stage of a reranker. It also adds up the metrics of all queries until `take_totals` takes
-    them."""
-
-    metrics: tuple[str, ...] = ("recall_at_1", "mrr")
+    """The loss of the last stage of a reranker, with the sums of its metrics over queries."""
 
     def __init__(self, loss_type: RerankLossType, group_size: int, *, sequence_part: ContextParallel = NO_CP) -> None:
         """group_size: G."""
         self._loss_type, self._group_size, self._sequence_part = loss_type, group_size, sequence_part
-        self._totals: torch.Tensor | None = None
+        self.sums = (MetricSums(*METRICS),)
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """outputs, targets: as in `score_documents`, of the documents of whole queries, which have no labels.
@@ -59,14 +60,7 @@ class RerankLoss:
     def _add(self, scores: torch.Tensor) -> None:
         ranks = (scores >= scores[:, :1]).sum(dim=1).double()  # as high a score counts against the answer
         sums = torch.stack([(ranks == 1).double().sum(), (1 / ranks).sum()])
-        totals = torch.stack([sums, torch.full_like(sums, len(ranks))])
-        self._totals = totals if self._totals is None else self._totals + totals
-
-    def take_totals(self) -> torch.Tensor | None:
-        """Return the sums of `metrics` over the queries since the last call, and the number of queries in each: float64
-        [2, 2]; None without queries."""
-        totals, self._totals = self._totals, None
-        return totals
+        self.sums[0].add(sums, len(ranks))
 
 
 class Rerank(Objective):
@@ -77,32 +71,19 @@ class Rerank(Objective):
     mean_over = MeanOver.samples
     head = SEQUENCE_CLASSIFICATION
     row_targets = RowTargets.last_tokens
+    columns = (LABELS,)
 
-    def count_rows(self, data: DataConfig) -> int:
+    def group_size(self, data: DataConfig) -> int:
         return 1 + data.num_negatives
 
     def name_labels(self, data: DataConfig) -> Labels:
         return Labels(num_labels=1)
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         check_pad_token(tokenizer, self.name)
 
-    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
-        return self.describe_keys(options)
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
+        return RerankLoss(config.rerank.loss_type, self.group_size(config.data), sequence_part=stage.sequence_part)
 
-    def build_loss(
-        self,
-        options: ObjectiveOptions,
-        model_config: PretrainedConfig,
-        parallel: TensorParallel,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> Loss:
-        keys: RerankConfig = options.keys
-        return RerankLoss(keys.loss_type, options.rows_per_sample, sequence_part=sequence_part)
-
-    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
-        return RerankLoss.metrics
-
-    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
-        assert isinstance(loss, RerankLoss)
-        return ReportedMeans(loss, device)
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return METRICS

@@ -12,29 +12,29 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from batch import Targets
+from data.loading.columns import LABELS
 from data.options import MeanOver, RowTargets
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.losses.cross_entropy import Loss
 from models.losses.document_scores import score_documents
-from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import DataConfig, RewardConfig
-from training.objectives.objective import Metrics, Objective, ObjectiveOptions, ReportedMeans, check_pad_token
+from models.losses.metric_sums import MetricSums
+from models.parallel.shard import NO_CP, ContextParallel
+from training.config.schema import DataConfig, RunConfig
+from training.objectives.objective import LastStage, Objective, check_pad_token
+
+METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
 
 class RewardLoss:
-    """The loss of the last stage of a reward model. It also adds up the metrics of all pairs until `take_totals` takes
-    them.
-    """
-
-    metrics: tuple[str, ...] = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
+    """The loss of the last stage of a reward model, with the sums of its metrics over pairs."""
 
     def __init__(self, centering_coef: float = 0.0, *, sequence_part: ContextParallel = NO_CP) -> None:
         self._centering_coef, self._sequence_part = centering_coef, sequence_part
-        self._totals: torch.Tensor | None = None
+        self.sums = (MetricSums(*METRICS),)
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """outputs, targets: as in `score_documents`, of 2 B answers, which have no labels.
@@ -52,15 +52,7 @@ class RewardLoss:
 
     def _add(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
         metrics = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])
-        totals = torch.stack([metrics.sum(dim=1), metrics.new_full((4,), metrics.shape[1])])
-        self._totals = totals if self._totals is None else self._totals + totals
-
-    def take_totals(self) -> torch.Tensor | None:
-        """Return the sums of `metrics` over the pairs since the last call, and the number of pairs in each: float64 [2,
-        4]; None without pairs.
-        """
-        totals, self._totals = self._totals, None
-        return totals
+        self.sums[0].add(metrics.sum(dim=1), metrics.shape[1])
 
 
 class Reward(Objective):
@@ -72,32 +64,19 @@ class Reward(Objective):
     mean_over = MeanOver.samples
     head = SEQUENCE_CLASSIFICATION
     row_targets = RowTargets.last_tokens
+    columns = (LABELS,)
 
-    def count_rows(self, data: DataConfig) -> int:
+    def group_size(self, data: DataConfig) -> int:
         return 2
 
     def name_labels(self, data: DataConfig) -> Labels:
         return Labels(num_labels=1)
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         check_pad_token(tokenizer, self.name)
 
-    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
-        return self.describe_keys(options)
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
+        return RewardLoss(config.reward.centering_coef, sequence_part=stage.sequence_part)
 
-    def build_loss(
-        self,
-        options: ObjectiveOptions,
-        model_config: PretrainedConfig,
-        parallel: TensorParallel,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> Loss:
-        reward: RewardConfig = options.keys
-        return RewardLoss(reward.centering_coef, sequence_part=sequence_part)
-
-    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
-        return RewardLoss.metrics
-
-    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
-        assert isinstance(loss, RewardLoss)
-        return ReportedMeans(loss, device)
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return METRICS

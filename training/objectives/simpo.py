@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from torch.nn import functional as F
 
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
-from training.config.schema import SimPOConfig
-from training.objectives.objective import ObjectiveOptions
+from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective
 
 
@@ -37,7 +36,7 @@ class SimPOFormula:
 class SimPO(PreferenceObjective):
     name = "simpo"
 
-    def build_formula(self, options: ObjectiveOptions) -> PairFormula:
-        simpo: SimPOConfig = options.keys
+    def build_formula(self, config: RunConfig) -> PairFormula:
+        simpo = config.simpo
         formula = SimPOFormula(simpo.beta, simpo.gamma)
         return WithNLL(formula, simpo.sft_coef) if simpo.sft_coef else formula

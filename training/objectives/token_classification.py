@@ -13,50 +13,17 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from batch import Targets
 from models.heads.head import Labels
 from models.heads.token_classification import TOKEN_CLASSIFICATION
 from models.losses.cross_entropy import Loss
-from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
-from training.config.schema import DataConfig
-from training.objectives.objective import Metrics, Objective, ObjectiveOptions
+from models.losses.metric_sums import MetricSums
+from training.config.schema import DataConfig, RunConfig
+from training.objectives.objective import LastStage, Metrics, Objective
 
 OUTSIDE, PREFIXES = "O", "BIES"
 Entity = tuple[int, int, str]  # first word, the one after the last, kind
-
-
-class TokenClassificationLoss:
-    """The loss of the last stage of a token classifier. It also keeps what it predicts until `take_predicted` takes
-    it."""
-
-    def __init__(self, labels: Sequence[str]) -> None:
-        self.labels = list(labels)
-        self._predicted: list[torch.Tensor] = []
-
-    def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Targets) -> torch.Tensor:
-        """outputs: hidden states [B, T, D], the head's matrix [C, D], and the document of each token in its row [B, T].
-        targets: the class of each token that has one.
-
-        Returns the sum of the tokens' losses over the denominator, fp32 at least.
-        """
-        hidden_states, weight, segment_ids = outputs
-        indices = targets.indices
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        chosen = hidden_states.flatten(0, 1).index_select(0, indices)
-        scores = F.linear(chosen.to(dtype), weight.to(dtype))
-        actual = targets.ids.flatten().index_select(0, indices)
-        rows = torch.arange(len(segment_ids), device=segment_ids.device).unsqueeze(1)
-        documents = (rows * (segment_ids.shape[1] + 1) + segment_ids).flatten().index_select(0, indices)
-        self._predicted.append(torch.stack([scores.detach().argmax(dim=1), actual, documents]))
-        return (F.cross_entropy(scores, actual, reduction="sum") / targets.denominator).to(dtype)
-
-    def take_predicted(self) -> list[torch.Tensor]:
-        """Return, of the micro-batches since the last call, the predicted class of each labelled token, its class, and
-        its document: int64 [3, N], the tokens of a document one after the other."""
-        predicted, self._predicted = self._predicted, []
-        return predicted
 
 
 def split_tag(tag: str) -> tuple[str, str]:
@@ -82,60 +49,64 @@ def list_entities(tags: Sequence[str], documents: Sequence[int]) -> set[Entity]:
     return found
 
 
-class EntityMetrics:
-    """The share of right tokens, and precision, recall and F1 by entity, over whole global batches and evaluations."""
+class TokenClassificationLoss:
+    """The loss of the last stage of a token classifier. In an evaluation it also keeps what it predicts, since entities
+    are counted at its end."""
 
-    def __init__(self, loss: TokenClassificationLoss, device: torch.device) -> None:
-        self._loss, self._device = loss, device
-        self._interval = self._zeros()
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = list(labels)
+        self.sums = (MetricSums("accuracy"),)
+        # The predicted class of each labelled token, its class, and its document, int64 [3, N]: the tokens of a
+        # document one after the other
+        self._kept: list[torch.Tensor] = []
 
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self._device)
+    def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Targets) -> torch.Tensor:
+        """outputs: hidden states [B, T, D], the head's matrix [C, D], and the document of each token in its row [B, T].
+        targets: the class of each token that has one.
 
-    def _count_right(self, predicted: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return [right tokens, tokens]."""
-        counts = self._zeros()
-        for said, actual, _ in predicted:
-            counts += torch.stack([(said == actual).sum(), actual.new_tensor(len(actual))])
-        return counts
+        Returns the sum of the tokens' losses over the denominator, fp32 at least.
+        """
+        hidden_states, weight, segment_ids = outputs
+        indices = targets.indices
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        chosen = hidden_states.flatten(0, 1).index_select(0, indices)
+        scores = F.linear(chosen.to(dtype), weight.to(dtype))
+        actual = targets.ids.flatten().index_select(0, indices)
+        self._add(scores.detach().argmax(dim=1), actual, segment_ids, indices)
+        return (F.cross_entropy(scores, actual, reduction="sum") / targets.denominator).to(dtype)
 
-    def add_step(self, counts: bool) -> None:
-        predicted = self._loss.take_predicted()
-        if counts:
-            self._interval += self._count_right(predicted)
+    def _add(
+        self, predicted: torch.Tensor, actual: torch.Tensor, segment_ids: torch.Tensor, indices: torch.Tensor
+    ) -> None:
+        self.sums[0].add((predicted == actual).sum()[None], len(actual))
+        if torch.is_grad_enabled():
+            return
+        rows = torch.arange(len(segment_ids), device=segment_ids.device).unsqueeze(1)
+        documents = (rows * (segment_ids.shape[1] + 1) + segment_ids).flatten().index_select(0, indices)
+        self._kept.append(torch.stack([predicted, actual, documents]))
 
-    def finish_interval(self) -> dict[str, float]:
-        counts, self._interval = self._interval, self._zeros()
+    def finish_evaluation(self, device: torch.device) -> dict[str, float]:
+        """Return `precision`, `recall` and `f1` of the entities of all ranks, which all call it; 0 where there is
+        nothing to divide by, and none of them for an evaluation without tokens."""
+        kept, self._kept = self._kept, []
+        counts = torch.zeros(4, dtype=torch.float64)  # tokens; entities that are found, predicted, there
+        for each in kept:
+            counts += self._count_entities(each)
+        counts = counts.to(device)
         dist.all_reduce(counts)
-        right, total = counts.tolist()
-        return {"accuracy": right / total} if total else {}
-
-    def finish_evaluation(self) -> dict[str, float]:
-        """Return `eval_accuracy`, `eval_precision`, `eval_recall` and `eval_f1`; 0 where there is nothing to divide by.
-        All ranks call it."""
-        predicted = self._loss.take_predicted()
-        counts = torch.cat([self._count_right(predicted), self._count_entities(predicted)])
-        dist.all_reduce(counts)
-        right, total, found, said, there = counts.tolist()
-        if not total:
+        num_tokens, found, predicted, there = counts.tolist()
+        if not num_tokens:
             return {}
         return {
-            "eval_accuracy": right / total,
-            "eval_precision": found / said if said else 0.0,
-            "eval_recall": found / there if there else 0.0,
-            "eval_f1": 2 * found / (said + there) if said + there else 0.0,
+            "precision": found / predicted if predicted else 0.0,
+            "recall": found / there if there else 0.0,
+            "f1": 2 * found / (predicted + there) if predicted + there else 0.0,
         }
 
-    def _count_entities(self, predicted: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return [entities that are found, said, there]."""
-        counts = torch.zeros(3, dtype=torch.float64, device=self._device)
-        for each in predicted:
-            *classes, documents = each.tolist()
-            said, there = (
-                list_entities([self._loss.labels[index] for index in indices], documents) for indices in classes
-            )
-            counts += torch.tensor([len(said & there), len(said), len(there)], device=self._device)
-        return counts
+    def _count_entities(self, kept: torch.Tensor) -> torch.Tensor:
+        *classes, documents = kept.tolist()
+        predicted, there = (list_entities([self._labels[index] for index in row], documents) for row in classes)
+        return torch.tensor([len(documents), len(predicted & there), len(predicted), len(there)])
 
 
 class TokenClassification(Objective):
@@ -148,18 +119,12 @@ class TokenClassification(Objective):
     def name_labels(self, data: DataConfig) -> Labels:
         return Labels(tuple(data.labels or ()))
 
-    def build_loss(
-        self,
-        options: ObjectiveOptions,
-        model_config: PretrainedConfig,
-        parallel: TensorParallel,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> Loss:
-        return TokenClassificationLoss([model_config.id2label[index] for index in range(model_config.num_labels)])
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
+        architecture = stage.architecture
+        return TokenClassificationLoss([architecture.id2label[index] for index in range(architecture.num_labels)])
 
-    def list_metrics(self, options: ObjectiveOptions) -> tuple[str, ...]:
+    def metrics(self, loss: TokenClassificationLoss, device: torch.device) -> Metrics:
+        return Metrics(loss.sums, device, loss.finish_evaluation)
+
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return ("accuracy", "precision", "recall", "f1")
-
-    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
-        assert isinstance(loss, TokenClassificationLoss)
-        return EntityMetrics(loss, device)

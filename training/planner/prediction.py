@@ -141,7 +141,7 @@ def predict(
         peak_memory=[stage.memory.peak + host for stage, host in zip(fullest.stages, on_host, strict=True)],
         peak_flops=machine.peak_flops[config.precision.value] * layout.world_size if machine else None,
         costs=costs_of_plan,
-        rows_per_step=layout.global_batch_size * run.objective.count_rows(config.data),
+        rows_per_step=layout.global_batch_size * run.objective.group_size(config.data),
         hardware=hardware,
         filled=lengths.filled,
     )

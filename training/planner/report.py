@@ -38,7 +38,7 @@ def render_plan(
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
-            f"{get_objective(config).count_rows(config.data) * config.max_seq_length} tokens a sample",
+            f"{get_objective(config).group_size(config.data) * config.max_seq_length} tokens a sample",
             f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, "
             f"{config.precision.value}, zero_stage={config.zero_stage}, "
             f"offload_optimizer={config.offload_optimizer.value}, "

@@ -26,7 +26,7 @@ from training.config.precision import DTYPES
 from training.config.schema import DistillConfig, RunConfig
 from training.config.validate import check_model_fields
 from training.inputs.datasets import build_chat_template
-from training.objectives.registry import describe_vectors, get_objective, list_tasks_of_head
+from training.objectives.registry import get_objective, list_tasks_of_head
 from training.resolution.target import Target
 
 
@@ -83,7 +83,7 @@ def check_head(config: RunConfig, model: DescribedModel) -> None:
         )
     if head is None:
         return
-    if (described := describe_vectors(config, model.config)) is not None:
+    if (described := objective.exports(config, model.config.hidden_size)) is not None:
         check_pooling(Path(model.path), described.pooling)
     if config.evaluate_only and own is None and head.has_weights:
         raise UserError(

@@ -48,7 +48,7 @@ class LayerCounts:
 
     def count_costs(self, layout: Layout, seq_length: int) -> Sequence[LayerCost]:
         """Return the cost of each layer for one micro-batch of the layout, its rows `seq_length` tokens long."""
-        rows = layout.micro_batch_size * get_objective(self._config).count_rows(self._config.data)
+        rows = layout.micro_batch_size * get_objective(self._config).group_size(self._config.data)
         return self._count(rows, seq_length, find_schedule(layout.schedule).splits_backward)
 
     def _count_costs(self, rows: int, seq_length: int, splits_backward: bool) -> Sequence[LayerCost]:

@@ -141,7 +141,7 @@ def _by_task(name: str) -> Feature:
 
 
 def _counts_correct(run: Run) -> bool:
-    return get_objective(run.config).smooths_labels and run.config.loss is None and EVALUATED.holds(run)
+    return get_objective(run.config).takes_user_loss and run.config.loss is None and EVALUATED.holds(run)
 
 
 def _divides_experts(run: Run) -> bool:

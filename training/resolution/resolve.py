@@ -43,7 +43,7 @@ from training.costs.cost import LayerCost
 from training.distributed.topology import Layout, build_layout
 from training.inputs.custom import build_callbacks, build_collator
 from training.inputs.datasets import build_encoder, has_tokenizer, list_new_tokens
-from training.objectives.objective import Objective
+from training.objectives.objective import LastStage, Objective
 from training.objectives.registry import check_objective, get_objective
 from training.optim.optimizer import check_optimizer
 from training.optim.parameter_groups import check_group_keys, check_parameter_groups
@@ -153,7 +153,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
     def rebuild() -> list[Layer]:  # the layers of a plan are never loaded
         return layers if target.is_planned else _build_sharded(config, architecture, model)
 
-    build_run_loss(config, architecture)
+    build_run_loss(config, LastStage(architecture))
     return ResolvedModel(
         config=config,
         objective=objective,
@@ -253,7 +253,7 @@ def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Laye
     path = str(model.path)
     if not target.is_planned or has_tokenizer(config, path):
         check_added_tokens(config.adapter, list_new_tokens(config, path), layers)
-    if adapter.config.modules_to_save and get_objective(config).needs_reference:
+    if adapter.config.modules_to_save and get_objective(config).scored:
         raise UserError(
             f"adapter.modules_to_save does not go together with data={config.data.name}: the reference is the model"
             " without the adapter, and modules_to_save cannot be disabled; omit it, or use adapter=none"

@@ -7,37 +7,29 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from batch import Targets
 from data.collator import unshift_targets
 from data.components import build_checked_component
 from errors import UserError
 from models.losses.cross_entropy import Loss
-from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
-from training.objectives.registry import build_objective_options, get_objective
+from training.objectives.objective import LastStage
+from training.objectives.registry import get_objective
 
 UserLoss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 """Takes the outputs of the last stage, and labels aligned with input_ids with the denominator of the loss."""
 
 
-def build_run_loss(
-    config: RunConfig,
-    model_config: PretrainedConfig,
-    parallel: TensorParallel = NO_TP,
-    sequence_part: ContextParallel = NO_CP,
-) -> Loss | None:
-    """Build the loss of the run's last stage; None for the model's own cross entropy. parallel: the ranks that share
-    the head. sequence_part: those that share each sequence.
+def build_run_loss(config: RunConfig, stage: LastStage) -> Loss:
+    """Build the loss of the run's last stage.
 
     Raises UserError for a user's loss where the objective has its own, and for a component that is not a loss.
     """
     objective = get_objective(config)
-    loss = objective.build_loss(build_objective_options(config), model_config, parallel, sequence_part)
     if config.loss is None:
-        return loss
-    if loss is not None:
+        return objective.loss(config, stage)
+    if not objective.takes_user_loss:
         raise UserError(f"loss and task={objective.name}: each is a loss; give one of them")
     need = "a class whose objects are called with (outputs, targets)"
     loss = build_checked_component(config.loss, "loss", example="my_losses.MyLoss", fits=callable, need=need)

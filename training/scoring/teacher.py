@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from console import progress
-from data.loading.columns import TARGET_NUMBERS, ReadColumn, ReadRows
+from data.loading.columns import TARGET_NUMBERS
 from data.loading.loader import LoaderOptions, ScoringLoader
 from data.loading.teacher import TeacherSize, TeacherWriter, is_whole, read_covered
 from data.storage.rows import RowPlan, Rows
@@ -82,7 +82,7 @@ def score(
     done = broadcast_from_main(lambda: writer.rows_done if writer is not None else 0, ranks)
     if done:
         ranks.say(f"{what}: {done:,} rows are done, the pass continues there")
-    options = replace(options, row_plan=task.plan, columns=(ReadColumn(TARGET_NUMBERS, ReadRows.number_targets),))
+    options = replace(options, row_plan=task.plan, columns=(TARGET_NUMBERS,))
     loader = ScoringLoader(task.path, options, _CHUNK * engine.layout.num_stages, done)
     total = sum(map(loader.count_rows, range(len(loader))))
     with progress(what, total, "rows", shown=ranks.is_main) as bar:

@@ -73,10 +73,10 @@ def run(source: FurtherWeights, rows: dict[str, torch.Tensor], depths: int) -> t
     targets = shift_labels(rows["labels"])
     further = [defer_targets(targets, rows["segments"], depth) for depth in range(1, 1 + depths)]
     own, *others = (Targets.find(ids, (ids != -100).sum().double()) for ids in (targets, *further))
-    loss = FurtherTokenLoss(TokenLoss(source.config), source.config, COEF, depths)
+    loss = FurtherTokenLoss(TokenLoss(source.config), COEF, depths)
     value = loss(values, replace(own, further=tuple(others)))
     value.backward()
-    sums, counts = loss.take_totals()
+    sums, counts = loss.sums[0].take()
     gradients = {
         layer.hf_prefix + name: parameter.grad
         for layer, module in chain

@@ -17,7 +17,7 @@ from data.collator import shift_labels
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
 from models.losses.logit_chunks import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, list_chunks
-from models.losses.token_loss import TokenLoss
+from models.losses.token_loss import TokenAccuracy, TokenLoss
 from tests.support.logit_chunks import set_chunk_size
 from tests.support.mixed_addmm import play_mixed_addmm
 from training.costs.allocation import AllocationPeak
@@ -217,17 +217,18 @@ def test_correct_tokens_are_counted_where_no_gradient_is_made(batch, dtype, monk
     labels[:, 1:][::2] = torch.where(labels[:, 1:][::2] == -100, -100, best[::2])
     labels[3, 1:] = torch.where(best[3] == 3, 30, labels[3, 1:])
     config = LlamaConfig(vocab_size=V)
-    loss, plain = TokenLoss(config, 0.3, counts_correct=True), TokenLoss(config)
+    accuracy = TokenAccuracy()
+    loss, plain = TokenLoss(config, label_smoothing=0.3, terms=(accuracy,)), TokenLoss(config)
     targets = Targets.find(shift_labels(labels), torch.tensor(1.0))
     with torch.no_grad():
         losses = [each((hidden_states, weight), targets) for each in (loss, plain)]
         loss((hidden_states[:1], weight), Targets.find(targets.ids[:1], targets.denominator))  # no target: not counted
     assert losses[0] == losses[1]
     expected = int((best == labels[:, 1:]).sum())
-    assert 0 < expected < 22 and loss.take_totals().tolist() == [expected, 22]
-    assert loss.take_totals() is None and plain.take_totals() is None
+    assert 0 < expected < 22 and accuracy.sums.take().tolist() == [[expected], [22]]
+    assert accuracy.sums.take() is None
     loss((hidden_states, weight.requires_grad_()), targets)
-    assert loss.take_totals() is None  # training does not count
+    assert accuracy.sums.take() is None  # training does not count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

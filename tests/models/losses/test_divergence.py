@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from batch import Targets
-from models.losses.distill_loss import KeptDistillLoss, OnlineDistillLoss, TeacherHead, TeacherLoss
+from models.losses.distill_loss import KeptTeacherTerm, OnlineTeacherTerm, TeacherHead, TeacherLoss
 from models.losses.divergence import DistillOptions, choose_top
 from models.losses.options import Divergence
+from models.losses.token_loss import TokenLoss
 from tests.support.distilling import compute_divergence, join_others
 
 B, T, D, V = 2, 7, 6, 11
@@ -44,7 +45,8 @@ def test_the_loss_is_cross_entropy_and_the_gradient_that_of_both_terms(
     token_ids, known = choose_top(log_q, top_k, None, V)
 
     options = DistillOptions(COEF, temperature, divergence)
-    loss_fn = KeptDistillLoss(build_config(softcap), options, smoothing)
+    term = KeptTeacherTerm(options)
+    loss_fn = TokenLoss(build_config(softcap), label_smoothing=smoothing, terms=(term,))
     denominator = torch.tensor(4.0, dtype=torch.float64)
     columns = {"teacher_token_ids": token_ids, "teacher_log_probabilities": known}
     loss = loss_fn((hidden, weight), Targets(target_ids, indices, denominator, columns))
@@ -58,9 +60,9 @@ def test_the_loss_is_cross_entropy_and_the_gradient_that_of_both_terms(
     expected = torch.autograd.grad(((1 - COEF) * entropy + COEF * distilled) / 4, (hidden, weight))
 
     assert loss.item() == pytest.approx(entropy.item() / 4, rel=1e-10)
-    totals = loss_fn.take_totals()
+    totals = term.sums.take()
     assert totals is not None and totals[:, 0].tolist() == pytest.approx([distilled.item(), len(indices)], rel=1e-10)
-    assert loss_fn.take_totals() is None
+    assert term.sums.take() is None
     for gradient, other in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-12)
 
@@ -81,9 +83,10 @@ def test_a_teacher_that_is_certain_and_a_student_that_is_wrong_give_finite_numbe
     columns = {"teacher_token_ids": token_ids, "teacher_log_probabilities": known}
     targets = Targets.find(torch.tensor([[0]]), torch.tensor(1.0), columns=columns)
     for divergence in Divergence:
-        loss = KeptDistillLoss(build_config(None), DistillOptions(COEF, 1.0, divergence))
+        term = KeptTeacherTerm(DistillOptions(COEF, 1.0, divergence))
+        loss = TokenLoss(build_config(None), terms=(term,))
         gradients = torch.autograd.grad(loss((hidden, weight), targets), (hidden, weight))
-        totals = loss.take_totals()
+        totals = term.sums.take()
         assert totals is not None and totals.isfinite().all()
         assert all(gradient.isfinite().all() for gradient in gradients), divergence
 
@@ -116,9 +119,10 @@ def test_a_teacher_in_memory_is_compared_over_the_whole_vocabulary(
     target_ids[0, 2] = target_ids[1, 4:] = -100
     indices = (target_ids.flatten() != -100).nonzero().squeeze(1)
     targets = Targets(target_ids, indices, torch.tensor(4.0, dtype=torch.float64))
-    loss_fn = OnlineDistillLoss(build_config(softcap), DistillOptions(COEF, temperature, divergence))
+    term = OnlineTeacherTerm(DistillOptions(COEF, temperature, divergence))
+    loss_fn = TokenLoss(build_config(softcap), terms=(term,))
     head = TeacherHead(build_config(None), temperature, None, V)
-    loss_fn.take_states(head, [head.take(teacher_outputs, targets)])
+    term.take_states(head, [head.take(teacher_outputs, targets)])
     found = torch.autograd.grad(loss_fn((hidden, weight), targets), (hidden, weight))
 
     logits = (hidden @ weight.T).flatten(0, 1)[indices]
@@ -127,7 +131,7 @@ def test_a_teacher_in_memory_is_compared_over_the_whole_vocabulary(
     q = ((teacher_outputs[0] @ teacher_outputs[1].T).flatten(0, 1)[indices] / temperature).softmax(-1)
     distilled = temperature**2 * compute_divergence((logits / temperature).softmax(-1), q, divergence.value).sum()
     expected = torch.autograd.grad(((1 - COEF) * entropy + COEF * distilled) / 4, (hidden, weight))
-    totals = loss_fn.take_totals()
+    totals = term.sums.take()
     assert totals is not None and totals[:, 0].tolist() == pytest.approx([distilled.item(), len(indices)], rel=1e-10)
     for gradient, other in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-12)

@@ -114,7 +114,7 @@ def test_a_tokenizer_that_a_stranger_wrote_is_read_or_refused_within_seconds(see
         start = time.process_time()
         try:
             read = load_extended(config, "elsewhere")
-            get_objective(config).check_tokenizer(read)
+            get_objective(config).check(read)
             prepare_file(config, "train_file", read, None)
             read.save_pretrained(folder / "saved")
         except UserError as error:

@@ -14,9 +14,10 @@ from batch import Targets
 from data.loading.teacher import count_bytes
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
-from models.losses.distill_loss import KeptDistillLoss, OnlineDistillLoss, TeacherHead
+from models.losses.distill_loss import KeptTeacherTerm, OnlineTeacherTerm, TeacherHead
 from models.losses.divergence import DistillOptions
 from models.losses.options import Divergence
+from models.losses.token_loss import TokenLoss
 from training.config.schema import CheckpointMode, Device, DistillConfig, Precision
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.loss import compute_distill_bytes, compute_loss_bytes
@@ -309,7 +310,8 @@ def test_what_a_teacher_adds_to_the_loss(monkeypatch: pytest.MonkeyPatch, temper
     token_ids = torch.arange(top_k, dtype=torch.int32).expand(tokens, -1).contiguous()
     columns = {"teacher_token_ids": token_ids, "teacher_log_probabilities": logs}
     targets = Targets.find(target_ids, torch.tensor(1.0), columns=columns)
-    loss = KeptDistillLoss(LlamaConfig(vocab_size=vocabulary), DistillOptions(0.5, temperature))
+    term = KeptTeacherTerm(DistillOptions(0.5, temperature))
+    loss = TokenLoss(LlamaConfig(vocab_size=vocabulary), terms=(term,))
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(loss((states, weight), targets), (states, weight))
     keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=False)
@@ -332,9 +334,10 @@ def test_what_a_teacher_in_memory_adds_to_the_loss(
     states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, 128), (vocabulary, 128)))
     teacher_outputs = (torch.randn(1, tokens, 64), torch.randn(vocabulary, 64))
     targets = Targets.find(torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0))
-    loss = OnlineDistillLoss(config, DistillOptions(0.5, temperature, divergence))
+    term = OnlineTeacherTerm(DistillOptions(0.5, temperature, divergence))
+    loss = TokenLoss(config, terms=(term,))
     head = TeacherHead(config, temperature, top_k, vocabulary)
-    loss.take_states(head, [head.take(teacher_outputs, targets)])
+    term.take_states(head, [head.take(teacher_outputs, targets)])
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(loss((states, weight), targets), (states, weight))
     keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=True, divergence=divergence)

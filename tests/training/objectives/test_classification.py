@@ -44,7 +44,7 @@ from data.options import ProblemType
 from data.storage.tokenized import TokenizedDataset
 from models.storage.tensor_files import open_safetensors
 from training.objectives import classification
-from training.objectives.classification import ClassificationLoss, ClassMetrics, compute_auc, compute_f1
+from training.objectives.classification import ClassificationLoss, ClassScores, compute_auc, compute_f1
 
 NUM_DOCUMENTS = 42  # no multiple of a batch
 WEIGHTED = "classification.class_weights=[0.5,2.0,1.0]"
@@ -329,7 +329,7 @@ def test_the_losses_equal_their_formulas() -> None:
     torch.testing.assert_close(score(loss, several), expected)
     loss = ClassificationLoss(ProblemType.regression, 3)
     torch.testing.assert_close(score(loss, several), F.mse_loss(SCORES, several.float()) * 4 / 8)
-    assert len(loss.take_scored()) == 1 and not loss.take_scored()
+    assert loss.sums[0].take().flatten().tolist() == pytest.approx([(SCORES - several).abs().sum().item(), 12])
 
 
 def test_areas_and_f1_equal_those_counted_one_by_one() -> None:
@@ -353,17 +353,18 @@ def test_areas_of_many_labels_read_each_micro_batch_once(monkeypatch: pytest.Mon
             passes += 1
             return super().__iter__()
 
-    loss = ClassificationLoss(ProblemType.single_label_classification, 20)
+    kept = ClassScores(ProblemType.single_label_classification, 20)
     generator = torch.Generator().manual_seed(0)
     scored = [
         (torch.randn(3, 20, generator=generator), torch.randint(20, (3, 1), generator=generator)) for _ in range(30)
     ]
-    monkeypatch.setattr(loss, "take_scored", lambda: scored)
+    with torch.no_grad():
+        for scores, labels in scored:
+            kept.add(scores, labels)
     monkeypatch.setattr(classification.dist, "all_reduce", lambda counts: None)
     monkeypatch.setattr(classification, "gather_columns", lambda mine: mine)
-    metrics = ClassMetrics(loss, torch.device("cpu"))
-    monkeypatch.setattr(metrics, "_take", lambda take=metrics._take: Counted(take()))
-    found = metrics.finish_evaluation()["eval_auc"]
+    monkeypatch.setattr(kept, "_kept", Counted(kept._kept))
+    found = kept.finish_evaluation(torch.device("cpu"))["auc"]
     assert passes <= 3
     confidence, labels = (torch.cat(each) for each in zip(*scored))
     probabilities = confidence.double().softmax(dim=1).numpy()

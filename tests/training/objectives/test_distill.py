@@ -216,7 +216,7 @@ def test_a_teacher_with_other_tokens_is_refused(root: Path, tmp_path: Path) -> N
     [
         (
             ("task=dpo", "data=preference", "distill.teacher=a"),
-            "distill.teacher=a: task=dpo does not read it; give task=",
+            "distill.teacher=a: task=dpo does not read it, only pretrain, sft do; give distill.teacher=null",
         ),
         (("distill.teacher=a", "distill.top_k=null"), "distill.top_k=null: the whole vocabulary"),
     ],

@@ -155,11 +155,12 @@ def test_loss_gradient_and_metrics(
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-13)
 
     rewards = [chosen, rejected, chosen - rejected, (chosen > rejected).double()]
-    assert loss_function.metrics == (*REWARDS, *reported)
-    found, counts = loss_function.take_totals().tolist()
+    (metrics,) = loss_function.sums
+    assert metrics.names == (*REWARDS, *reported)
+    found, counts = metrics.take().tolist()
     assert found == pytest.approx([values.sum().item() for values in (*rewards, *reported.values())], rel=1e-12)
     assert counts == [3] * len(found)
-    assert loss_function.take_totals() is None
+    assert metrics.take() is None
 
 
 @pytest.mark.parametrize("config", [CONFIG, CAPPED], ids=["plain", "capped"])
@@ -179,7 +180,7 @@ def test_a_pair_without_targets_is_not_counted(batch: tuple[torch.Tensor, ...], 
     target_ids[4:], reference[4:] = -100, 0
     other = filled((hidden_states, weight), build_targets(formula, target_ids, reference, 1.0))
     assert other.item() == pytest.approx(loss.item(), rel=1e-14)
-    assert torch.equal(filled.take_totals(), expected.take_totals())
+    assert torch.equal(filled.sums[0].take(), expected.sums[0].take())
     (gradient,) = torch.autograd.grad(other, hidden_states)
     assert not gradient[4:].any() and gradient.isfinite().all()
 

@@ -17,22 +17,22 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from batch import Targets
 from data.encoders.kinds import KINDS
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.losses.cross_entropy import Loss, build_loss
+from models.losses.metric_sums import MetricSums
 from models.losses.options import DPOLossType
 from models.losses.pairs import PairFormula, WithNLL
-from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig, to_typed
 from training.objectives.cpo import CPOFormula
 from training.objectives.dpo import DPOFormula
-from training.objectives.objective import Objective, ObjectiveOptions
+from training.objectives.objective import LastStage, Metrics, Objective
 from training.objectives.orpo import OddsRatioFormula
 from training.objectives.preference import PreferenceObjective
 from training.objectives.registry import (
     OBJECTIVES,
-    build_objective_options,
     check_objective,
     describe_objective,
     get_objective,
@@ -47,21 +47,17 @@ SCALE = 3.0
 LEARNING_RATE = 0.5
 
 
-class CountedSteps:
-    """Metrics of `ScaledCrossEntropy`: how many steps an interval has had."""
+class ScaledLoss:
+    """Cross entropy times a constant, with a metric: the number of targets in a row of a micro-batch."""
 
-    def __init__(self) -> None:
-        self._steps = 0
+    def __init__(self, stage: LastStage) -> None:
+        self._loss = build_loss(stage.architecture, stage.parallel)
+        self.sums = (MetricSums("targets_per_row"),)
 
-    def add_step(self, counts: bool) -> None:
-        self._steps += counts
-
-    def finish_interval(self) -> dict[str, float]:
-        steps, self._steps = self._steps, 0
-        return {"steps_counted": steps}
-
-    def finish_evaluation(self) -> dict[str, float]:
-        return {"eval_scale": SCALE}
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        is_target = targets.ids != -100
+        self.sums[0].add(is_target.sum()[None], is_target.any(dim=1).sum())
+        return SCALE * self._loss(outputs, targets)
 
 
 class ScaledCrossEntropy(Objective):
@@ -71,21 +67,14 @@ class ScaledCrossEntropy(Objective):
     data_kinds = ("sft",)
     remakes_logits = True  # it does not, but the plan must read this
 
-    def describe(self, options: ObjectiveOptions) -> dict[str, str]:
+    def identity(self, config: RunConfig) -> dict[str, str]:
         return {"scale": f"{SCALE:g}"}
 
-    def build_loss(
-        self,
-        options: ObjectiveOptions,
-        model_config: PretrainedConfig,
-        parallel: TensorParallel,
-        sequence_part: ContextParallel = NO_CP,
-    ) -> Loss:
-        loss = build_loss(model_config, parallel)
-        return lambda outputs, targets: SCALE * loss(outputs, targets)
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
+        return ScaledLoss(stage)
 
-    def build_metrics(self, loss: Loss, device: torch.device) -> CountedSteps:
-        return CountedSteps()
+    def metrics(self, loss: ScaledLoss, device: torch.device) -> Metrics:
+        return Metrics(loss.sums, device, lambda device: {"scale": SCALE})
 
 
 @contextmanager
@@ -130,13 +119,14 @@ def test_a_new_objective_is_trained_evaluated_and_reported_through_pipeline_stag
     steps, evaluation = records[:-1], records[-1]
     assert [record["loss"] / SCALE for record in steps] == pytest.approx(oracle["losses"], rel=BOUND)
     assert [record["grad_norm"] / SCALE for record in steps] == pytest.approx(oracle["norms"], rel=BOUND)
-    assert [record["steps_counted"] for record in steps] == [1, 1, 1]
 
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf", dtype=torch.float32)
     assert worst_difference(dict(trained.named_parameters()), oracle["weights"])[0] < BOUND
     (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     expected, num_targets = mean_loss(trained, TokenizedDataset(folder, True, True))
     assert (evaluation["eval_tokens"], evaluation["eval_scale"]) == (num_targets, SCALE)
+    assert evaluation["eval_targets_per_row"] == num_targets / 21
+    assert all(1 < record["targets_per_row"] < 100 for record in steps)
     assert evaluation["eval_loss"] / SCALE == pytest.approx(expected, rel=BOUND)
 
     again = replace(case, overrides=(*overrides, f"resume={tmp_path}/out/checkpoints"))
@@ -161,8 +151,8 @@ def test_messages_name_a_new_objective(new_objective: None) -> None:
     ):
         check_objective(build_config("task=scaled", "data=preference"))
     with pytest.raises(UserError, match="loss and task=scaled: each is a loss; give one of them"):
-        model_config = PretrainedConfig(vocab_size=8)
-        build_run_loss(build_config("task=scaled", "loss={_target_: my_losses.MyLoss}"), model_config, NO_TP)
+        stage = LastStage(PretrainedConfig(vocab_size=8))
+        build_run_loss(build_config("task=scaled", "loss={_target_: my_losses.MyLoss}"), stage)
 
 
 def build_small_plan(*overrides: str) -> Plan:
@@ -294,11 +284,8 @@ def test_every_key_of_a_preference_objective_reaches_its_formula(
 ) -> None:
     config = set_keys(usual, "data=preference", *overrides)
     objective = get_objective(config)
-    assert (
-        isinstance(objective, PreferenceObjective)
-        and objective.build_formula(build_objective_options(config)) == formula
-    )
-    assert objective.needs_reference == formula.needs_reference
+    assert isinstance(objective, PreferenceObjective) and objective.build_formula(config) == formula
+    assert bool(objective.scored) == formula.needs_reference
 
 
 def test_a_run_from_before_the_sft_term_continues(usual: RunConfig) -> None:

@@ -252,7 +252,7 @@ def test_the_loss_equals_its_formula(centering_coef: float) -> None:
     torch.testing.assert_close(found, expected)
     (gradient,) = torch.autograd.grad(found, values)
     assert gradient.isfinite().all() and gradient[4:].eq(0).all() and gradient[:4].ne(0).all()
-    totals = loss.take_totals()
+    totals = loss.sums[0].take()
     assert totals is not None and totals[1].tolist() == [2, 2, 2, 2]
     torch.testing.assert_close(totals[0].float(), torch.tensor([1.5, -1.3, 2.8, 1.0]))
-    assert loss.take_totals() is None
+    assert loss.sums[0].take() is None

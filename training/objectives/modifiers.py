@@ -1,0 +1,80 @@
+"""What changes the loss of next-token objectives: smoothed labels, a teacher, further tokens. A new one is a class here
+and a place in `NEXT_TOKEN_MODIFIERS`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from errors import UserError
+from models.further.table import count_trained
+from models.losses.cross_entropy import Loss
+from models.losses.distill_loss import KeptTeacherTerm, OnlineTeacherTerm
+from models.losses.divergence import DistillOptions
+from models.losses.further_tokens import FurtherTokenLoss
+from models.losses.token_loss import TokenLoss
+from training.config.incompatible import write_value
+from training.config.schema import RunConfig
+from training.objectives.objective import LastStage, Modifier
+
+
+class LabelSmoothing(Modifier):
+    """Cross entropy with smoothed labels (1512.00567), in training only."""
+
+    key = "label_smoothing"
+
+    def read(self, config: RunConfig) -> float:
+        return config.label_smoothing
+
+    def change(self, loss: TokenLoss, config: RunConfig, stage: LastStage) -> Loss:
+        return replace(loss, label_smoothing=config.label_smoothing)
+
+
+class Teacher(Modifier):
+    """The divergence from a teacher's distributions in addition (1503.02531)."""
+
+    key, off = "distill.teacher", "null"
+
+    def read(self, config: RunConfig) -> str | None:
+        return config.distill.teacher
+
+    def check(self, config: RunConfig) -> None:
+        if config.distill.top_k is None and not config.distill.online:
+            raise UserError(
+                "distill.top_k=null: the whole vocabulary at each target is not kept; give a number, such as 64, or "
+                "distill.online=true"
+            )
+
+    def identity(self, config: RunConfig) -> dict[str, str]:
+        names = ("coef", "temperature", "divergence", "top_k")
+        return {f"distill.{name}": write_value(getattr(config.distill, name)) for name in names}
+
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return ("distill_loss",)
+
+    def change(self, loss: TokenLoss, config: RunConfig, stage: LastStage) -> Loss:
+        keys = config.distill
+        term = (OnlineTeacherTerm if keys.online else KeptTeacherTerm)(
+            DistillOptions(keys.coef, keys.temperature, keys.divergence)
+        )
+        return replace(loss, terms=(term, *loss.terms))
+
+
+class FurtherTokens(Modifier):
+    """The loss of further tokens in addition (2412.19437)."""
+
+    key = "mtp.loss_coef"
+
+    def read(self, config: RunConfig) -> float:
+        return config.mtp.loss_coef
+
+    def list_metrics(self, config: RunConfig) -> None:
+        """Return None: there is one for each depth, which the model knows."""
+
+    def change(self, loss: Any, config: RunConfig, stage: LastStage) -> Loss:
+        num_depths = count_trained(stage.architecture)
+        return FurtherTokenLoss(loss, config.mtp.loss_coef, num_depths) if num_depths else loss
+
+
+LABEL_SMOOTHING, TEACHER, FURTHER_TOKENS = LabelSmoothing(), Teacher(), FurtherTokens()
+NEXT_TOKEN_MODIFIERS = (LABEL_SMOOTHING, TEACHER, FURTHER_TOKENS)  # in the order in which they change a loss
