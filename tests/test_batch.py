@@ -12,7 +12,9 @@ from batch import Batch, Inputs, Targets
 from data.loading.columns import REFERENCE, WHOLE_IDS
 
 IDS = torch.tensor([[5, 6, 7, 0]])
-INPUTS = Inputs(IDS, torch.arange(4)[None], torch.tensor([[1, 1, 1, 0]], dtype=torch.int32), {WHOLE_IDS.column.name: IDS})
+INPUTS = Inputs(
+    IDS, torch.arange(4)[None], torch.tensor([[1, 1, 1, 0]], dtype=torch.int32), {WHOLE_IDS.column.name: IDS}
+)
 FURTHER = Targets.find(torch.tensor([[7, -100, -100, -100]]), torch.tensor(0.5))
 TARGETS = Targets.find(
     torch.tensor([[6, 7, -100, -100]]), torch.tensor(1.0), columns={REFERENCE.name: torch.ones(1)}, further=(FURTHER,)
