@@ -184,9 +184,9 @@ def compose_config() -> Any:
 def build_engine(source: Any, run_config: Any) -> Any:
     from training import build
     from training.distributed.ranks import SINGLE_PROCESS
-    from training.setup import build_setup
+    from training.setup import Run, build_setup
 
-    return build.build_engine(run_config, build_setup(run_config, source, SINGLE_PROCESS), SINGLE_PROCESS)
+    return build.build_engine(Run.of(build_setup(run_config, source, SINGLE_PROCESS), SINGLE_PROCESS))
 
 
 def make_batches() -> Iterator[Any]:

@@ -202,15 +202,16 @@ def build_way(config: Any, ranks: Any) -> Way:
     from training.inputs.datasets import build_row_plan, load_tokenizer, tokenize
     from training.inputs.loaders import RankData
     from training.inputs.step_budget import StepBudget
-    from training.setup import build_setup
+    from training.setup import Run, build_setup
 
     setup = build_setup(config, open_weights(config.model_name_or_path), ranks)
     tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
-    engine = build_engine(config, setup, ranks)
+    run = Run.of(setup, ranks)
+    engine = build_engine(run)
     plan = build_row_plan(config, "train_file")
     budget = StepBudget(count_rows(datasets["train_file"], plan), HORIZON, HORIZON)
-    loader = build_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget).train
+    loader = build_loaders(run, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget).train
     waits: list[float] = []
     micro_batches = time_waiting(loader.iterate(0, HORIZON), waits)
     fill = compute_fill(Rows(datasets["train_file"], plan, False, False), plan)

@@ -99,7 +99,7 @@ def load_stage(folder: str) -> dict[str, int]:
     from training.build import build_stage
     from training.distributed.process import join_process_group
     from training.distributed.ranks import read_ranks
-    from training.setup import build_setup
+    from training.setup import Run, build_setup
 
     join_process_group()
     ranks, source = read_ranks(), open_weights(folder)
@@ -110,11 +110,11 @@ def load_stage(folder: str) -> dict[str, int]:
         f"num_stages={count}", f"partition_method={split}", "precision=bf16", "micro_batch_size=1",
         "gradient_accumulation_steps=1",
     )  # fmt: skip
-    setup = build_setup(config, source, ranks)
+    run = Run.of(build_setup(config, source, ranks), ranks)
     torch.distributed.barrier()
     read_before = read_bytes()
     with AnonymousPeak() as memory:
-        module = build_stage(config, setup, ranks)
+        module = build_stage(run)
     stage_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
     return {"peak_bytes": memory.added, "stage_bytes": stage_bytes, "read_bytes": read_bytes() - read_before}
 

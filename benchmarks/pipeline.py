@@ -253,13 +253,15 @@ def build_ours(shared: peers.Work) -> OurStep:
     from training.inputs.datasets import load_tokenizer, tokenize
     from training.inputs.loaders import RankData
     from training.inputs.step_budget import StepBudget
+    from training.setup import Run
 
     config, setup, ranks, total_steps = shared.config, shared.setup, read_ranks(), 10**5
+    run = Run.of(setup, ranks)
     tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
-    engine = build_engine(config, setup, ranks)
+    engine = build_engine(run)
     budget = StepBudget(len(TokenizedDataset(datasets["train_file"], False, False)), total_steps, total_steps)
-    loader = build_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget).train
+    loader = build_loaders(run, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget).train
     micro_batches, steps = loader.iterate(0, total_steps), itertools.count()
     return OurStep(engine, lambda: train_step(engine, micro_batches, config, next(steps), total_steps))
 

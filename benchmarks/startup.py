@@ -98,11 +98,11 @@ def build_ours(folder: Path) -> Any:
     from models.weights.sources import open_weights
     from training.build import build_stage
     from training.distributed.ranks import read_ranks
-    from training.setup import build_setup
+    from training.setup import Run, build_setup
 
     ranks = read_ranks()
     config = compose_run("num_stages=2", "precision=bf16", "micro_batch_size=1", "gradient_accumulation_steps=1")
-    return build_stage(config, build_setup(config, open_weights(str(folder)), ranks), ranks)
+    return build_stage(Run.of(build_setup(config, open_weights(str(folder)), ranks), ranks))
 
 
 def build_bare(folder: Path) -> Any:

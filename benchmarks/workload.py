@@ -81,11 +81,11 @@ def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> 
     from training import build
     from training.config.precision import DTYPES
     from training.distributed.ranks import read_ranks
-    from training.setup import build_setup
+    from training.setup import Run, build_setup
 
     ranks = read_ranks()
     setup = build_setup(config, source or RandomWeights(architecture, DTYPES[config.precision]), ranks)
-    return build.build_engine(config, setup, ranks)
+    return build.build_engine(Run.of(setup, ranks))
 
 
 def repeat_batch(micro_batch_size: int, seq_length: int, vocab_size: int, device: str = "cpu") -> Iterator[Batch]:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from errors import UserError  # noqa: E402
 from scripts.elastic import search_layout  # noqa: E402
 from training.cli.command_line import check_command_line  # noqa: E402
-from training.config.incompatible import Run, check_together  # noqa: E402
+from training.config.incompatible import CheckedConfig, check_together  # noqa: E402
 from training.config.schema import CONF, register_schema, to_typed  # noqa: E402
 from training.config.validate import check_config  # noqa: E402
 from training.migration.importer import (  # noqa: E402
@@ -42,7 +42,7 @@ def find_refusal(imported: Imported) -> str:
     config = to_typed(composed, unread=("model_name_or_path", "train_file"))
     try:
         check_config(config, has_accelerator=True)
-        check_together(Run(config))
+        check_together(CheckedConfig(config))
     except UserError as error:
         return str(error)
     return ""

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from support.configs import CONF, compose_config
 
 from training.cli.command_line import check_command_line
-from training.config.incompatible import Run
+from training.config.incompatible import CheckedConfig
 from training.config.schema import RunConfig, register_schema, to_typed
 from training.config.validate import check_config
 from training.distributed.topology import build_layout
@@ -48,7 +48,7 @@ def test_a_primary_config_composes_and_passes_the_checks(name: str) -> None:
     assert isinstance(config, RunConfig)
     check_config(config, has_accelerator=True)
     check_objective(config)
-    assert check_read(Run(config), (), continues=False) == []
+    assert check_read(CheckedConfig(config), (), continues=False) == []
 
 
 @pytest.mark.parametrize("name", PRIMARY)

@@ -36,7 +36,7 @@ from training.cli.command_line import asks_for_sweep, check_command_line, clean_
 from training.cli.commands import COMMANDS as INSTALLED
 from training.cli.commands import split_launcher
 from training.cli.sweep import plan_sweep
-from training.config.incompatible import Run
+from training.config.incompatible import CheckedConfig
 from training.config.schema import Init, register_schema, to_typed
 from training.config.validate import check_config
 from training.objectives.registry import check_objective
@@ -207,7 +207,7 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
     config = to_typed(composed, unread=[key for key in unread if composed.plan or unread[key]])
     check_config(config, has_accelerator=True)
     check_objective(config)
-    check_read(Run(config), list_given(arguments), continues=config.resume is not None)
+    check_read(CheckedConfig(config), list_given(arguments), continues=config.resume is not None)
     if config.plan:
         check_world_size(config)
     return config.output_dir

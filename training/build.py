@@ -48,14 +48,15 @@ from training.resolution.user_loss import build_run_loss
 from training.scoring.first_pass import OnlineTeacher, build_first_pass
 from training.scoring.reference_logprobs import compute_model_id, prepare_reference
 from training.scoring.teacher import TeacherTask, check_visible, find_missing, score
-from training.setup import RunSetup
+from training.setup import Run, RunSetup
 
 
-def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> StageModule:
+def build_stage(run: Run, trains: bool = True) -> StageModule:
     """Return this rank's stage, its weights loaded. All ranks call it, in a process group.
 
     trains: False for a stage that is only evaluated. Raises UserError when a tensor is missing or has a wrong shape.
     """
+    config, setup, ranks = run.config, run.setup, run.ranks
     ranks_of_stage = StageRanks(
         topology=setup.layout.topology,
         schedule=build_schedule(setup.layout),
@@ -107,44 +108,34 @@ def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
     return WeightSharding(config.offload_parameters is Offload.cpu, pins=has_accelerator())
 
 
-def build_engine(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> Engine:
+def build_engine(run: Run, trains: bool = True) -> Engine:
     """Start the engine of this rank's stage; see `build_stage`."""
-    stage = build_stage(config, setup, ranks, trains)
-    with ranks.phase("starting the engine"):
-        return start_engine(stage, config, setup.layout, trains)
+    stage = build_stage(run, trains)
+    with run.ranks.phase("starting the engine"):
+        return start_engine(stage, run.config, run.setup.layout, trains)
 
 
 def build_loaders(
-    config: RunConfig,
-    setup: RunSetup,
-    engine: Engine,
-    data: RankData,
-    budget: StepBudget,
-    teacher: OnlineTeacher | None = None,
+    run: Run, engine: Engine, data: RankData, budget: StepBudget, teacher: OnlineTeacher | None = None
 ) -> loaders.Loaders:
     """Build the training and evaluation loaders of this rank's stage, and the pass that comes before each step. All
     ranks call it: the engine computes what a loader needs of the reference model, unless it is cached.
     """
-    reference = _prepare_reference(config, setup, engine, data)
+    reference = _prepare_reference(run.setup, engine, data)
     with data.ranks.phase("opening the data"):
         built = loaders.build_loaders(
-            config, engine.module, data, budget, reference, _read_as_teacher(setup, data, teacher)
+            run.config, engine.module, data, budget, reference, _read_as_teacher(run.setup, data, teacher)
         )
-    return dataclasses.replace(built, first_pass=build_first_pass(engine, config, teacher))
+    return dataclasses.replace(built, first_pass=build_first_pass(engine, run.config, teacher))
 
 
 def build_eval_loaders(
-    config: RunConfig,
-    setup: RunSetup,
-    engine: Engine,
-    data: RankData,
-    sizes: Mapping[str, EvalSize],
-    teacher: OnlineTeacher | None = None,
+    run: Run, engine: Engine, data: RankData, sizes: Mapping[str, EvalSize], teacher: OnlineTeacher | None = None
 ) -> dict[str, Any]:
     """Build the loaders of an evaluation only; see `build_loaders`. sizes: by the names of the evaluation files."""
-    reference = _prepare_reference(config, setup, engine, data)
-    as_teacher = _read_as_teacher(setup, data, teacher)
-    return loaders.build_eval_loaders(config, engine.module, data, sizes, reference, as_teacher)
+    reference = _prepare_reference(run.setup, engine, data)
+    as_teacher = _read_as_teacher(run.setup, data, teacher)
+    return loaders.build_eval_loaders(run.config, engine.module, data, sizes, reference, as_teacher)
 
 
 def _read_as_teacher(
@@ -157,23 +148,24 @@ def _read_as_teacher(
     return lambda key: loaders.build_options(config, module, dataclasses.replace(data, layout=layout), key)
 
 
-def build_online_teacher(config: RunConfig, setup: RunSetup, ranks: Ranks) -> OnlineTeacher | None:
+def build_online_teacher(run: Run) -> OnlineTeacher | None:
     """Return the teacher of a distillation that stays in memory (`distill.online`); None without one. All ranks call
     it, before the student is built. Raises UserError."""
-    teacher = setup.teacher
-    if teacher is None or not config.distill.online:
+    teacher, keys = run.teacher, run.config.distill
+    if teacher is None or not keys.online:
         return None
-    ranks.say(f"teacher: {teacher.architecture.model_type} from {teacher.source.path}, next to the student")
-    engine = build_engine(teacher.config, teacher, ranks, trains=False)
-    num_tokens = min(setup.architecture.vocab_size, teacher.architecture.vocab_size)
-    keys, parallel = config.distill, engine.module.parallel
-    return OnlineTeacher(engine, TeacherHead(teacher.architecture, keys.temperature, keys.top_k, num_tokens, parallel))
+    architecture = teacher.setup.architecture
+    run.ranks.say(f"teacher: {architecture.model_type} from {teacher.setup.source.path}, next to the student")
+    engine = build_engine(teacher, trains=False)
+    num_tokens = min(run.setup.architecture.vocab_size, architecture.vocab_size)
+    parallel = engine.module.parallel
+    return OnlineTeacher(engine, TeacherHead(architecture, keys.temperature, keys.top_k, num_tokens, parallel))
 
 
-def prepare_teacher(config: RunConfig, setup: RunSetup, data: RankData) -> RankData:
+def prepare_teacher(run: Run, data: RankData) -> RankData:
     """Return `data` with what the teacher of a distillation has written; where that is missing, the teacher is built,
     scores the data, and is gone before the student is built. All ranks call it. Raises UserError."""
-    teacher = setup.teacher
+    config, setup, teacher = run.config, run.setup, run.setup.teacher
     if teacher is None or config.distill.online:
         return data
     top_k, temperature = config.distill.top_k, config.distill.temperature
@@ -194,7 +186,7 @@ def prepare_teacher(config: RunConfig, setup: RunSetup, data: RankData) -> RankD
     missing = find_missing(tasks, top_k, data.ranks)
     if missing:
         data.ranks.say(f"teacher: {teacher.architecture.model_type} from {teacher.source.path}")
-        engine = build_engine(teacher.config, teacher, data.ranks, trains=False)
+        engine = build_engine(dataclasses.replace(run, setup=teacher), trains=False)
         options = loaders.build_options(
             teacher.config, engine.module, dataclasses.replace(data, layout=teacher.layout), missing[0].key
         )
@@ -220,9 +212,10 @@ def _identify(source: WeightSource, setup: RunSetup, ranks: Ranks) -> str:
     return compute_model_id(source, setup.config, choose_kernels(setup.config, setup.architecture), quantized, ranks)
 
 
-def _prepare_reference(config: RunConfig, setup: RunSetup, engine: Engine, data: RankData) -> dict[str, Path]:
+def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> dict[str, Path]:
     if setup.reference is None:
         return {}
+    config = setup.config
     key = next(iter(data.datasets))  # rows are scored one by one, so what is particular to a file does not count
     options = loaders.build_options(config, engine.module, data, key)
     datasets = loaders.list_scored(config, data.datasets)

@@ -29,22 +29,14 @@ from models.weights.source import get_whole_config
 from models.weights.sources import open_weights
 from models.weights.trained_adapter import read_trained_adapter
 from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
-from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
-from training.config.schema import RunConfig
 from training.hub.upload import Uploader
 from training.inputs.datasets import build_chat_template
 from training.objectives.registry import get_objective
-from training.setup import RunSetup
+from training.setup import Run, RunSetup
 
 
-def prepare_folder(
-    config: RunConfig,
-    setup: RunSetup,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: RunFolder,
-    stop_tokens: Collection[str] = (),
-) -> None:
+def prepare_folder(run: Run, tokenizer: PreTrainedTokenizerBase, stop_tokens: Collection[str] = ()) -> None:
     """Write the files next to the checkpoints: the run's config, the model's config.json and the tokenizer. With
     `overwrite_output_dir`, delete the files of an earlier run first. Main rank only.
 
@@ -52,6 +44,7 @@ def prepare_folder(
     All checkpoints share these files, so a resumed run leaves those that are the same untouched, and replaces the
     others whole. Raises UserError, before anything is deleted, when the disk has no room.
     """
+    config, setup, folder = run.config, run.setup, run.folder
     is_resumed = setup.source.path.resolve() == folder.checkpoints.resolve()
     passthrough = Passthrough()
     if setup.adapter is None and not is_resumed:
@@ -75,20 +68,19 @@ def prepare_folder(
         save_sentence_files(described, staged)
     if not is_resumed:  # else these exist
         ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(sorted(stop_tokens))]
-        _save_model_files(config, setup, tokenizer, staged, passthrough, ends)
+        _save_model_files(setup, tokenizer, staged, passthrough, ends)
     publish_changed(staged, folder.checkpoints)
     shutil.rmtree(staged)
 
 
 def _save_model_files(
-    config: RunConfig,
     setup: RunSetup,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     passthrough: Passthrough,
     ends: Sequence[int | None],
 ) -> None:
-    source = setup.source
+    config, source = setup.config, setup.source
     has_own_tokenizer = config.tokenizer_name_or_path is not None or build_chat_template(config.data)
     for source_dir in (source.path, source.config_dir):
         copy_small_files(source_dir, folder, with_tokenizer=source_dir == source.path and not has_own_tokenizer)
@@ -107,12 +99,13 @@ def _save_model_files(
         set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
 
 
-def export_steps(setup: RunSetup, folder: RunFolder, uploader: Uploader | None, step: int) -> None:
+def export_steps(run: Run, uploader: Uploader | None, step: int) -> None:
     """Export the steps of `export_steps` up to this one, just saved, while the run continues; and this one, if it is
     one of `hub.every`. That one becomes `hf/`, which is uploaded; it is skipped while the upload before has not
     ended."""
-    config, source = setup.config, folder.find_checkpoint(step)
-    for due in list_unexported(setup, folder, step):
+    config, setup, folder = run.config, run.setup, run.folder
+    source = folder.find_checkpoint(step)
+    for due in list_unexported(run, step):
         export(setup, folder.find_checkpoint(due), folder.find_export(due), shows=False)
     if uploader is None or not config.hub.is_due(step):
         return
@@ -123,14 +116,15 @@ def export_steps(setup: RunSetup, folder: RunFolder, uploader: Uploader | None, 
     uploader.start(folder.export, f"step {step}")
 
 
-def export_end(setup: RunSetup, folder: RunFolder, step: int, best_step: int | None) -> Path | None:
+def export_end(run: Run, step: int, best_step: int | None) -> Path | None:
     """Export the model that a run ends with, after the steps of `export_steps` that still lack their export. Returns
     the folder; None for a run that saved nothing at its end.
 
     step: the last one. best_step: that of `load_best_model_at_end`, or None. Raises UserError where the checkpoint to
     export is not there.
     """
-    for due in list_unexported(setup, folder, step):
+    setup, folder = run.setup, run.folder
+    for due in list_unexported(run, step):
         export(setup, folder.find_checkpoint(due), folder.find_export(due))
     lost = [str(due) for due in setup.config.export_steps if due <= step and not folder.find_export(due).exists()]
     if lost:
@@ -147,10 +141,10 @@ def export_end(setup: RunSetup, folder: RunFolder, step: int, best_step: int | N
     )
 
 
-def list_unexported(setup: RunSetup, folder: RunFolder, step: int) -> list[int]:
+def list_unexported(run: Run, step: int) -> list[int]:
     """Return the steps of `export_steps` up to `step` that are saved and not exported: this one, and earlier ones whose
     export has failed or was interrupted."""
-    due = [each for each in sorted(set(setup.config.export_steps)) if each <= step]
+    folder, due = run.folder, [each for each in sorted(set(run.config.export_steps)) if each <= step]
     return [each for each in due if folder.find_checkpoint(each).is_dir() and not folder.find_export(each).exists()]
 
 

@@ -23,28 +23,27 @@ from errors import UserError
 from filesystem import hash_file
 from models.storage.manifest import MANIFEST_NAME, has_manifest
 from models.weights.fingerprint import fingerprint_files
-from training.distributed.ranks import Ranks, raise_together
+from training.distributed.ranks import raise_together
 from training.inputs.datasets import build_row_plan
 from training.objectives.registry import describe_objective
-from training.setup import RunSetup
+from training.setup import Run, RunSetup
 
 Files = dict[str, tuple[str, str]]  # what it is, in words -> its fingerprint, and where it is
 _MISSING = ("none", "nowhere")  # what a host lacks
 _MOST_NAMED = 5  # of what no two hosts have in common
 
 
-def check_same_files(
-    setup: RunSetup, datasets: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, ranks: Ranks
-) -> None:
+def check_same_files(run: Run, datasets: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that this host reads what the others do. All ranks call it, in a process group. Raises UserError, on all of
     them, where hosts differ, or one cannot read its files."""
+    ranks = run.ranks
     if ranks.local_size == ranks.world_size:
         return
     own: Files | None = None
     error = None
     try:
         if ranks.local_rank == 0:
-            own = list_files(setup, datasets, tokenizer)
+            own = list_files(run.setup, datasets, tokenizer)
     except (UserError, OSError, ValueError) as mistake:
         error = UserError(f"{socket.gethostname()} cannot compare what it reads with other hosts: {mistake}")
     raise_together(error)

@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.inspection.files import save_skipped
 from training.build import build_engine, build_eval_loaders, build_loaders, build_online_teacher, prepare_teacher
-from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.checkpoint.timeline import announce_start, find_abandoned, record_start, set_aside
-from training.config.incompatible import Run
+from training.config.incompatible import CheckedConfig
 from training.config.schema import Init, RunConfig, to_typed
 from training.config.validate import check_config
 from training.distributed import process
@@ -43,7 +42,7 @@ from training.observability.telemetry import Telemetry
 from training.resolution.readers import check_read
 from training.scoring.first_pass import build_first_pass
 from training.setup import (
-    RunSetup,
+    Run,
     check_run,
     describe_identity,
     find_run_machine,
@@ -72,15 +71,13 @@ def run(composed: Any, given: Collection[str] = ()) -> None:
             check_upload(config.hub.repo_id)
         with ranks.phase("checking the run and reading the model's config"):
             setup = check_run(config, ranks, given)
-        config = setup.config
-        folder = RunFolder(config.output_dir)
+        this_run = Run.of(setup, ranks)
         with ranks.phase("creating the repository of hub.repo_id"):
-            uploader = open_uploader(config.hub, folder) if uploads else None
-    log = folder.path / "logs" / f"rank_{ranks.rank}.log"
+            uploader = open_uploader(config.hub, this_run.folder) if uploads else None
+    log = this_run.folder.path / "logs" / f"rank_{ranks.rank}.log"
     process.redirect_output_to_log(log, ranks)
     with exit_on_user_error(ranks, log=log):
-        work = evaluate_only if config.evaluate_only else partial(train, uploader=uploader)
-        signum = work(config, setup, folder, ranks)
+        signum = evaluate_only(this_run) if config.evaluate_only else train(this_run, uploader)
         process.leave_process_group()
     if signum:
         sys.exit(exit_code(signum))
@@ -103,7 +100,7 @@ def inspect_data(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -
         return
     check_config(config, has_accelerator=True)
     check_objective(config)
-    for text in check_read(Run(config), given, continues=config.resume is not None):
+    for text in check_read(CheckedConfig(config), given, continues=config.resume is not None):
         ranks.say(text)
     source = open_source(config, None)
     config = complete_labels(config, source.config)
@@ -111,26 +108,25 @@ def inspect_data(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -
     print_inspection(config, tokenize(config, tokenizer, ranks.say, compares_bytes=True), tokenizer)
 
 
-def train(
-    config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks, *, uploader: Uploader | None = None
-) -> int:
+def train(run: Run, uploader: Uploader | None = None) -> int:
     """Join the ranks, build, train and export. Returns the signal that ended the run early, or 0. uploader: of the main
     rank."""
+    ranks, folder = run.ranks, run.folder
     if ranks.is_main:
         folder.acquire_lock()
         discard_requests(folder.path)
-    tokenizer = prepare_data(config, setup, ranks)
+    tokenizer = prepare_data(run)
     with ranks.phase("measuring this machine"):
-        machine = find_run_machine(config, ranks) if ranks.is_main else None  # while the other ranks wait
+        machine = find_run_machine(run.config, ranks) if ranks.is_main else None  # while the other ranks wait
     join_ranks(ranks)
-    watchdog = build_watchdog(config, setup, folder, ranks)
+    watchdog = build_watchdog(run)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
-        datasets = tokenize(config, tokenizer)  # reads the cache
-        setup = agree_on_setup(config, setup, ranks)
-        config = setup.config
+        datasets = tokenize(run.config, tokenizer)  # reads the cache
+        run = agree_on_setup(run)
+        config, setup = run.config, run.setup
         with ranks.phase("comparing what the hosts read"):
-            check_same_files(setup, datasets, tokenizer, ranks)
-        budget, start = agree_on_steps(config, setup, datasets, tokenizer, ranks)
+            check_same_files(run, datasets, tokenizer)
+        budget, start = agree_on_steps(run, datasets, tokenizer)
         if budget.finished:
             ranks.say(f"resume: {budget.finished}")
             if ranks.is_main:
@@ -142,18 +138,18 @@ def train(
         hosts = process.gather_hosts()
         with ranks.phase("planning the step"):
             prediction = predict_run(
-                config, setup, machine, train_path=datasets.get("train_file"), num_samples=budget.num_samples,
-                steps=range(start.step, budget.last_step), ranks=ranks,
+                run, machine, train_path=datasets.get("train_file"), num_samples=budget.num_samples,
+                steps=range(start.step, budget.last_step),
             )  # fmt: skip
         if setup.recomputation is not None:
             ranks.say(setup.recomputation)
         if prediction is not None:
-            show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
-        data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
+            show_start(run, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
+        data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
         memory = MemoryPeak(process.current_device())
-        teacher = build_online_teacher(config, setup, ranks)
-        engine = build_engine(config, setup, ranks)
-        loaders = build_loaders(config, setup, engine, data, budget, teacher)
+        teacher = build_online_teacher(run)
+        engine = build_engine(run)
+        loaders = build_loaders(run, engine, data, budget, teacher)
         watchdog.limit_collectives()
         if setup.resume_from is not None:
             with ranks.phase("loading the checkpoint's optimizer state"):
@@ -162,9 +158,9 @@ def train(
         reporters: list[Reporter] = []
         if prediction is not None:
             # Only now: a run that could not start deletes nothing, and sets nothing aside.
-            notes = begin_line(config, setup, folder)
+            notes = begin_line(run)
             stops = list_trained_stops(config, tokenizer, datasets.get("train_file"))
-            prepare_folder(config, setup, tokenizer, folder, stops)
+            prepare_folder(run, tokenizer, stops)
             folder.skipped.unlink(missing_ok=True)
             save_skipped(datasets, folder.skipped)
             record_start(folder, config, setup.resume_from, budget.last_step)
@@ -184,37 +180,39 @@ def train(
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = TrainingLoop(
             engine, config, budget, start, folder, loaders=loaders, reporting=Reporting(reporters, telemetry),
-            hooks=Hooks(setup.callbacks, partial(export_steps, setup, folder, uploader)),
+            hooks=Hooks(setup.callbacks, partial(export_steps, run, uploader)),
         )  # fmt: skip
         watchdog.limit_collectives()  # including those of the loop's group
         with watchdog.following(engine.module):
             loop.run()
-        conclude(config, setup, folder, ranks, loop, telemetry=telemetry, totals=totals, uploader=uploader)
+        conclude(run, loop, telemetry=telemetry, totals=totals, uploader=uploader)
     folder.release_lock()
     return loop.signum
 
 
-def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
+def evaluate_only(run: Run) -> int:
     """Join the ranks, build and evaluate, instead of `train`. Returns 0."""
-    tokenizer = prepare_data(config, setup, ranks)
+    ranks, folder, config = run.ranks, run.folder, run.config
+    tokenizer = prepare_data(run)
     join_ranks(ranks)
-    watchdog = build_watchdog(config, setup, folder, ranks)
+    watchdog = build_watchdog(run)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)
-        setup = load_resumed(setup, config, ranks.say)
-        check_same_files(setup, datasets, tokenizer, ranks)
+        run = replace(run, setup=load_resumed(run.setup, ranks.say))
+        setup = run.setup
+        check_same_files(run, datasets, tokenizer)
         sizes = process.broadcast_from_main(lambda: measure_evaluations(config, setup.layout, datasets), ranks)
         hosts = process.gather_hosts()
         reporters: list[Reporter] = []
         if ranks.is_main:
             folder.path.mkdir(parents=True, exist_ok=True)
             save_skipped(datasets, folder.skipped)
-            show_evaluation(config, setup, sizes=sizes, datasets=datasets, hosts=hosts)
+            show_evaluation(run, sizes=sizes, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
-        data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
-        teacher = build_online_teacher(config, setup, ranks)
-        engine = build_engine(config, setup, ranks, trains=False)
-        loaders = build_eval_loaders(config, setup, engine, data, sizes, teacher)
+        data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
+        teacher = build_online_teacher(run)
+        engine = build_engine(run, trains=False)
+        loaders = build_eval_loaders(run, engine, data, sizes, teacher)
         metrics = get_objective(config).metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config, teacher))
         watchdog.limit_collectives()
@@ -226,8 +224,9 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
     return 0
 
 
-def prepare_data(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTokenizerBase:
+def prepare_data(run: Run) -> PreTrainedTokenizerBase:
     """Return the tokenizer, with which the first rank of each host has tokenized the data; the others do not wait."""
+    config, setup, ranks = run.config, run.setup, run.ranks
     # Rank 0 of each host reports: all ranks of a host see the error, other hosts may not.
     with exit_on_user_error(ranks, reports=ranks.local_rank == 0):
         process.find_device(ranks)
@@ -248,35 +247,32 @@ def join_ranks(ranks: Ranks) -> None:
         process.join_process_group(PREPARATION_TIMEOUT)
 
 
-def build_watchdog(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> Watchdog:
+def build_watchdog(run: Run) -> Watchdog:
     """Return the watchdog of a run whose ranks have joined."""
     return Watchdog(
-        ranks, config.stuck_minutes, setup.layout.name_rank, grace_seconds=config.grace_seconds,
-        logs=folder.path / "logs",
+        run.ranks, run.config.stuck_minutes, run.setup.layout.name_rank, grace_seconds=run.config.grace_seconds,
+        logs=run.folder.path / "logs",
     )  # fmt: skip
 
 
-def agree_on_setup(config: RunConfig, setup: RunSetup, ranks: Ranks) -> RunSetup:
-    """Return the setup with the weights of the checkpoint to resume from, and what follows from a GPU as the main rank
+def agree_on_setup(run: Run) -> Run:
+    """Return the run with the weights of the checkpoint to resume from, and what follows from a GPU as the main rank
     has it: the split into stages, the times of passes that order a schedule, and the recomputation of `auto`. Ranks on
     other GPUs would exchange other things, and wait forever."""
-    setup = load_resumed(setup, config, ranks.say)
-    own = setup.config
+    own, setup = run.config, load_resumed(run.setup, run.ranks.say)
     mode, interval, layout, bounds = process.broadcast_from_main(
-        lambda: (own.activation_checkpoint_mode, own.activation_checkpoint_interval, setup.layout, setup.bounds), ranks
+        lambda: (own.activation_checkpoint_mode, own.activation_checkpoint_interval, setup.layout, setup.bounds),
+        run.ranks,
     )
     agreed = replace(own, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
-    return replace(setup, config=agreed, layout=layout, bounds=bounds)
+    return replace(run, setup=replace(setup, config=agreed, layout=layout, bounds=bounds))
 
 
 def agree_on_steps(
-    config: RunConfig,
-    setup: RunSetup,
-    datasets: dict[str, Path],
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
+    run: Run, datasets: dict[str, Path], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[StepBudget, TrainerState]:
     """Return the length and the start of the run, as counted by the main rank."""
+    config, setup, ranks = run.config, run.setup, run.ranks
     with ranks.phase("counting steps and fingerprinting the base model"):
         return process.broadcast_from_main(
             lambda: compute_step_budget(
@@ -286,11 +282,12 @@ def agree_on_steps(
         )
 
 
-def begin_line(config: RunConfig, setup: RunSetup, folder: RunFolder) -> list[Event]:
+def begin_line(run: Run) -> list[Event]:
     """Set aside the steps that the run abandons where it starts, and drop the records of what did not lead there. Main
     rank only. Returns the event of it, if any."""
-    abandoned, notes = find_abandoned(folder, setup.resume_from), list[Event]()
-    if config.overwrite_output_dir:
+    folder = run.folder
+    abandoned, notes = find_abandoned(folder, run.setup.resume_from), list[Event]()
+    if run.config.overwrite_output_dir:
         return notes
     if abandoned:
         place = set_aside(folder, abandoned)
@@ -301,15 +298,7 @@ def begin_line(config: RunConfig, setup: RunSetup, folder: RunFolder) -> list[Ev
 
 
 def conclude(
-    config: RunConfig,
-    setup: RunSetup,
-    folder: RunFolder,
-    ranks: Ranks,
-    loop: TrainingLoop,
-    *,
-    telemetry: Telemetry,
-    totals: RunTotals,
-    uploader: Uploader | None,
+    run: Run, loop: TrainingLoop, *, telemetry: Telemetry, totals: RunTotals, uploader: Uploader | None
 ) -> None:
     """Export the model of a finished run, show how the run ended, and then upload the model and close its page and its
     loggers, which may wait for a network."""
@@ -318,22 +307,22 @@ def conclude(
         if reporter not in closed_last:
             reporter.close()
     if summary := telemetry.summarize():
-        ranks.say(summary)
-    if not ranks.is_main:
+        run.ranks.say(summary)
+    if not run.ranks.is_main:
         return
     state = loop.state
-    best = state.best if config.load_best_model_at_end else None
+    best = state.best if run.config.load_best_model_at_end else None
     exported = None
     if not loop.signum:
         if uploader is not None:
             uploader.wait()  # it may be reading hf/
-        exported = export_end(setup, folder, state.step, None if best is None else best.step)
+        exported = export_end(run, state.step, None if best is None else best.step)
         chosen = {} if best is None else {"best_step": best.step, "best_metric": best.value}
         evaluation = {"step": state.step, "num_tokens": state.num_tokens, **state.evaluation}
-        folder.write_completed({**evaluation, **chosen, "ended_by": loop.ended_by})
+        run.folder.write_completed({**evaluation, **chosen, "ended_by": loop.ended_by})
     records = loop.train_loader.describe_records()
     end = RunEnd(state.step, state.total_steps, loop.ended_by, loop.signum, loop.last_eval, best, exported)
-    show_end(totals, setup, folder, end, records)
+    show_end(run, totals, end, records)
     if uploader is not None and exported is not None:
         uploader.start(exported, f"step {state.step if best is None else best.step}")
         uploader.wait()

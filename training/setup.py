@@ -37,7 +37,7 @@ from training.checkpoint.resume import Resumable, choose_resume, choose_whole, f
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, read_state
 from training.checkpoint.timeline import find_abandoned
-from training.config.incompatible import Run
+from training.config.incompatible import CheckedConfig
 from training.config.schema import Device, FlashKernels, FusedKernels, Init, Precision, RunConfig
 from training.config.sources import list_file_keys, parse_key, read_files
 from training.config.teacher import derive_teacher
@@ -78,6 +78,29 @@ class RunSetup(ResolvedRun):
     unread: Sequence[str] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as one of its ranks has it."""
+
+    ranks: Ranks
+    folder: RunFolder  # `output_dir`
+    setup: RunSetup
+
+    @classmethod
+    def of(cls, setup: RunSetup, ranks: Ranks) -> Run:
+        return cls(ranks, RunFolder(setup.config.output_dir), setup)
+
+    @property
+    def config(self) -> RunConfig:
+        """The config, completed by what the checks have found."""
+        return self.setup.config
+
+    @property
+    def teacher(self) -> Run | None:
+        """The run of the teacher of a distillation over the same data; None without one."""
+        return None if self.setup.teacher is None else dataclasses.replace(self, setup=self.setup.teacher)
+
+
 def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> RunSetup:
     """Return the setup of a run, the same on all ranks. given: see `check_read`.
 
@@ -95,7 +118,7 @@ def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> R
         ranks.say(f"resume=auto: the run in {folder.path} was to start from {resume}, and has saved nothing since")
         config = dataclasses.replace(config, resume=resume)
     folder.check_usable(config.resume is not None or config.evaluate_only, config.overwrite_output_dir)
-    unread = check_read(Run(config), given, continues=resume is not None)
+    unread = check_read(CheckedConfig(config), given, continues=resume is not None)
     resumable = find_resume(resume, folder.checkpoints, config.trust_checkpoint) if resume else None
     resume_from = resumable.candidates[0] if resumable else None
     source = open_source(config, resume_from)
@@ -103,7 +126,7 @@ def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> R
     check_flash_kernels(setup)
     if not config.evaluate_only:
         check_same_adapter(setup.adapter, resume_from, _find_saved_init(resume_from))
-    reference = open_reference(config, setup, resume_from)
+    reference = open_reference(setup, resume_from)
     setup = dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference, unread=unread)
     if not config.evaluate_only and not config.overwrite_output_dir:
         find_abandoned(folder, resume_from).check_inputs(_list_inputs(setup))
@@ -204,12 +227,13 @@ def _open_resized(config: RunConfig, path: str) -> WeightSource:
     return ResizedVocabWeights(source, resize_config(source, rows)) if rows else source
 
 
-def open_reference(config: RunConfig, setup: RunSetup, resume_from: Path | None) -> WeightSource | None:
+def open_reference(setup: RunSetup, resume_from: Path | None) -> WeightSource | None:
     """Return the model at `model_name_or_path`, for an objective that needs it in addition to what a run trains; None
     for another.
 
     Raises UserError when it is gone.
     """
+    config = setup.config
     if not setup.objective.scored:
         return None
     if _source_path(config, resume_from) == weights_path(config):
@@ -219,12 +243,13 @@ def open_reference(config: RunConfig, setup: RunSetup, resume_from: Path | None)
     return reference
 
 
-def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None]) -> RunSetup:
+def load_resumed(setup: RunSetup, say: Callable[[str], None]) -> RunSetup:
     """Return the setup with the weights of the best whole checkpoint to resume from: the model's, or the adapter's with
     the model it started from; unchanged for a new run. All ranks call it, in a process group.
 
     say: reports what is wrong with better checkpoints. Raises UserError when none is whole.
     """
+    config = setup.config
     if setup.resumable is None:
         return setup
     step_dir = choose_whole(setup.resumable, say)
@@ -271,14 +296,7 @@ def find_run_machine(config: RunConfig, ranks: Ranks) -> Machine | None:
 
 
 def predict_run(
-    config: RunConfig,
-    setup: RunSetup,
-    machine: Machine | None,
-    *,
-    train_path: Path | None,
-    num_samples: int,
-    steps: range,
-    ranks: Ranks,
+    run: Run, machine: Machine | None, *, train_path: Path | None, num_samples: int, steps: range
 ) -> Prediction | None:
     """Return the prediction of the run on the main rank, None on the others. All ranks call it, since a CPU's layers
     are timed.
@@ -286,7 +304,7 @@ def predict_run(
     machine: on the main rank; None when it is unknown, which is reported. train_path: the tokenized folder of
     `train_file`; None where it is streamed, and rows are taken to be full. steps: those of the run.
     """
-    layout = setup.layout
+    config, setup, ranks, layout = run.config, run.setup, run.ranks, run.setup.layout
     if train_path is None:
         lengths = RowLengths(config.max_seq_length, config.max_seq_length, config.max_seq_length)
     else:

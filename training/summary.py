@@ -20,7 +20,6 @@ from models.heads.table import find_head
 from models.weights.passthrough import find_passthrough, render_mib
 from models.weights.source import WeightSource
 from training.checkpoint.best import Best
-from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.checkpoint.timeline import find_abandoned
 from training.config.schema import CheckpointMode, RunConfig
@@ -35,14 +34,13 @@ from training.pipeline.schedules import build_schedule
 from training.planner.disk import measure_passthrough, render_disk
 from training.planner.formatting import render_bytes, render_count, render_seconds
 from training.planner.prediction import Prediction
-from training.setup import RunSetup
+from training.setup import Run, RunSetup
 
 Facts = dict[str, str]
 
 
 def show_start(
-    config: RunConfig,
-    setup: RunSetup,
+    run: Run,
     *,
     datasets: dict[str, Path],
     budget: StepBudget,
@@ -52,6 +50,7 @@ def show_start(
 ) -> None:
     """Show what became of each file, and the panel of a run that trains. datasets: key -> tokenized folder. hosts: the
     host of each rank."""
+    config, setup = run.config, run.setup
     if datasets:
         show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
     facts = {"model": _describe_model(setup, prediction), "data": _describe_training_data(config, datasets, budget)}
@@ -78,29 +77,24 @@ def show_start(
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
     if setup.resume_from is not None:
         facts["resumed from"] = str(setup.resume_from)
-    facts |= describe_abandoned(config, setup)
+    facts |= describe_abandoned(run)
     show_panel(f"{Path(config.output_dir).name}: training on {setup.layout.describe_ranks()}", facts)
 
 
-def describe_abandoned(config: RunConfig, setup: RunSetup) -> Facts:
+def describe_abandoned(run: Run) -> Facts:
     """Return what the run sets aside before its first step; empty if that is nothing."""
-    folder = RunFolder(config.output_dir)
-    abandoned = find_abandoned(folder, setup.resume_from)
-    if config.overwrite_output_dir or not abandoned:
+    abandoned = find_abandoned(run.folder, run.setup.resume_from)
+    if run.config.overwrite_output_dir or not abandoned:
         return {}
-    size, place = render_bytes(abandoned.measure()), folder.abandoned
+    size, place = render_bytes(abandoned.measure()), run.folder.abandoned
     return {"set aside": f"in {place}: {abandoned.describe()} ({size}, which rm -r {place} frees)"}
 
 
 def show_evaluation(
-    config: RunConfig,
-    setup: RunSetup,
-    *,
-    sizes: Mapping[str, EvalSize],
-    datasets: dict[str, Path],
-    hosts: Sequence[str],
+    run: Run, *, sizes: Mapping[str, EvalSize], datasets: dict[str, Path], hosts: Sequence[str]
 ) -> None:
     """Show the panels of a run that only evaluates. See `show_start`."""
+    config, setup = run.config, run.setup
     show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
     facts = {
         "model": _describe_model(setup),
@@ -292,8 +286,9 @@ class RunEnd:
         )
 
 
-def show_end(totals: RunTotals, setup: RunSetup, folder: RunFolder, end: RunEnd, records: str) -> None:
+def show_end(run: Run, totals: RunTotals, end: RunEnd, records: str) -> None:
     """Show the panel at the end of a run. records: what became of those of a stream; else empty."""
+    setup, folder = run.setup, run.folder
     facts = totals.describe() | ({"data": records} if records else {})
     best, exported = end.best, end.exported
     if end.last_eval is not None:

@@ -22,7 +22,7 @@ from benchmarks.workload import compose_run
 from errors import UserError
 from models.adapters.options import AdapterName
 from models.weights.config_file import parse_config
-from training.config.incompatible import Run, check_together
+from training.config.incompatible import CheckedConfig, check_together
 from training.config.schema import (
     AttnImplementation,
     ContextParallelMode,
@@ -79,7 +79,7 @@ def plan_run(run: PublishedRun) -> Planned:
     model = _resolve_model(_describe_model(run), tuple(sorted(_shape_keys(run).items())))
     if run.split not in ("", "balanced") and keys.schedule != "zero_bubble":  # here it folds the pipeline
         keys = replace(keys, partition_method=_split(run, len(model.layers)))
-    check_together(Run(keys))
+    check_together(CheckedConfig(keys))
     resolved = resolve_layout(model, keys, Target(run.gpus, True, is_planned=True))
     costs = adjust_costs(run, resolved.costs, machine)
     plan = adjust_states(run, plan_resolved(resolved, machine, costs))

@@ -82,19 +82,19 @@ def build_all(case: Case) -> tuple[Engine, Loaders, RunConfig, Layout, list[int]
     from training.build import build_loaders, build_online_teacher, prepare_teacher
     from training.inputs.datasets import load_tokenizer, tokenize
     from training.inputs.loaders import RankData
-    from training.setup import build_setup, open_source
+    from training.setup import Run, build_setup, open_source
 
     config, ranks = case.config(), this_rank()
     setup = build_setup(config, open_source(config, None), ranks)
-    config = setup.config
+    run, config = Run.of(setup, ranks), setup.config
     tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
-    data = prepare_teacher(config, setup, RankData(datasets, tokenizer, setup.layout, ranks))
-    teacher = build_online_teacher(config, setup, ranks)
-    engine = build(config, setup, ranks)
+    data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
+    teacher = build_online_teacher(run)
+    engine = build(run)
     num_rows = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
     budget = StepBudget(num_rows, case.steps, case.steps)
-    loaders = build_loaders(config, setup, engine, data, budget, teacher)
+    loaders = build_loaders(run, engine, data, budget, teacher)
     return engine, loaders, config, setup.layout, setup.bounds
 
 
@@ -147,20 +147,18 @@ def train_case(case: Case) -> dict[str, Any]:
 
 def train_run(case: Case) -> None:
     """The whole run on this rank: what `trainer_base_ds_mp.py` does once the launcher has started it."""
-    from training.checkpoint.run_folder import RunFolder
     from training.run import evaluate_only, train
-    from training.setup import check_run
+    from training.setup import Run, check_run
 
     config = case.config()
     ranks = this_rank()
     work = evaluate_only if config.evaluate_only else train
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    setup = check_run(config, ranks)
-    folder = RunFolder(config.output_dir)
+    run = Run.of(check_run(config, ranks), ranks)
     try:
-        work(setup.config, setup, folder, ranks)
+        work(run)
     finally:
-        folder.release_lock()  # after an error too: the process lives on
+        run.folder.release_lock()  # after an error too: the process lives on
     for signum, handler in handlers.items():  # a run that a signal has ended keeps its own, until its process ends
         signal.signal(signum, handler)
     signal.set_wakeup_fd(-1)

@@ -11,7 +11,7 @@ from itertools import combinations
 
 from support.configs import set_keys
 
-from training.config.incompatible import INCOMPATIBLE, Pair, Run
+from training.config.incompatible import INCOMPATIBLE, CheckedConfig, Pair
 from training.config.schema import RunConfig
 
 Row = dict[str, str]  # axis -> value
@@ -123,8 +123,8 @@ class Refusals:
         # and those that no value changes: the machine's
         self._always = self._features({}) - set.union(*self._having.values())
 
-    def run(self, row: Mapping[str, str]) -> Run:
-        return Run(set_keys(self._base, *list_keys(row)), self._has_accelerator)
+    def run(self, row: Mapping[str, str]) -> CheckedConfig:
+        return CheckedConfig(set_keys(self._base, *list_keys(row)), self._has_accelerator)
 
     def _features(self, row: Mapping[str, str]) -> set[int]:
         run = self.run(row)

@@ -14,13 +14,22 @@ from support.configs import build_config
 from support.tiny import save_llama, save_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
+from models.adapters.adapter import Adapter
 from models.architecture.lookup import build_layers
 from models.conversion.convert import convert_to_pipeline, export_hugging_face
+from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
+from training.distributed.ranks import SINGLE_PROCESS
 from training.export import prepare_folder
 from training.resolution.architecture import complete_architecture
 from training.resolution.target import Target
+from training.setup import Run
+
+
+def build_run(source: WeightSource, folder: RunFolder, adapter: Adapter | None = None) -> Run:
+    setup: Any = SimpleNamespace(config=build_config(), source=source, architecture=source.config, adapter=adapter)
+    return Run(SINGLE_PROCESS, folder, setup)
 
 
 def test_a_model_stops_at_the_tokens_that_it_is_trained_to_stop_at(tmp_path: Path) -> None:
@@ -31,8 +40,7 @@ def test_a_model_stops_at_the_tokens_that_it_is_trained_to_stop_at(tmp_path: Pat
         file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 3}))
     tokenizer, folder = AutoTokenizer.from_pretrained(tmp_path / "hf"), RunFolder(tmp_path / "out")
     source = open_weights(str(tmp_path / "hf"))
-    setup: Any = SimpleNamespace(source=source, architecture=source.config, adapter=None)
-    prepare_folder(build_config(), setup, tokenizer, folder, stop_tokens=["<s>", "</s>"])
+    prepare_folder(build_run(source, folder), tokenizer, stop_tokens=["<s>", "</s>"])
     for name in names:
         assert json.loads((folder.checkpoints / name).read_text())["eos_token_id"] == [3, tokenizer.eos_token_id, 1]
 
@@ -46,18 +54,18 @@ def test_files_that_all_checkpoints_share_are_replaced_whole_and_only_when_they_
     tokenizer, folder = AutoTokenizer.from_pretrained(tmp_path / "hf"), RunFolder(tmp_path / "out")
     source = open_weights(str(tmp_path / "hf"))
     adapter = build_lora(build_layers(source.config)) if is_adapter else None
-    setup: Any = SimpleNamespace(source=source, architecture=source.config, adapter=adapter)
-    prepare_folder(build_config(), setup, tokenizer, folder)
+    run = build_run(source, folder, adapter)
+    prepare_folder(run, tokenizer)
     files = {file.name: file for file in folder.checkpoints.iterdir()}
     assert {"tokenizer.json", "config.json"} <= set(files) and ("adapter_config.json" in files) == is_adapter
     places = {name: (file.stat().st_ino, file.stat().st_mtime_ns) for name, file in files.items()}
-    prepare_folder(build_config(), setup, tokenizer, folder)
+    prepare_folder(run, tokenizer)
     assert {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in folder.checkpoints.iterdir()} == places
     before = {name: file.read_bytes() for name, file in files.items()}
     for name, file in files.items():
         os.link(file, tmp_path / name)
         file.write_text("half")  # through the link too
-    prepare_folder(build_config(), setup, tokenizer, folder)
+    prepare_folder(run, tokenizer)
     for name, content in before.items():
         assert files[name].read_bytes() == content
         assert (tmp_path / name).read_text() == "half"  # another file has taken its name
@@ -98,8 +106,9 @@ def _prepare(source_dir: Path, output: Path, *overrides: str) -> dict[str, Any]:
     """Returns the content of config.json next to the checkpoints."""
     source = open_weights(str(source_dir))
     architecture = complete_architecture(config := build_config(*overrides), source, Target(1, has_accelerator=False))
-    setup: Any = SimpleNamespace(source=source, architecture=architecture, adapter=None)
-    prepare_folder(config, setup, AutoTokenizer.from_pretrained(source_dir), folder := RunFolder(output))
+    setup: Any = SimpleNamespace(config=config, source=source, architecture=architecture, adapter=None)
+    folder = RunFolder(output)
+    prepare_folder(Run(SINGLE_PROCESS, folder, setup), AutoTokenizer.from_pretrained(source_dir))
     return json.loads((folder.checkpoints / "config.json").read_text())
 
 

@@ -27,13 +27,13 @@ def train_in_fp16(case: Case, initial_scale_power: int = 21) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from training.config import validate
-    from training.config.incompatible import Run, check_together
+    from training.config.incompatible import CheckedConfig, check_together
     from training.engine import pipeline_engine as engines
     from training.resolution import resolve
 
     written = engines.build_deepspeed_config
 
-    def check(run: Run) -> None:
+    def check(run: CheckedConfig) -> None:
         check_together(replace(run, has_accelerator=True))
 
     def build(*arguments: Any) -> dict[str, Any]:

@@ -37,9 +37,8 @@ def test_costs_are_counted_once_for_the_split_and_the_plan(tmp_path: Path, monke
     rows = RowLengths(longest=config.max_seq_length, padded=config.max_seq_length, filled=config.max_seq_length)
     monkeypatch.setattr(setups, "broadcast_from_main", lambda compute, ranks: compute())
     monkeypatch.setattr(setups, "measure_rows", Mock(return_value=rows))
-    predicted = setups.predict_run(
-        config, setup, machine, train_path=tmp_path, num_samples=2, steps=range(1), ranks=SINGLE_PROCESS
-    )
+    run = setups.Run.of(setup, SINGLE_PROCESS)
+    predicted = setups.predict_run(run, machine, train_path=tmp_path, num_samples=2, steps=range(1))
     assert predicted is not None
     assert count.call_count == 1 and predicted.costs is setup.costs
     assert machine is not None and predicted.hardware is machine and predicted.peak_flops == machine.peak_flops["bf16"]
@@ -78,7 +77,8 @@ def take_other_gpu(folder: str) -> tuple[Any, ...]:
     times = tuple(each._replace(forward=each.forward + ranks.rank) for each in own.layout.pass_times)
     assert times
     layout = dataclasses.replace(own.layout, pass_times=times)
-    agreed = agree_on_setup(config, dataclasses.replace(own, config=config, bounds=bounds, layout=layout), ranks)
+    own = dataclasses.replace(own, config=config, bounds=bounds, layout=layout)
+    agreed = agree_on_setup(setups.Run.of(own, ranks)).setup
     return agreed.config.activation_checkpoint_interval, agreed.bounds, agreed.layout.pass_times
 
 
@@ -165,5 +165,5 @@ def test_the_fp32_weights_of_a_run_in_bf16_are_for_a_run_that_continues(
     monkeypatch.setattr(setups, "_open_resized", lambda config, path: weights)
     config = build_config("precision=fp32", f"evaluate_only={str(evaluate_only).lower()}")
     monkeypatch.setattr(dataclasses, "replace", lambda setup, **found: found)
-    found = setups.load_resumed(Mock(adapter=None), config, print)
+    found = setups.load_resumed(Mock(adapter=None, config=config), print)
     assert (found["source"] is weights) is evaluate_only

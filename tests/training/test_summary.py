@@ -74,7 +74,8 @@ def test_the_two_lines_come_however_a_run_ends(
     totals.report({"step": 5, "loss": 2.5, "step_time": 2.0, "num_tokens": 400, "tokens_per_second": 50.0})
     if is_saved and not end.signum:
         end = replace(end, exported=folder.export)
-    show_end(totals, setup, folder, end, records="")
+    run: Any = SimpleNamespace(setup=setup, folder=folder)
+    show_end(run, totals, end, records="")
     shown = capfd.readouterr()
     lines = (shown.out + shown.err).splitlines()
     assert title in lines

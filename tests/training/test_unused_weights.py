@@ -26,9 +26,11 @@ from models.architecture.unused import group_names
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import to_typed
+from training.distributed.ranks import SINGLE_PROCESS
 from training.export import prepare_folder
 from training.planner.disk import CheckpointSize, count_disk_bytes
 from training.planner.run import plan_run
+from training.setup import Run
 from training.summary import describe_unused
 
 
@@ -91,11 +93,11 @@ def test_a_run_exports_them_as_they_were(workers: Callable[[int], WorkerGroup], 
 def test_a_run_without_them_neither_saves_nor_counts_them(material, tmp_path: Path) -> None:
     case, unused = material("deepseek_v3")
     source, folder = open_weights(str(case.model)), RunFolder(tmp_path / "out")
-    setup: Any = SimpleNamespace(source=source, architecture=source.config, adapter=None)
     tokenizer = AutoTokenizer.from_pretrained(case.workdir / "tokenizer")
     for export_unused in (True, False):
         config = build_config(f"export_unused={str(export_unused).lower()}", "overwrite_output_dir=true")
-        prepare_folder(config, setup, tokenizer, folder)
+        setup: Any = SimpleNamespace(config=config, source=source, architecture=source.config, adapter=None)
+        prepare_folder(Run(SINGLE_PROCESS, folder, setup), tokenizer)
         fields = read_config(folder.checkpoints)
         assert fields["num_nextn_predict_layers"] == int(export_unused)
         assert fields.get("passthrough_tensors", 0) == len(unused) * export_unused

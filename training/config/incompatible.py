@@ -30,7 +30,7 @@ class Scope(Enum):
 
 
 @dataclass(frozen=True)
-class Run:
+class CheckedConfig:
     """The input of a feature: a config and its machine. has_accelerator: true for a plan. has_experts: False where the
     model is known to be dense."""
 
@@ -51,12 +51,12 @@ class Feature:
     """
 
     words: str
-    holds: Callable[[Run], bool]
+    holds: Callable[[CheckedConfig], bool]
     key: str = ""
     scope: Scope = Scope.both
     switches: tuple[str, ...] = ()
 
-    def show(self, run: Run) -> str:
+    def show(self, run: CheckedConfig) -> str:
         return f"{self.key.removesuffix('.name')}={write_value(run.read(self.key))}" if self.key else self.words
 
 
@@ -663,12 +663,12 @@ INCOMPATIBLE = (
 )
 
 
-def list_conflicts(run: Run) -> list[Pair]:
+def list_conflicts(run: CheckedConfig) -> list[Pair]:
     """Return the pairs of the table of which this run has both features."""
     return [pair for pair in INCOMPATIBLE if pair.first.holds(run) and pair.second.holds(run)]
 
 
-def check_together(run: Run) -> None:
+def check_together(run: CheckedConfig) -> None:
     """Raise UserError for the first pair of features of the run that do not go together."""
     for pair in list_conflicts(run):
         raise UserError(

@@ -9,7 +9,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from errors import UserError
-from training.config.incompatible import Run, check_together
+from training.config.incompatible import CheckedConfig, check_together
 from training.config.ranges import check_ranges
 from training.config.schema import OptimizerConfig, RunConfig
 from training.config.sources import list_evaluations, parse_key, read_files
@@ -40,7 +40,7 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     _check_files(config)
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
-    check_together(Run(config, has_accelerator))
+    check_together(CheckedConfig(config, has_accelerator))
 
 
 def _check_files(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-Run = Callable[..., Any]
+Checkpointed = Callable[..., Any]
 Weak = Callable[[], "HostCopy | None"]  # a weak reference
 
 
@@ -96,12 +96,12 @@ class ActivationOffload:
         self._streams: CopyStreams | None = None
         self._staying: set[int] = set()
 
-    def wrap(self, checkpoint: Run) -> Run:
+    def wrap(self, checkpoint: Checkpointed) -> Checkpointed:
         """Return `checkpoint` with its saved inputs offloaded: `torch.utils.checkpoint.checkpoint` with its options,
         not reentrant: it saves the inputs as autograd saves any tensor, before it hides those of the layers (torch
         2.13)."""
 
-        def run(function: Run, *inputs: Any) -> Any:
+        def run(function: Checkpointed, *inputs: Any) -> Any:
             tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
             if all(tensor.is_leaf for tensor in tensors):
                 self._last = _no_copy  # the first group of a pass

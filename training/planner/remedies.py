@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from errors import UserError
 from models.adapters.options import AdapterName, AdapterOptions
-from training.config.incompatible import Run, check_together
+from training.config.incompatible import CheckedConfig, check_together
 from training.config.schema import CheckpointMode, Offload, OptimizerName, RunConfig, StateDtype
 from training.config.validate import check_config
 from training.costs.hardware import GIB
@@ -106,7 +106,7 @@ def _try(config: RunConfig, changes: Mapping[str, Any], build: Callable[[RunConf
         return None
     with suppress(UserError):
         check_config(changed, has_accelerator=True)
-        check_together(Run(changed))
+        check_together(CheckedConfig(changed))
         return Remedy(_render_all(changes), build(changed))
     return None
 

@@ -27,7 +27,7 @@ from models.weights.config_file import load_config, parse_config
 from models.weights.further import add_further
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
-from training.config.incompatible import Run
+from training.config.incompatible import CheckedConfig
 from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
 from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
@@ -68,7 +68,7 @@ def run_plan(composed: Any, given: Collection[str] = ()) -> None:
     with exit_on_user_error(SINGLE_PROCESS):
         config = to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir"))
         check_keys(config, has_accelerator=True)
-        run = Run(config, has_experts=has_experts(config))
+        run = CheckedConfig(config, has_experts=has_experts(config))
         for text in check_read(run, given, continues=config.resume is not None):
             SINGLE_PROCESS.say(text)
         for text in plan_run(config, width):

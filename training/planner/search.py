@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from errors import UserError
-from training.config.incompatible import Run, check_together
+from training.config.incompatible import CheckedConfig, check_together
 from training.config.schema import CheckpointMode, RunConfig
 from training.config.validate import check_config
 from training.costs.hardware import Machine
@@ -229,7 +229,7 @@ class _Search:
         with suppress(UserError):
             keys = replace(config, plan=True)
             check_config(keys, has_accelerator=True)
-            check_together(Run(keys))
+            check_together(CheckedConfig(keys))
             return True
         return False
 

@@ -16,7 +16,7 @@ from functools import cache
 from data.encoders.kinds import KINDS, find_keys
 from errors import UserError
 from models.adapters.options import AdapterName
-from training.config.incompatible import Feature, Run, write_value
+from training.config.incompatible import CheckedConfig, Feature, write_value
 from training.config.key_table import list_types
 from training.config.schema import DataConfig, find_default
 from training.config.sources import list_evaluations, parse_key
@@ -41,7 +41,7 @@ class Unread:
     reader: Feature
 
 
-def check_read(run: Run, given: Collection[str], *, continues: bool) -> list[str]:
+def check_read(run: CheckedConfig, given: Collection[str], *, continues: bool) -> list[str]:
     """Return in words the keys that the run does not read, those of its config file, and all of them where a run
     continues. Not named are those of the config file whose reader the command line turns off.
 
@@ -61,7 +61,7 @@ def check_read(run: Run, given: Collection[str], *, continues: bool) -> list[str
     return [f"{each.text} is not read, only by a run with {each.reader.words}" for each in named]
 
 
-def find_unread(run: Run, given: Collection[str]) -> Iterator[Unread]:
+def find_unread(run: CheckedConfig, given: Collection[str]) -> Iterator[Unread]:
     """Yield the keys that the run does not read, among those that `given` names or whose value is not the default. A
     default that asks for nothing (null, false, 0, one of several words) is never named."""
     for key, reader in list_readers().items():
@@ -71,7 +71,7 @@ def find_unread(run: Run, given: Collection[str]) -> Iterator[Unread]:
             yield Unread(key, f"{key}={write_value(value)}", reader)
 
 
-def _is_turned_off(run: Run, reader: Feature, given: Collection[str]) -> bool:
+def _is_turned_off(run: CheckedConfig, reader: Feature, given: Collection[str]) -> bool:
     """Return whether the command line turns off what would read a key."""
     return any(key in given and run.read(key) is None for key in reader.switches)
 
@@ -130,7 +130,7 @@ def _by_encoder(field: str) -> Feature:
     if field in BEYOND_THE_ENCODER:
         return by_kind
 
-    def holds(run: Run) -> bool:
+    def holds(run: CheckedConfig) -> bool:
         return by_kind.holds(run) and run.config.data.encoder is None
 
     return Feature(f"{by_kind.words} without data.encoder", holds)
@@ -140,11 +140,11 @@ def _by_task(name: str) -> Feature:
     return Feature(f"task={name}", lambda run: get_objective(run.config).name == name)
 
 
-def _counts_correct(run: Run) -> bool:
+def _counts_correct(run: CheckedConfig) -> bool:
     return get_objective(run.config).takes_user_loss and run.config.loss is None and EVALUATED.holds(run)
 
 
-def _divides_experts(run: Run) -> bool:
+def _divides_experts(run: CheckedConfig) -> bool:
     return run.config.expert_parallel_size > 1 or (run.config.plan == "search" and run.has_experts)
 
 

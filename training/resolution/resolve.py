@@ -33,7 +33,7 @@ from models.parallel.shard import ContextParallel
 from models.sharding.expert_parallel import check_expert_parallel
 from models.sharding.tensor_parallel import shard_layers
 from models.weights.source import DescribedModel, get_whole_config
-from training.config.incompatible import Run, check_together
+from training.config.incompatible import CheckedConfig, check_together
 from training.config.schema import AUTO, OptimizerName, RunConfig
 from training.config.validate import check_config
 from training.cost_terms import table
@@ -84,7 +84,7 @@ class ResolvedModel:
     def share(self, config: RunConfig) -> ResolvedModel:
         """Return the model of a plan with its layers, sequences and experts over as many ranks as `config` says, all
         other keys alike. Raises UserError where they cannot be shared so."""
-        check_together(Run(config))
+        check_together(CheckedConfig(config))
         check_expert_parallel(self.architecture, self.layers, config.expert_parallel_size)
         layers = self.layers
         if config.tensor_parallel_size != self.config.tensor_parallel_size:
@@ -139,7 +139,7 @@ def resolve(config: RunConfig, model: DescribedModel, target: Target) -> Resolve
 
 def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> ResolvedModel:
     """Return what is the same at any number of ranks. Raises UserError for what config and model cannot do together."""
-    check_together(Run(config, target.has_accelerator))
+    check_together(CheckedConfig(config, target.has_accelerator))
     objective, architecture = get_objective(config), complete_architecture(config, model, target)
     layers = _build_sharded(config, architecture, model)
     parts = check_run_sequences(config, architecture, layers)
@@ -186,7 +186,7 @@ def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> R
 
     def measure(choice: Choice) -> float:
         chosen = apply(choice)
-        check_together(Run(chosen, target.has_accelerator))
+        check_together(CheckedConfig(chosen, target.has_accelerator))
         return _measure_peak(place_layers(model, chosen, layout, target), target)
 
     choice, line = choose_recomputation(target.machine, measure)

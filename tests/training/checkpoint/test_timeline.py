@@ -25,7 +25,9 @@ from training.checkpoint.timeline import (
     record_start,
     set_aside,
 )
+from training.distributed.ranks import SINGLE_PROCESS
 from training.run import begin_line
+from training.setup import Run
 
 
 @pytest.fixture
@@ -85,12 +87,12 @@ def test_no_records_of_a_run_that_saved_nothing_are_those_of_another_folders_sta
     """Its lines for steps before the start would be taken for those that led to it."""
     (tmp_path / "other").mkdir()
     config: Any = SimpleNamespace(overwrite_output_dir=False)
-    own: Any = SimpleNamespace(resume_from=folder.find_checkpoint(6))
-    assert begin_line(config, own, folder) == [] and folder.metrics.exists() and folder.events.exists()
+    own: Any = SimpleNamespace(config=config, resume_from=folder.find_checkpoint(6))
+    assert begin_line(Run(SINGLE_PROCESS, folder, own)) == [] and folder.metrics.exists() and folder.events.exists()
     for path in [*list_checkpoints(folder.checkpoints), *folder.list_exports().values(), folder.export]:
         shutil.rmtree(path)
-    other: Any = SimpleNamespace(resume_from=write_checkpoint(tmp_path / "other", 4))
-    assert begin_line(config, other, folder) == []
+    other: Any = SimpleNamespace(config=config, resume_from=write_checkpoint(tmp_path / "other", 4))
+    assert begin_line(Run(SINGLE_PROCESS, folder, other)) == []
     assert not folder.metrics.exists() and not folder.events.exists()
 
 

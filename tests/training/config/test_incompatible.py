@@ -9,7 +9,7 @@ from support.configs import build_config, set_keys
 from support.refusals import EXAMPLES, TWO_RANKS
 
 from errors import UserError
-from training.config.incompatible import INCOMPATIBLE, Pair, Run, check_together, list_conflicts, render_table
+from training.config.incompatible import INCOMPATIBLE, CheckedConfig, Pair, check_together, list_conflicts, render_table
 from training.config.schema import RunConfig
 from training.config.validate import check_config
 
@@ -27,7 +27,7 @@ def base() -> RunConfig:
     ids=[f"{pair.first.words} + {pair.second.words}" for pair in INCOMPATIBLE],
 )
 def test_a_pair(base: RunConfig, pair: Pair, message: str, overrides: tuple[str, ...]) -> None:
-    run = Run(set_keys(base, *overrides), has_accelerator="a machine" not in pair.second.words)
+    run = CheckedConfig(set_keys(base, *overrides), has_accelerator="a machine" not in pair.second.words)
     assert list_conflicts(run) == [pair]
     with pytest.raises(UserError) as caught:
         check_together(run)
@@ -44,9 +44,9 @@ def test_the_checks_of_a_run_read_the_table(base: RunConfig) -> None:
 
 def test_one_feature_alone_is_not_refused(base: RunConfig) -> None:
     flash = set_keys(base, "attn_implementation=flash_attention_2", "data.packing=true")
-    check_together(Run(flash))
+    check_together(CheckedConfig(flash))
     for overrides in ((TWO_RANKS,), ("num_stages=2", "schedule=interleaved"), ("plan=search", "schedule=interleaved")):
-        check_together(Run(set_keys(base, *overrides), has_accelerator=False))
+        check_together(CheckedConfig(set_keys(base, *overrides), has_accelerator=False))
 
 
 def test_the_page_shows_the_table() -> None:

@@ -48,7 +48,7 @@ def build_counted(folder: Path) -> tuple[dict[str, int], list[str], list[int], i
     """(bytes made by dtype, operators of random numbers, decoder layers built, bytes of the stage's parameters)."""
     from models.weights.sources import open_weights
     from training.build import build_stage
-    from training.setup import build_setup
+    from training.setup import Run, build_setup
 
     config = build_config(
         "num_stages=2", f"partition_method={SPLIT}", "precision=bf16", "micro_batch_size=1", "global_batch_size=1"
@@ -62,7 +62,7 @@ def build_counted(folder: Path) -> tuple[dict[str, int], list[str], list[int], i
         init(self, config, layer_idx, *others)
 
     with patch.object(decoder_layer, "__init__", count), Made() as made:
-        module = build_stage(config, setup, this_rank())
+        module = build_stage(Run.of(setup, this_rank()))
     return made.bytes, made.random, built, sum(p.nbytes for p in module.parameters())
 
 

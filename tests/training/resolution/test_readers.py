@@ -20,7 +20,7 @@ from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
 from errors import UserError
-from training.config.incompatible import Run
+from training.config.incompatible import CheckedConfig
 from training.config.key_table import list_types
 from training.config.schema import RunConfig
 from training.config.validate import check_config
@@ -108,9 +108,9 @@ def choose(hint: Any, default: Any) -> Any:
 )
 def test_every_key_in_every_mode_is_read_or_named(root: Path, tmp_path: Path, mode: str) -> None:
     config = build_case(mode, root, tmp_path).config()
-    before = {each.key for each in find_unread(Run(config), ())}
+    before = {each.key for each in find_unread(CheckedConfig(config), ())}
     for key, reader in list_readers().items():
-        run = Run(give(config, key))
+        run = CheckedConfig(give(config, key))
         unread = set() if reader.holds(run) else {key}
         assert {each.key for each in find_unread(run, {key})} == before | unread
 
@@ -145,7 +145,7 @@ def test_a_plan_reads_nothing_that_the_table_denies(root: Path, tmp_path: Path, 
 
 def compare(config: RunConfig, read: set[str], *, trains: bool) -> None:
     """trains: else the table also holds what a training run of the same keys would read."""
-    run = Run(config)
+    run = CheckedConfig(config)
     denied = {key for key, reader in list_readers().items() if not reader.holds(run)}
     assert sorted(read & denied - COPIED) == []
     if trains:
@@ -170,7 +170,7 @@ def test_an_override_of_a_primary_config_leaves_keys_of_its_file_unread(
     config = OmegaConf.to_object(compose_config(name, "train_file=data.jsonl", *overrides))
     assert isinstance(config, RunConfig)
     check_config(config, has_accelerator=True)
-    found = check_read(Run(config), {override.partition("=")[0] for override in overrides}, continues=False)
+    found = check_read(CheckedConfig(config), {override.partition("=")[0] for override in overrides}, continues=False)
     assert [text.partition("=")[0] for text in found] == unread
 
 
@@ -180,9 +180,9 @@ def test_keys_of_an_adapter_without_one_are_refused_wherever_they_stand() -> Non
     config.adapter.name = type(config.adapter.name).none
     for given in ((), ("adapter.r",)):
         with pytest.raises(UserError, match="^adapter.r=4: this run does not read it, only one with adapter=lora"):
-            check_read(Run(config), given, continues=False)
+            check_read(CheckedConfig(config), given, continues=False)
     for given, continues in (("adapter",), False), ((), True), (("adapter.r",), True):
-        assert len(check_read(Run(config), given, continues=continues)) == 2
+        assert len(check_read(CheckedConfig(config), given, continues=continues)) == 2
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_keys_of_an_adapter_without_one_are_refused_wherever_they_stand() -> Non
 )
 def test_a_key_of_the_command_line_is_refused(overrides: tuple[str, ...], message: str) -> None:
     added = tuple("+" * override.startswith("data.template_kwargs.") + override for override in overrides)
-    run = Run(build_config(*added))
+    run = CheckedConfig(build_config(*added))
     with pytest.raises(UserError, match=f"^{message}"):
         check_read(run, {override.partition("=")[0] for override in overrides}, continues=False)
 
 
 def test_a_default_that_asks_for_nothing_is_not_named() -> None:
-    run = Run(build_config())
+    run = CheckedConfig(build_config())
     keys = ("eval_steps", "distill.divergence", "early_stopping_threshold", "data.train_on", "adapter.use_dora")
     assert check_read(run, keys, continues=False) == []
 
@@ -215,7 +215,7 @@ def test_a_default_that_asks_for_nothing_is_not_named() -> None:
 def test_a_search_reads_the_imbalance_of_a_mixture_alone(model: str) -> None:
     keys = (f"model={model}", "model_name_or_path=nowhere", "plan=search", "world_size=2", "moe.imbalance=3")
     config = build_config(*keys)
-    run = Run(config, has_experts=has_experts(config))
+    run = CheckedConfig(config, has_experts=has_experts(config))
     if model == "mixtral_8x7b":
         assert check_read(run, {"moe.imbalance"}, continues=False) == []
         return
