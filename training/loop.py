@@ -32,6 +32,7 @@ from training.inputs.loaders import Loaders
 from training.inputs.skipped_data import is_skipped, iterate_trained
 from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import STEPS_AT_ONCE, SharedTotals
+from training.objectives.objective import Metrics
 from training.objectives.registry import get_objective
 from training.observability.interval import Interval
 from training.observability.metrics import Event, Record, Reporter
@@ -39,76 +40,98 @@ from training.observability.nonfinite_probe import NonfiniteProbe, describe_nonf
 from training.observability.step_trace import StepTrace
 from training.observability.telemetry import Telemetry
 from training.optim.optimizer import count_state_bytes
+from training.setup import Run
 
 
 @dataclass(frozen=True)
-class Reporting:
-    """The measurements of a run and their receivers. reporters: empty on all ranks but the main one."""
+class Collaborators:
+    """The objects that a training loop works with."""
 
-    reporters: Sequence[Reporter]
+    engine: Engine
+    loaders: Loaders
+    totals: SharedTotals
+    metrics: Metrics  # of the objective; the evaluations have the same ones
+    evaluations: Evaluations
+    writer: CheckpointWriter
+    interrupts: Interrupts
+    callbacks: Callbacks
+    probe: NonfiniteProbe
     telemetry: Telemetry
+    reporters: Sequence[Reporter] = ()  # empty on all ranks but the main one
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """Functions that the loop calls at its events.
+def build_loop(
+    run: Run,
+    engine: Engine,
+    loaders: Loaders,
+    budget: StepBudget,
+    start: TrainerState,
+    *,
+    telemetry: Telemetry,
+    reporters: Sequence[Reporter],
+    export_steps: Callable[[int], None],
+) -> TrainingLoop:
+    """Build the loop of this rank. All ranks call it.
 
-    callbacks: user-defined, each with its name. export_steps: called in the save thread of the main rank with each step
-    that is saved.
+    reporters: as in `Collaborators`. export_steps: is called in the save thread of the main rank with each step that is
+    saved.
     """
+    config, folder = run.config, run.folder
+    group = make_host_group()
+    writer = CheckpointWriter(
+        engine, folder.checkpoints, Retention.of(config), config.async_save, weights_only=config.save_weights_only,
+        export=export_steps,
+    )  # fmt: skip
+    interrupts = Interrupts(
+        folder.path, config.grace_seconds, config.save_minutes, is_main=run.ranks.is_main, group=group
+    )
+    view = RunView(
+        folder.path, engine.rank, engine.layout.world_size, budget.last_step, engine.module, start.step,
+        start.num_tokens,
+    )  # fmt: skip
+    metrics = get_objective(config).metrics(engine.module.loss_fn, engine.device)
+    collaborators = Collaborators(
+        engine,
+        loaders,
+        SharedTotals(loaders.train, budget.last_step, group, 1 if config.data.streaming else STEPS_AT_ONCE),
+        metrics,
+        Evaluations(engine, loaders.evaluation, budget.evaluations, metrics, loaders.first_pass),
+        writer,
+        interrupts,
+        Callbacks(run.setup.callbacks, view, wait_for_save=partial(wait_for_save, writer, interrupts), group=group),
+        NonfiniteProbe(engine.module, engine.device),
+        telemetry,
+        reporters,
+    )
+    return TrainingLoop(config, folder, budget, start, collaborators)
 
-    callbacks: Sequence[tuple[str, Any]] = ()
-    export_steps: Callable[[int], None] = lambda step: None
+
+def wait_for_save(writer: CheckpointWriter, interrupts: Interrupts) -> None:
+    """Return when the save that is under way is complete. All ranks call it."""
+    with interrupts.saving():
+        writer.wait()
 
 
 class TrainingLoop:
     """The training loop of this rank. Every rank runs the same steps; rank 0, which reads inputs, also reports."""
 
     def __init__(
-        self,
-        engine: Engine,
-        config: RunConfig,
-        budget: StepBudget,
-        state: TrainerState,
-        folder: RunFolder,
-        *,
-        loaders: Loaders,
-        reporting: Reporting,
-        hooks: Hooks,
+        self, config: RunConfig, folder: RunFolder, budget: StepBudget, start: TrainerState, parts: Collaborators
     ) -> None:
-        """state: the start of the run."""
-        self.engine, self.train_loader = engine, loaders.train
-        self.config, self.budget, self.state, self.folder = config, budget, state, folder
-        self.reporters, self._telemetry = reporting.reporters, reporting.telemetry
+        self.config, self.folder, self.budget, self.state = config, folder, budget, start
+        self.engine, self.reporters, self.train_loader = parts.engine, parts.reporters, parts.loaders.train
+        self._totals, self._metrics, self._evaluations = parts.totals, parts.metrics, parts.evaluations
+        self._writer, self._interrupts, self._callbacks = parts.writer, parts.interrupts, parts.callbacks
+        self._probe, self._telemetry, self._first_pass = parts.probe, parts.telemetry, parts.loaders.first_pass
         self._trace = StepTrace(config.profile_trace, folder.path)
-        self.last_eval: Record | None = {"step": state.step, **state.evaluation} if state.evaluation else None
         self._criterion = Criterion.of(config)
-        self._writer = CheckpointWriter(
-            engine, folder.checkpoints, Retention.of(config), config.async_save,
-            weights_only=config.save_weights_only, export=hooks.export_steps,
-        )  # fmt: skip
-        self._probe = NonfiniteProbe(engine.module, engine.device)
-        group = make_host_group()
-        self._interrupts = Interrupts(
-            folder.path, config.grace_seconds, config.save_minutes, is_main=bool(self.reporters), group=group
-        )
+        self._mean_over = get_objective(config).mean_over
+        self._interval = Interval(torch.zeros((), dtype=torch.float64, device=parts.engine.device))
         self._eval_every = steps_between(config.eval_steps, config.eval_epochs, len(self.train_loader))
         self._save_every = steps_between(config.save_steps, config.save_epochs, len(self.train_loader))
-        at_once = 1 if config.data.streaming else STEPS_AT_ONCE
-        self._totals = SharedTotals(self.train_loader, budget.last_step, group, at_once)
+        self.last_eval: Record | None = {"step": start.step, **start.evaluation} if start.evaluation else None
         self.signum = 0  # the signal that ended the run early
         self.ended_by = ""
-        view = RunView(
-            folder.path, engine.rank, engine.layout.world_size, budget.last_step, engine.module, state.step,
-            state.num_tokens,
-        )  # fmt: skip
-        self._callbacks = Callbacks(hooks.callbacks, view, wait_for_save=self._wait_for_save, group=group)
-        self._interval = Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
-        objective = get_objective(config)
-        self._mean_over = objective.mean_over
-        self._metrics = objective.metrics(engine.module.loss_fn, engine.device)
-        self._first_pass = loaders.first_pass
-        self._evaluations = Evaluations(engine, loaders.evaluation, budget.evaluations, self._metrics, self._first_pass)
 
     def run(self) -> TrainerState:
         """Train to `budget.last_step` or until asked to end, evaluate and save there, and return the final state.
@@ -134,7 +157,7 @@ class TrainingLoop:
                 self._save()  # what the run exports is a checkpoint of its own
             while not self.ended_by:
                 self._step_and_after(micro_batches)
-            self._wait_for_save()
+            wait_for_save(self._writer, self._interrupts)
             self._notice_signal()
             self._callbacks.finish_save()
             self._callbacks.update_view(ended_by=self.ended_by)
@@ -256,10 +279,6 @@ class TrainingLoop:
         patience = describe_patience(best, self.config.early_stopping_threshold)
         self._note("warning", f"early stopping: {patience}", shown=True)
 
-    def _wait_for_save(self) -> None:
-        with self._interrupts.saving():
-            self._writer.wait()
-
     def _is_best_to_keep(self) -> bool:
         best = self.state.best
         return self.config.load_best_model_at_end and best is not None and best.step == self.state.step
@@ -303,7 +322,7 @@ class TrainingLoop:
                     "learning_rate, and continue with resume=auto; on_nonfinite=skip skips such steps"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
-            self._wait_for_save()
+            wait_for_save(self._writer, self._interrupts)
             raise_together(error)
 
     def _report_interval(self) -> None:

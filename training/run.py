@@ -32,7 +32,7 @@ from training.inputs.datasets import check_same_tokens, complete_labels, list_tr
 from training.inputs.inspection import print_inspection
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
-from training.loop import Hooks, Reporting, TrainingLoop
+from training.loop import TrainingLoop, build_loop
 from training.objectives.registry import check_objective, get_objective
 from training.observability.loggers import IsolatedReporter
 from training.observability.metrics import Event, Reporter
@@ -178,9 +178,9 @@ def train(run: Run, uploader: Uploader | None = None) -> int:
         timer = StageTimer(engine, memory)
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
-        loop = TrainingLoop(
-            engine, config, budget, start, folder, loaders=loaders, reporting=Reporting(reporters, telemetry),
-            hooks=Hooks(setup.callbacks, partial(export_steps, run, uploader)),
+        loop = build_loop(
+            run, engine, loaders, budget, start, telemetry=telemetry, reporters=reporters,
+            export_steps=partial(export_steps, run, uploader),
         )  # fmt: skip
         watchdog.limit_collectives()  # including those of the loop's group
         with watchdog.following(engine.module):

@@ -19,16 +19,18 @@ from support.configs import build_config
 from data.loading.step_totals import StepTotals
 from errors import UserError
 from models.layers.documents import DocumentBounds
-from training import evaluations, loop
+from training import evaluations
 from training.callbacks import Callbacks, RunView
 from training.checkpoint.best import Best
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.distributed.interrupts import Interrupt
 from training.distributed.topology import Layout, Topology
+from training.evaluations import Evaluations
 from training.inputs.loaders import Loaders
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.loop import Hooks, Reporting, TrainingLoop
+from training.loop import Collaborators, TrainingLoop
+from training.objectives.objective import Metrics
 from training.observability import interval
 from training.observability.metrics import Reporter
 
@@ -111,19 +113,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
         losses = iter(eval_losses or itertools.repeat(7.0))
-        monkeypatch.setattr(
-            loop,
-            "CheckpointWriter",
-            lambda *_, **__: SimpleNamespace(
-                save=lambda state: events.append(f"save {state.step}"),
-                wait=lambda: None,
-                check_room=lambda state_bytes: None,
-                finish=lambda: setattr(engine, "has_finished_saves", True),
-                is_writing=False,
-            ),
+        writer = SimpleNamespace(
+            save=lambda state: events.append(f"save {state.step}"),
+            wait=lambda: None,
+            check_room=lambda state_bytes: None,
+            finish=lambda: setattr(engine, "has_finished_saves", True),
+            is_writing=False,
         )
         monkeypatch.setattr(evaluations, "evaluate", lambda *_, **__: next(losses))
-        monkeypatch.setattr(loop, "SharedTotals", lambda loader, *_: SimpleNamespace(get=loader.step_totals))
         nothing = lambda: None  # noqa: E731
         interrupts = SimpleNamespace(
             start=nothing,
@@ -135,12 +132,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             agree=lambda nonfinite: (asked or {}).get(len(engine.rates), Interrupt(nonfinite=nonfinite)),
             agree_on_signal=lambda: (asked or {}).get(len(engine.rates), Interrupt()).signum,
         )
-        monkeypatch.setattr(loop, "make_host_group", lambda: None)
         monkeypatch.setattr(Callbacks, "_agree", lambda self, *flags: list(flags))  # one rank
-        monkeypatch.setattr(loop, "Interrupts", lambda *_, **__: interrupts)
-        monkeypatch.setattr(
-            loop, "NonfiniteProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0")
-        )
         config, engine = (
             build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides),
             engine or Engine(),
@@ -167,10 +159,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             gather=object,
             describe=lambda measured, tokens_per_second: {},
         )
-        engine.loop = TrainingLoop(
-            engine, config, budget, state, RunFolder(tmp_path), loaders=Loaders(Loader(), eval_loaders),
-            reporting=Reporting([Recorder(events)], telemetry), hooks=Hooks(callbacks),
-        )  # fmt: skip
+        folder, metrics = RunFolder(tmp_path), Metrics((), engine.device)
+        view = RunView(folder.path, 0, 1, last, engine.module, start, state.num_tokens)
+        collaborators: Any = Collaborators(
+            engine,
+            Loaders(Loader(), eval_loaders),
+            SimpleNamespace(get=Loader().step_totals),
+            metrics,
+            Evaluations(engine, eval_loaders, sizes, metrics),
+            writer,
+            interrupts,
+            Callbacks(callbacks, view, wait_for_save=nothing),
+            SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0"),
+            telemetry,
+            [Recorder(events)],
+        )
+        engine.loop = TrainingLoop(config, folder, budget, state, collaborators)
         return events, engine, engine.loop.run()
 
     return start
