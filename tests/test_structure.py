@@ -53,6 +53,7 @@ TRAINING = (
     ("training.evaluations", "training.callbacks"),
     ("training.loop", "training.evaluate", "training.export", "training.summary"),
     ("training.run",),
+    ("training.entry",),
 )
 ABOVE = {room: row for order in (MODELS, DATA, TRAINING) for row, rooms in enumerate(order) for room in rooms}
 CLI = "training.cli"  # next to the rows: it runs before torch is imported
@@ -71,6 +72,7 @@ CONFIGURATION_FILES = {
     "training/cli/sweep.py",
     "training/config/ranges.py",
     "training/config/schema.py",
+    "training/entry.py",
     "training/export.py",
     "training/observability/reporters.py",
 }

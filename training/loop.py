@@ -156,7 +156,10 @@ class TrainingLoop:
             if self.budget.starts_elsewhere and (self._is_final() or self._is_best_to_keep()):
                 self._save()  # what the run exports is a checkpoint of its own
             while not self.ended_by:
-                self._step_and_after(micro_batches)
+                skips = is_skipped(self.state.step + 1, self.config.skip_data_intervals)
+                request = self._skip_step() if skips else self._take_step(micro_batches)
+                self.signum = request.signum
+                self._finish_step(request)
             wait_for_save(self._writer, self._interrupts)
             self._notice_signal()
             self._callbacks.finish_save()
@@ -184,13 +187,6 @@ class TrainingLoop:
     def _iterate(self, loader: Any) -> Any:
         return iterate_trained(loader, self.state.step, self.budget.last_step, self.config.skip_data_intervals)
 
-    def _step_and_after(self, micro_batches: Any) -> None:
-        """Run or skip one step, then what is due after it."""
-        skips = is_skipped(self.state.step + 1, self.config.skip_data_intervals)
-        request = self._skip_step() if skips else self._take_step(micro_batches)
-        self.signum = request.signum
-        self._finish_step(request)
-
     def _skip_step(self) -> Interrupt:
         """Count a step of `skip_data_intervals` without training on its data."""
         number = self.state.step + 1
@@ -210,7 +206,9 @@ class TrainingLoop:
             accumulated = self.engine.layout.gradient_accumulation_steps
             self._first_pass.prepare(self._first_batches, accumulated, totals.num_samples)
         self._telemetry.start_step(profiled)
-        loss = self._train_step(micro_batches, totals)
+        loss, self._learning_rate = train_step(
+            self.engine, micro_batches, self.config, self.state.step, self.budget.total_steps, totals=totals
+        )
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))
         spans = self._telemetry.finish_step()
         if traced:
@@ -282,12 +280,6 @@ class TrainingLoop:
     def _is_best_to_keep(self) -> bool:
         best = self.state.best
         return self.config.load_best_model_at_end and best is not None and best.step == self.state.step
-
-    def _train_step(self, micro_batches: Any, totals: StepTotals) -> torch.Tensor:
-        loss, self._learning_rate = train_step(
-            self.engine, micro_batches, self.config, self.state.step, self.budget.total_steps, totals=totals
-        )
-        return loss
 
     def _account(self, loss: torch.Tensor, totals: StepTotals, nonfinite: bool) -> None:
         """Count the step. Raises UserError on all ranks for a step that is not finite, unless on_nonfinite=skip."""

@@ -20,17 +20,18 @@ def run_trainer(change: Callable[[], None]) -> None:
     assert spec is not None and spec.loader is not None
     trainer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trainer)
-    import_run = trainer.import_run
+    import_work = trainer.import_work
 
-    def import_changed_run() -> Any:
-        """The command's own `import_run`, which imports torch when it is time to."""
-        run = import_run()
+    def import_changed(is_plan: bool) -> Any:
+        """The command's own `import_work`, which imports torch when it is time to."""
+        work = import_work(is_plan)
         change()
-        return run
+        return work
 
-    trainer.import_run = import_changed_run
+    trainer.import_work = import_changed
     sys.argv[0] = str(TRAINER)
-    trainer.main()
+    if trainer.prepare(trainer.SCRIPT, trainer.CONFIG_NAME):
+        trainer.main()
 
 
 def leave_out_saving() -> None:

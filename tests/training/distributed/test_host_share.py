@@ -260,9 +260,9 @@ def test_a_users_settings_of_the_allocator_are_kept(name: str, environ: dict[str
 START = """
 import os, sys
 import trainer_base_ds_mp as trainer
+from training.entry import prepare
+assert prepare(trainer.SCRIPT, trainer.CONFIG_NAME)
 imported_before = "torch" in sys.modules
-trainer.run_composed = lambda: None
-trainer.main()
 import torch
 print(imported_before, torch.cuda.is_initialized(), torch._C._accelerator_getAllocatorSettings())
 """

@@ -23,12 +23,12 @@ import torch
 from packaging.requirements import Requirement
 from support.configs import build_config
 
-import trainer_base_ds_mp
 import training.engine.gradient_sums
 import training.engine.pipeline_engine
 import training.pipeline.module
 import training.setup
 from errors import UserError
+from training import entry
 from training.config.schema import FusedKernels, RunConfig
 from training.distributed.ranks import SINGLE_PROCESS
 from training.engine import deepspeed_internals
@@ -271,13 +271,13 @@ def test_a_name_that_is_needed_while_modules_are_imported_ends_in_one_line(
     """A class body that reads it, say: the import fails before anything is checked."""
     monkeypatch.setitem(sys.modules, "training.run", None)  # which makes its import an ImportError
     with pytest.raises(ImportError):
-        trainer_base_ds_mp.import_run()  # nothing of the table is missing
+        entry.import_work(is_plan=False)  # nothing of the table is missing
     gone = Internal("deepspeed", "deepspeed.runtime.engine:DeepSpeedEngine", ("_GONE",), "running a schedule")
     monkeypatch.setattr(deepspeed_internals, "TABLE", (gone,))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
     with pytest.raises(SystemExit):
-        trainer_base_ds_mp.import_run()
+        entry.import_work(is_plan=False)
     assert "has no deepspeed.runtime.engine.DeepSpeedEngine._GONE, which is needed" in capfd.readouterr().err
 
 

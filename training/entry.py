@@ -1,0 +1,121 @@
+"""The training command around Hydra: what it answers itself, when it imports torch, and who prints.
+
+Nothing here imports torch at its top: `--help` and a mistyped key need neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from interpreter import check_interpreter
+from training.cli.command_line import asks_for_completion, asks_for_sweep, check_command_line, clean_arguments
+from training.cli.help import render_help
+from training.cli.sweep import build_launch, plan_sweep, run_sweep
+from training.config.schema import register_schema
+from training.distributed.host_share import set_allocator_defaults
+from training.distributed.launcher import end_with_launcher
+from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error, read_ranks
+from training.engine.deepspeed_internals import check_internals
+from training.pipeline.schedules import find_schedule
+
+Work = Callable[[DictConfig, Collection[str]], None]
+"""Takes a composed config, and the keys that the command line gives and the groups that it chooses."""
+
+
+def prepare(script: Path, config_name: str) -> bool:
+    """Return whether Hydra has to compose a config: this process, its environment and the command line are ready for
+    it. Otherwise the command has answered, as `--help` and `--version` ask it to. A sweep ends the process.
+
+    script: the entry point, next to `conf/`. config_name: of the config without `-cn`.
+    """
+    sys.argv = clean_arguments(sys.argv)
+    if "--version" in sys.argv[1:]:
+        print(find_version(script))
+        return False
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    set_allocator_defaults()
+    with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("RANK", "0") == "0"):
+        check_interpreter()
+        check_internals(package="hydra-core")
+    config_dir = script.parent / "conf"
+    if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
+        sys.exit(sweep(script, config_dir, config_name))
+    ranks = read_ranks()
+    end_with_launcher(ranks)
+    if not ranks.is_main:
+        sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
+    register_schema()
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(render_help())
+        return False
+    if not asks_for_completion(sys.argv[1:]):  # for that Hydra prints, and runs nothing
+        with exit_on_user_error(ranks, reports=ranks.is_main):
+            check_command_line(sys.argv[1:], config_dir, config_name, check_names)
+    return True
+
+
+def import_work(is_plan: bool) -> Work:
+    """Import what the command does, and with it torch, and for a run DeepSpeed.
+
+    If a name that they need at import is missing, the process ends with the line that names it.
+    """
+    ranks = SINGLE_PROCESS if is_plan else read_ranks()
+    packages = "torch and transformers" if is_plan else "torch, transformers and DeepSpeed"
+    gc.disable()  # imports leave no garbage, and searching them takes two of six seconds, one at the end
+    try:
+        with quiet_imports(), ranks.phase(f"importing {packages}"):
+            if is_plan:
+                from training.planner.run import run_plan  # without the engine
+
+                atexit.register(gc.freeze)  # a plan takes seconds, of which garbage collection would take a sixth
+                return run_plan
+            from training.run import run
+    except (ImportError, AttributeError):
+        with exit_on_user_error(ranks, reports=ranks.is_main):
+            check_internals()
+        raise
+    gc.freeze()
+    gc.enable()
+    return run
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is
+    for their developers."""
+    with redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings(action="ignore"):
+        yield
+
+
+def find_version(script: Path) -> str:
+    """Return the version of the project: that of the clone, or of the installed package."""
+    project = script.parent / "pyproject.toml"
+    if project.is_file():
+        return str(tomllib.loads(project.read_text())["project"]["version"])
+    return version("llm-pipeline")
+
+
+def check_names(composed: DictConfig) -> None:
+    """Raise UserError for a key whose value has to be a name in a table and is not."""
+    name = OmegaConf.select(composed, "schedule", throw_on_resolution_failure=False)
+    if name is not None:
+        find_schedule(name)
+
+
+def sweep(script: Path, config_dir: Path, config_name: str) -> int:
+    """Run what `--multirun` asks for, one launcher after the other. Return the exit code."""
+    register_schema()
+    with exit_on_user_error(SINGLE_PROCESS):
+        jobs, num_gpus = plan_sweep(sys.argv[1:], config_dir, config_name, check_names)
+    return run_sweep(jobs, num_gpus, build_launch(script, num_gpus, jobs[0].output_dir.parent.name))
