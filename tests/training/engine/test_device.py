@@ -164,20 +164,22 @@ def run_on_device(case: Case) -> tuple[list[Wait], list[Collective]]:
     record = start_recording()
     from training.loop import TrainingLoop
 
-    step_and_after, waits = TrainingLoop._step_and_after, list[Wait]()
+    take, finish, waits = TrainingLoop._take_step, TrainingLoop._finish_step, list[Wait]()
 
-    def recorded(loop: TrainingLoop, *args: Any) -> bool:
+    def recorded_take(loop: TrainingLoop, *args: Any) -> Any:
         record.waits.clear()
-        ends = step_and_after(loop, *args)
+        return take(loop, *args)
+
+    def recorded_finish(loop: TrainingLoop, *args: Any) -> None:
+        finish(loop, *args)
         if loop.state.step == 2:
             waits[:] = record.waits
-        return ends
 
-    TrainingLoop._step_and_after = recorded
+    TrainingLoop._take_step, TrainingLoop._finish_step = recorded_take, recorded_finish
     try:
         train_run(case)
     finally:
-        TrainingLoop._step_and_after = step_and_after
+        TrainingLoop._take_step, TrainingLoop._finish_step = take, finish
     return waits, record.collectives
 
 
