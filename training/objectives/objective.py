@@ -56,29 +56,32 @@ class Metrics:
         "eval_") -> value. All ranks call it."""
         self._sums, self._device, self._finish_evaluation = sums, device, finish_evaluation
         self._names = [name for each in sums for name in each.names]
-        self._interval = self._zeros()
+        self._interval = self._zeros(len(self._names))
 
     def add_step(self, counts: bool) -> None:
         """Add the last step to the interval, or discard it."""
         totals = self._take()
-        if counts:
+        if counts and totals is not None:
             self._interval += totals
 
     def finish_interval(self) -> dict[str, float]:
         """Return name -> mean over the steps since the last call. All ranks call it."""
-        totals, self._interval = self._interval, self._zeros()
+        totals, self._interval = self._interval, self._zeros(len(self._names))
         return self._compute_means(totals)
 
     def finish_evaluation(self) -> dict[str, float]:
         """Return name (`eval_...`) -> value over the evaluation since the last step. All ranks call it."""
-        found = self._compute_means(self._take()) | self._finish_evaluation(self._device)
-        return {f"eval_{name}": value for name, value in found.items()}
+        totals = self._take()
+        means = self._compute_means(self._zeros(len(self._names)) if totals is None else totals)
+        return {f"eval_{name}": value for name, value in (means | self._finish_evaluation(self._device)).items()}
 
-    def _take(self) -> torch.Tensor:
-        """Return the sums and numbers of terms since the last call, float64 [2, K]."""
-        taken = [(each.take(), len(each.names)) for each in self._sums]
-        parts = [self._zeros(size) if totals is None else totals for totals, size in taken]
-        return torch.cat(parts, dim=1) if parts else self._zeros()
+    def _take(self) -> torch.Tensor | None:
+        """Return the sums and numbers of terms since the last call, float64 [2, K]; None without any."""
+        taken = [each.take() for each in self._sums]
+        if all(totals is None for totals in taken):
+            return None
+        filled = (self._zeros(len(each.names)) if totals is None else totals for each, totals in zip(self._sums, taken))
+        return torch.cat([*filled], dim=1)
 
     def _compute_means(self, totals: torch.Tensor) -> dict[str, float]:
         if not self._names:
@@ -87,9 +90,8 @@ class Metrics:
         sums, counts = totals.tolist()
         return {name: total / count for name, total, count in zip(self._names, sums, counts, strict=True) if count}
 
-    def _zeros(self, size: int | None = None) -> torch.Tensor:
-        size = len(self._names) if size is None else size
-        return torch.zeros(2, size, dtype=torch.float64, device=self._device)
+    def _zeros(self, num_metrics: int) -> torch.Tensor:
+        return torch.zeros(2, num_metrics, dtype=torch.float64, device=self._device)
 
 
 class PassOver(Enum):
