@@ -19,9 +19,9 @@ from models.parallel.shard import NO_TP, TensorParallel
 
 
 class LossTerm(Protocol):
-    """What a run adds to the cross entropy, or counts next to it.
+    """A term that a run adds to the cross entropy, or a count next to it.
 
-    sums: of what it reports.
+    sums: the metrics that it reports.
     """
 
     sums: MetricSums

@@ -1,5 +1,5 @@
-"""What changes the loss of next-token objectives: smoothed labels, a teacher, further tokens. A new one is a class here
-and a place in `NEXT_TOKEN_MODIFIERS`."""
+"""The keys that change the loss of next-token objectives: smoothed labels, a teacher, further tokens. A new one is a
+class here and a place in `NEXT_TOKEN_MODIFIERS`."""
 
 from __future__ import annotations
 

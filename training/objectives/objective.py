@@ -41,7 +41,8 @@ class LastStage:
 
 
 class Metrics:
-    """What is reported besides the loss: means over the terms of all ranks. A mean over no terms is omitted.
+    """The metrics that are reported besides the loss: means over the terms of all ranks. A mean over no terms is
+    omitted.
 
     Every rank has one; only ranks with the loss add terms.
     """
@@ -146,7 +147,7 @@ class Modifier:
 
 
 class Objective:
-    """What a run trains for.
+    """An objective of training: what `task` names.
 
     Keys of its own are the group of its name in `training/config/schema.py`.
     """
