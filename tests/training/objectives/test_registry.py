@@ -198,7 +198,7 @@ def test_the_tables_of_objectives_and_of_data_agree(objective: Objective) -> Non
     assert kinds and set(objective.data_kinds) <= KINDS.keys()
     for kind in kinds:
         config = build_config(f"data={kind.name}", f"task={objective.name}")
-        assert objective.count_rows(config.data) in (1, kind.count_samples(config.data.num_negatives))
+        assert objective.group_size(config.data) in (1, kind.count_samples(config.data.num_negatives))
         check_objective(config)
         assert get_objective(config) is objective
 
