@@ -193,7 +193,7 @@ def name_weights(
 
 
 def choose_nearer(found: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Of two tensors the element that is nearer to a third one's."""
+    """Return, element by element, that of `first` or `second` which is nearer to `found`."""
     second = second.to(first.dtype)
     return torch.where((found - first).abs() <= (found - second).abs(), first, second)
 
