@@ -8,21 +8,13 @@ import shutil
 from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from errors import UserError
 from models.storage.manifest import find_wrong_size
 from models.storage.steps import TEMPORARY_PREFIX, list_checkpoints, step_of
 from training.checkpoint.state import read_state
-from training.config.criterion import Criterion, CriterionKeys
-
-
-class RetentionKeys(CriterionKeys, Protocol):
-    """The keys of a run that set which checkpoints it keeps."""
-
-    keep_last: int | None
-    keep_best: int | None
-    load_best_model_at_end: bool
+from training.config.criterion import Criterion
+from training.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class Retention:
     keeps_best_step: bool = False
 
     @classmethod
-    def of(cls, config: RetentionKeys) -> Retention:
+    def of(cls, config: RunConfig) -> Retention:
         return cls(config.keep_last, config.keep_best, Criterion.of(config), config.load_best_model_at_end)
 
     def choose_prunable(self, metrics: dict[int, float | None], kept: Set[int] = frozenset()) -> list[int]:

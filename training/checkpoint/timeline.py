@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from errors import UserError
 from filesystem import sync_to_disk, write_atomically
@@ -28,15 +27,9 @@ from models.storage.steps import (
     step_of,
 )
 from training.checkpoint.run_folder import RunFolder, find_inside
+from training.config.schema import RunConfig
 
 CONTINUES = ("latest", "auto")  # values of `resume` that continue the run of a folder where it is
-
-
-class StartKeys(Protocol):
-    """The keys of a run that set where it starts and ends."""
-
-    resume: str | None
-    stop_after_steps: int | None
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ def set_aside(folder: RunFolder, abandoned: Abandoned) -> Path:
     return place
 
 
-def announce_start(folder: RunFolder, keys: StartKeys) -> None:
+def announce_start(folder: RunFolder, keys: RunConfig) -> None:
     """Record the checkpoint that the run was told to start from, for a restart of one that dies before `record_start`:
     while it builds its stages, for example. Main rank only, once nothing refuses the start: `resume=auto` would go
     there."""
@@ -136,7 +129,7 @@ def announce_start(folder: RunFolder, keys: StartKeys) -> None:
         folder.write_started({**start, "stop_after_steps": None, "last_step": 0})
 
 
-def record_start(folder: RunFolder, keys: StartKeys, resume_from: Path | None, last_step: int) -> None:
+def record_start(folder: RunFolder, keys: RunConfig, resume_from: Path | None, last_step: int) -> None:
     """Record how the run was started, for its restarts: those that continue it keep the checkpoint that it was told to
     start from. Main rank only."""
     before, named = folder.read_started(), name_start(keys.resume)
@@ -151,7 +144,7 @@ def name_start(resume: str | None) -> str | None:
     return None if resume in (None, *CONTINUES) else str(Path(resume).expanduser().resolve())
 
 
-def find_last_step(folder: RunFolder, keys: StartKeys, step: int, total_steps: int) -> int:
+def find_last_step(folder: RunFolder, keys: RunConfig, step: int, total_steps: int) -> int:
     """Return the step that a run ends with. step: that of its start. A run with `stop_after_steps` that was interrupted
     and is continued ends where it was to end."""
     if keys.stop_after_steps is None:

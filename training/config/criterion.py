@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class CriterionKeys(Protocol):
-    """The keys of a run that set how its evaluations are compared."""
-
-    metric_for_best_model: str
-    greater_is_better: bool | None
+from training.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +16,7 @@ class Criterion:
     greater_is_better: bool = False
 
     @classmethod
-    def of(cls, config: CriterionKeys) -> Criterion:
+    def of(cls, config: RunConfig) -> Criterion:
         """Return the criterion of a config. As in the Hugging Face Trainer, the prefix may be omitted, and by default
         lower is better for a metric that ends in "loss" and higher for any other."""
         name = config.metric_for_best_model

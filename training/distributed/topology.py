@@ -15,11 +15,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from errors import UserError
+from training.config.schema import RunConfig
 
 PIPE, DATA, CONTEXT, TENSOR = "pipe", "data", "context", "tensor"
 # Where bytes are counted by axis: the ranks of an expert group; context ranks of which each sends to the next
@@ -150,25 +151,7 @@ def join_group(topology: Topology, *axes: str) -> dist.ProcessGroup:
     return dist.new_subgroups_by_enumeration(topology.groups(*axes))[0]
 
 
-class SizeKeys(Protocol):
-    """The keys of a run that set the size of an axis."""
-
-    num_stages: int
-    tensor_parallel_size: int
-    context_parallel_size: int
-
-
-class LayoutKeys(SizeKeys, Protocol):
-    """The keys of a run that set its layout, but for the schedule."""
-
-    expert_parallel_size: int
-    micro_batch_size: int | None
-    gradient_accumulation_steps: int | None
-    global_batch_size: int | None
-    sharding_parallel_size: int | None
-
-
-def read_sizes(config: SizeKeys) -> dict[str, int]:
+def read_sizes(config: RunConfig) -> dict[str, int]:
     """Return the size of each axis that has a config key, by name."""
     return {axis.name: getattr(config, axis.size_key) for axis in AXES if axis.size_key}
 
@@ -319,7 +302,7 @@ class Layout:
         )
 
 
-def build_layout(config: LayoutKeys, world_size: int, num_layers: int, has_accelerator: bool) -> Layout:
+def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accelerator: bool) -> Layout:
     """Build the layout from the config's keys, without its schedule (`training.pipeline.schedules.schedule_layout`).
 
     Raises UserError, naming the key, where keys contradict each other or the number of ranks.
@@ -365,7 +348,7 @@ def _ranks_to_start(replica: int, world_size: int, has_accelerator: bool) -> str
     return command + " (without GPUs the launcher starts one rank unless --num_gpus says how many processes)"
 
 
-def _batch_arithmetic(config: LayoutKeys, dp_size: int) -> tuple[int, int]:
+def _batch_arithmetic(config: RunConfig, dp_size: int) -> tuple[int, int]:
     """(micro_batch_size, gradient_accumulation_steps) from any two of the three batch keys."""
     micro, accumulation, total = config.micro_batch_size, config.gradient_accumulation_steps, config.global_batch_size
     given = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": total}

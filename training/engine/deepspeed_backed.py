@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from batch import Batch
-from training.config.schema import DataConfig
 from training.distributed.topology import Layout
-from training.engine.deepspeed_config import DeepSpeedKeys
 from training.engine.engine import Engine, Partition, PartitionSlice
 from training.engine.partitions import build_partition_view
-from training.optim.optimizer import OptimizerKeys
 from training.optim.parameter_groups import LR_RATIO
 from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
 
 # The attributes of DeepSpeed's DynamicLossScaler that change (fp16; deepspeed 0.19.8). The config sets the others.
 _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-class EngineKeys(DeepSpeedKeys, OptimizerKeys, Protocol):
-    """The keys of a run that its engine is built from."""
-
-    schedule: str
-    data: DataConfig
 
 
 class DeepSpeedBacked(Engine):

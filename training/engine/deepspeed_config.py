@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from errors import UserError
-from training.config.schema import Offload, Precision, ReduceDtype
+from training.config.schema import Offload, Precision, RunConfig
 from training.distributed.topology import Layout
 
 _NEVER = 10**9  # steps_per_print takes no "off"
@@ -21,34 +21,8 @@ STAGE_3 = {
 }
 
 
-class ReductionKeys(Protocol):
-    """The keys of a run that set in which dtype gradients are reduced."""
-
-    precision: Precision
-    gradient_reduce_dtype: ReduceDtype
-
-
-class DeepSpeedKeys(ReductionKeys, Protocol):
-    """The keys of a run that DeepSpeed's config is built from."""
-
-    max_grad_norm: float
-    zero_stage: int
-    offload_optimizer: Offload
-    offload_parameters: Offload
-    deepspeed: dict[str, Any]
-
-    @property
-    def shards_gradients(self) -> bool: ...
-
-    @property
-    def shards_gradients_only(self) -> bool: ...
-
-    @property
-    def shards_weights(self) -> bool: ...
-
-
 def build_deepspeed_config(
-    config: DeepSpeedKeys, layout: Layout, trains: bool = True, has_accelerator: bool = False
+    config: RunConfig, layout: Layout, trains: bool = True, has_accelerator: bool = False
 ) -> dict[str, Any]:
     """Return the config dict for DeepSpeed's engine; extra keys come from the `deepspeed` group.
 
@@ -101,7 +75,7 @@ def build_deepspeed_config(
     return built
 
 
-def choose_reduce_dtype(config: ReductionKeys, layout: Layout) -> str:
+def choose_reduce_dtype(config: RunConfig, layout: Layout) -> str:
     """Return the name of the dtype in which gradients are reduced over replicas.
 
     A single replica sends nothing, so its gradients reach the optimizer as they were accumulated: in fp32, or in fp16

@@ -13,10 +13,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from data.options import PadTo
 from models.losses.cross_entropy import Loss
 from training.config.precision import DTYPES
-from training.config.schema import Precision
+from training.config.schema import Precision, RunConfig
 from training.distributed.process import has_accelerator
 from training.distributed.topology import PIPE, Layout
-from training.engine.deepspeed_backed import DeepSpeedBacked, EngineKeys, configure_gc, move_micro_batches
+from training.engine.deepspeed_backed import DeepSpeedBacked, configure_gc, move_micro_batches
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
 from training.engine.engine import Engine, StepObserver
 from training.engine.gradient_sums import GradientSums, list_backward
@@ -32,14 +32,14 @@ from training.engine.shard_groups import (
     separate_experts,
     shard_within,
 )
-from training.optim.optimizer import OptimizerKeys, build_optimizer, declare_state, keeps_blocks
+from training.optim.optimizer import build_optimizer, declare_state, keeps_blocks
 from training.optim.parameter_groups import group_trained, separate_copies
 from training.pipeline.module import StageModule
 from training.pipeline.schedules import build_schedule
 from training.pipeline.transfers import Transfers
 
 
-def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trains: bool = True) -> Engine:
+def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> Engine:
     """Build the engine for this rank's stage. trains: False for an engine without an optimizer, which only
     evaluates."""
     optimizer = build_optimizer(group_stage(module, config), config) if trains else None
@@ -66,7 +66,7 @@ def start_pipeline(module: StageModule, config: EngineKeys, layout: Layout, trai
     return engine
 
 
-def group_stage(module: StageModule, config: OptimizerKeys) -> list[dict[str, Any]]:
+def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
     """Return the parameter groups of a stage; an empty one gets a placeholder parameter."""
     groups = group_trained(module, config)
     if keeps_blocks(config):
@@ -135,7 +135,7 @@ class PipelineStage(DeepSpeedBacked):
         wrapped: DeepSpeedEngine,
         module: StageModule,
         layout: Layout,
-        config: EngineKeys,
+        config: RunConfig,
         *,
         model: torch.nn.Module,
         gradients: StepGradients | None,

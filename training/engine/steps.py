@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,22 +12,16 @@ from console import progress
 from data.loading.step_totals import StepTotals
 from models.layers.documents import DocumentBounds
 from models.losses.cross_entropy import Loss
+from training.config.schema import RunConfig
 from training.distributed.topology import TENSOR
 from training.engine.engine import Engine
-from training.optim.lr_schedule import LearningRateKeys, learning_rate_at
-
-
-class StepKeys(LearningRateKeys, Protocol):
-    """The keys of a run that a step depends on, in addition to what its engine was built with."""
-
-    seed: int
-    sequence_parallel: bool
+from training.optim.lr_schedule import learning_rate_at
 
 
 def train_step(
     engine: Engine,
     micro_batches: Iterator[Any],
-    config: StepKeys,
+    config: RunConfig,
     step: int,
     total_steps: int,
     *,

@@ -14,9 +14,10 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._python_dispatch import _disable_current_modes
 
+from training.config.schema import RunConfig
 from training.distributed.process import has_accelerator
 from training.distributed.topology import Layout
-from training.engine.deepspeed_backed import EngineKeys, configure_gc
+from training.engine.deepspeed_backed import configure_gc
 from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.deepspeed_internals import patch
 from training.engine.engine import Engine
@@ -31,7 +32,7 @@ from training.pipeline.weight_sharding import whole_shape
 PREFETCH = 50_000_000
 
 
-def start_zero3(module: StageModule, config: EngineKeys, layout: Layout) -> Engine:
+def start_zero3(module: StageModule, config: RunConfig, layout: Layout) -> Engine:
     """Build the ZeRO-3 engine for a model of one stage, with the optimizer over its parameters."""
     groups = [group for group in group_trained(module, config) if group["params"]]  # the same on all ranks
     settings = build_deepspeed_config(config, layout, has_accelerator=has_accelerator())

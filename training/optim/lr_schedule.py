@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
-from training.config.schema import DecayType, SchedulerConfig, SchedulerType
+from training.config.schema import DecayType, RunConfig, SchedulerType
 
 DEFAULT_WARMUP_RATIO = 0.03  # where neither key is given
 _DECAYING = ["min_lr_ratio"]
@@ -26,18 +25,7 @@ SCHEDULER_KEYS = {
 }
 
 
-class LearningRateKeys(Protocol):
-    """The keys of a run that set its learning rate."""
-
-    learning_rate: float
-    lr_scheduler_type: SchedulerType
-    lr_scheduler_kwargs: SchedulerConfig
-    min_lr_ratio: float
-    warmup_ratio: float | None
-    warmup_steps: int | None
-
-
-def learning_rate_at(step: int, total_steps: int, config: LearningRateKeys) -> float:
+def learning_rate_at(step: int, total_steps: int, config: RunConfig) -> float:
     """Return the learning rate of optimizer step `step` (from 0) in a schedule of `total_steps`.
 
     Linear warm-up, then a decay to `min_lr_ratio * learning_rate`, reached in the last step; none with `constant`.
@@ -55,7 +43,7 @@ def learning_rate_at(step: int, total_steps: int, config: LearningRateKeys) -> f
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
-def count_warmup_steps(total_steps: int, config: LearningRateKeys) -> int:
+def count_warmup_steps(total_steps: int, config: RunConfig) -> int:
     """Return `warmup_steps`, or `warmup_ratio` of all steps, rounded up."""
     if config.warmup_steps is not None:
         return config.warmup_steps
@@ -63,7 +51,7 @@ def count_warmup_steps(total_steps: int, config: LearningRateKeys) -> int:
     return math.ceil(ratio * total_steps)
 
 
-def warn_of_warmup(total_steps: int, config: LearningRateKeys) -> str | None:
+def warn_of_warmup(total_steps: int, config: RunConfig) -> str | None:
     """Return a warning of a warm-up that the run does not reach the end of; None for a shorter one."""
     given = {"warmup_steps": config.warmup_steps, "warmup_ratio": config.warmup_ratio}
     key = next((f"{name}={value}" for name, value in given.items() if value is not None), None)
@@ -74,28 +62,28 @@ def warn_of_warmup(total_steps: int, config: LearningRateKeys) -> str | None:
     return f"{key} is a warm-up of {steps} steps, and the run has {total_steps}: its learning rate ends at {last:.3g}"
 
 
-def count_decay_steps(total_steps: int, config: LearningRateKeys) -> int:
+def count_decay_steps(total_steps: int, config: RunConfig) -> int:
     """Return the number of steps after the last one at the full rate, in the schedule wsd."""
     ratio = config.lr_scheduler_kwargs.decay_ratio
     return math.ceil((0.1 if ratio is None else ratio) * total_steps)
 
 
-def _polynomial(progress: float, config: LearningRateKeys) -> float:
+def _polynomial(progress: float, config: RunConfig) -> float:
     power = config.lr_scheduler_kwargs.power
     return (1 - progress) ** (1.0 if power is None else power)
 
 
-def _cosine(progress: float, config: LearningRateKeys | None = None) -> float:
+def _cosine(progress: float, config: RunConfig | None = None) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _cosine_with_restarts(progress: float, config: LearningRateKeys) -> float:
+def _cosine_with_restarts(progress: float, config: RunConfig) -> float:
     """The learning rate jumps back to its peak at the start of each cycle (1608.03983, cycles of equal length)."""
     cycles = config.lr_scheduler_kwargs.num_cycles or 1
     return _cosine(cycles * progress % 1) if progress < 1 else 0.0
 
 
-def _decay(progress: float, config: LearningRateKeys) -> float:
+def _decay(progress: float, config: RunConfig) -> float:
     """The decay of wsd; 1 - sqrt is the shape that 2405.18392 found best."""
     decay_type = config.lr_scheduler_kwargs.decay_type
     if decay_type is DecayType.cosine:
@@ -104,7 +92,7 @@ def _decay(progress: float, config: LearningRateKeys) -> float:
 
 
 # The fraction of the range above the minimum that remains, by the fraction of the decay that is done.
-_REMAINING: dict[SchedulerType, Callable[[float, LearningRateKeys], float]] = {
+_REMAINING: dict[SchedulerType, Callable[[float, RunConfig], float]] = {
     SchedulerType.linear: lambda progress, config: 1 - progress,
     SchedulerType.polynomial: _polynomial,
     SchedulerType.cosine: _cosine,

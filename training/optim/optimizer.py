@@ -7,18 +7,18 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from data.components import TARGET, find_component
 from errors import UserError
-from training.config.schema import OptimizerConfig, OptimizerName, StateDtype
+from training.config.schema import OptimizerName, RunConfig, StateDtype
 from training.optim import lion, rounded_adamw
 from training.optim.chunks import count_buffer_bytes
 from training.optim.elementwise_probe import probe_optimizer
 from training.optim.lion import Lion
-from training.optim.parameter_groups import LORA_PLUS, GroupKeys, group_parameters
+from training.optim.parameter_groups import LORA_PLUS, group_parameters
 from training.optim.rounded_adamw import RoundedAdamW
 from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, check_state
 
@@ -32,13 +32,6 @@ COUNT = StateTensor(StateKind.number, None)
 SCALES = StateTensor(StateKind.scales)
 
 
-class OptimizerKeys(GroupKeys, Protocol):
-    """The keys of a run that set how its weights are updated."""
-
-    optimizer: OptimizerConfig
-    compile: bool  # of layers, and of the updates that are written here
-
-
 @dataclass(frozen=True)
 class OptimizerKind:
     """One optimizer of the table.
@@ -47,50 +40,50 @@ class OptimizerKind:
     num_buffers: fp32 buffers of one chunk that an update needs (training/optim/chunks.py).
     """
 
-    build: Callable[[Groups, OptimizerKeys], torch.optim.Optimizer]
-    declare: Callable[[OptimizerKeys], DeclaredState]
+    build: Callable[[Groups, RunConfig], torch.optim.Optimizer]
+    declare: Callable[[RunConfig], DeclaredState]
     num_buffers: int = 0
 
 
-def build_optimizer(groups: Groups, config: OptimizerKeys) -> torch.optim.Optimizer:
+def build_optimizer(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
     """Build the run's optimizer over `groups`, as `group_parameters` returns them."""
     return _choose(config).build(groups, config)
 
 
-def declare_state(config: OptimizerKeys) -> DeclaredState:
+def declare_state(config: RunConfig) -> DeclaredState:
     """Return the state that the run's optimizer keeps for each parameter. Raises UserError for a user's optimizer that
     ZeRO cannot run."""
     return _choose(config).declare(config)
 
 
-def keeps_blocks(config: OptimizerKeys) -> bool:
+def keeps_blocks(config: RunConfig) -> bool:
     """Returns whether the state is quantized in blocks whose elements share a scale."""
     return any(kept.kind is StateKind.blockwise for kept in declare_state(config).values())
 
 
-def _choose(config: OptimizerKeys) -> OptimizerKind:
+def _choose(config: RunConfig) -> OptimizerKind:
     if config.optimizer.rounds_state:
         return ROUNDED_ADAMW
     return OPTIMIZERS[config.optimizer.name]
 
 
-def count_update_buffers(config: OptimizerKeys, num_elements: int) -> int:
+def count_update_buffers(config: RunConfig, num_elements: int) -> int:
     """Return the bytes of the temporary buffers in an update of `num_elements` elements."""
     return count_buffer_bytes(num_elements, _choose(config).num_buffers)
 
 
-def count_state_bytes(config: OptimizerKeys) -> float:
+def count_state_bytes(config: RunConfig) -> float:
     """Return the bytes of optimizer state per trained parameter, without its fp32 weight."""
     return sum(kept.bytes_per_parameter for kept in declare_state(config).values())
 
 
-def describe_optimizer(config: OptimizerKeys) -> str:
+def describe_optimizer(config: RunConfig) -> str:
     """Return the optimizer's name; for a user's, the path of its class."""
     optimizer = config.optimizer
     return optimizer.name.value if optimizer.name is not OptimizerName.custom else str(optimizer.custom[TARGET])
 
 
-def describe_updates(config: OptimizerKeys) -> dict[str, str]:
+def describe_updates(config: RunConfig) -> dict[str, str]:
     """Return the settings that a run must keep, in addition to the optimizer, to continue with the same loss:
     name -> value. Its learning rate may change, and what LoRA+ multiplies with it."""
     entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
@@ -113,7 +106,7 @@ def recall_updates(saved: Mapping[str, str], current: Mapping[str, str]) -> dict
     return others | given | {LORA_PLUS_RATIO: current.get(LORA_PLUS_RATIO, "another number")}
 
 
-def check_optimizer(config: OptimizerKeys) -> None:
+def check_optimizer(config: RunConfig) -> None:
     """Check the declared state of the run's optimizer against the state after one step on a matrix and a vector of two
     elements. Raises UserError when they differ."""
     weights = [torch.nn.Parameter(torch.zeros(2, 1)), torch.nn.Parameter(torch.zeros(2))]
@@ -126,13 +119,13 @@ def check_optimizer(config: OptimizerKeys) -> None:
         check_state(weight, optimizer.state[weight], declared)
 
 
-def _build_adamw(groups: Groups, config: OptimizerKeys) -> torch.optim.Optimizer:
+def _build_adamw(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
     """torch's: its fused kernels run on a GPU and, when the state is offloaded, on the host; nothing is compiled on
     first use."""
     return torch.optim.AdamW(groups, betas=_betas(config), eps=config.optimizer.eps, fused=True)
 
 
-def _build_adamw_8bit(groups: Groups, config: OptimizerKeys) -> torch.optim.Optimizer:
+def _build_adamw_8bit(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
     """bitsandbytes', without its exception for small tensors: ZeRO's flat partitions hold many tensors, so the state
     would depend on the layout."""
     from training.optim.adamw_8bit import AdamW8bit  # imported on use: it takes a second
@@ -146,7 +139,7 @@ def _build_table(signed: bool) -> torch.Tensor:
     return create_dynamic_map(signed=signed)
 
 
-def _declare_adamw_8bit(config: OptimizerKeys) -> DeclaredState:
+def _declare_adamw_8bit(config: RunConfig) -> DeclaredState:
     def codes(number: int) -> StateTensor:
         return StateTensor(StateKind.blockwise, torch.uint8, scales=f"absmax{number}", table=f"qmap{number}")
 
@@ -157,7 +150,7 @@ def _declare_adamw_8bit(config: OptimizerKeys) -> DeclaredState:
     return {"state1": codes(1), "state2": codes(2), "absmax1": SCALES, "absmax2": SCALES, "step": COUNT} | tables
 
 
-def _build_custom(groups: Groups, config: OptimizerKeys) -> torch.optim.Optimizer:
+def _build_custom(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
     """The optimizer of `optimizer.custom`. Raises UserError when it is not an optimizer or does not take its fields."""
     optimizer = _make_custom(groups, config.optimizer.custom, config.learning_rate)
     decays = {group["weight_decay"] for group in groups} - {0.0}
@@ -190,7 +183,7 @@ def _make_custom(groups: Groups, spec: dict[str, Any], learning_rate: float) -> 
     return optimizer
 
 
-def _declare_custom(config: OptimizerKeys) -> DeclaredState:
+def _declare_custom(config: RunConfig) -> DeclaredState:
     spec = config.optimizer.custom
     if not isinstance(spec, dict) or TARGET not in spec:
         raise UserError(
@@ -241,6 +234,6 @@ OPTIMIZER_KEYS = {
 }
 
 
-def _betas(config: OptimizerKeys) -> tuple[float, float]:
+def _betas(config: RunConfig) -> tuple[float, float]:
     first, second = config.optimizer.betas
     return first, second

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from torch import nn
 from errors import UserError
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
-from models.adapters.options import AdapterName, AdapterOptions
+from models.adapters.options import AdapterName
 from models.layers.layer import Layer
-from training.config.schema import ParameterGroup
+from training.config.schema import ParameterGroup, RunConfig
 from training.pipeline.module import StageModule
 from training.pipeline.weight_sharding import whole_shape
 
@@ -34,17 +34,7 @@ LORA_PLUS = r"\blora_(B|magnitude_vector)\b"
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-class GroupKeys(Protocol):
-    """The keys of a run that set what is trained, and with which rate and decay."""
-
-    learning_rate: float
-    weight_decay: float
-    parameter_groups: list[ParameterGroup]
-    freeze: list[str]
-    adapter: AdapterOptions
-
-
-def list_entries(config: GroupKeys) -> list[ParameterGroup]:
+def list_entries(config: RunConfig) -> list[ParameterGroup]:
     """Return the entries of `parameter_groups` and, after them, that of `adapter.loraplus_lr_ratio` (LoRA+,
     2402.12354), the groups of `peft.optimizers.create_loraplus_optimizer`."""
     ratio = config.adapter.loraplus_lr_ratio if config.adapter.name is AdapterName.lora else None
@@ -52,7 +42,7 @@ def list_entries(config: GroupKeys) -> list[ParameterGroup]:
     return [*config.parameter_groups, *plus]
 
 
-def group_parameters(named: Named, config: GroupKeys, layer_norms: Collection[int] = ()) -> list[dict[str, Any]]:
+def group_parameters(named: Named, config: RunConfig, layer_norms: Collection[int] = ()) -> list[dict[str, Any]]:
     """Return torch's parameter groups: what decays and what does not of those that no pattern matches, then the same of
     each entry. A parameter belongs to the first entry that matches it.
 
@@ -89,7 +79,7 @@ def list_layer_norms(module: nn.Module) -> set[int]:
     return {id(parameter) for norm in norms for parameter in norm.parameters()}
 
 
-def group_trained(module: StageModule, config: GroupKeys) -> list[dict[str, Any]]:
+def group_trained(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
     """Return the parameter groups of a stage; some may be empty."""
     names = {id(parameter): name for name, parameter, _ in module.named_hf_parameters()}  # a loss's have no name
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -122,7 +112,7 @@ def _find_entry(name: str, entries: Sequence[ParameterGroup]) -> int:
     return next((number for number, entry in enumerate(entries, start=1) if re.search(entry.pattern, name)), 0)
 
 
-def check_group_keys(config: GroupKeys) -> None:
+def check_group_keys(config: RunConfig) -> None:
     """Raises UserError for an entry of `parameter_groups` that is wrong whatever the model is: an invalid pattern, a
     number out of range."""
     for number, entry in enumerate(config.parameter_groups, start=1):
@@ -144,7 +134,7 @@ def check_group_keys(config: GroupKeys) -> None:
             )
 
 
-def check_parameter_groups(config: GroupKeys, layers: Sequence[Layer], adapter: Adapter | None = None) -> None:
+def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None = None) -> None:
     """Raises UserError for an entry of `parameter_groups` whose pattern matches no trained parameter."""
     if not config.parameter_groups:
         return
@@ -160,7 +150,7 @@ def check_parameter_groups(config: GroupKeys, layers: Sequence[Layer], adapter: 
             )
 
 
-def _list_trained(config: GroupKeys, layers: Sequence[Layer], adapter: Adapter | None) -> list[str]:
+def _list_trained(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None) -> list[str]:
     """The names of all parameters that are trained, on whichever stage."""
     names = []
     for index, layer in enumerate(layers):

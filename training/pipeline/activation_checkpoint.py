@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from models.generic.parts import BackboneDecoderLayer
 from models.layers.random_keys import find_random_key
-from training.config.schema import CheckpointMode
+from training.config.schema import CheckpointMode, RunConfig
 from training.pipeline.activation_offload import ActivationOffload
 
 # Projections, experts, and attention by each of torch's fused kernels; not the T x T products of eager attention.
@@ -91,16 +91,7 @@ class ActivationCheckpointing:
         return ActivationOffload().wrap(function) if self.offloads else function
 
 
-class RecomputationKeys(Protocol):
-    """The keys of a run that set what is recomputed."""
-
-    activation_checkpoint_interval: int
-    activation_checkpoint_mode: CheckpointMode
-    activation_offload: bool
-    compile: bool
-
-
-def build_activation_checkpointing(config: RecomputationKeys) -> ActivationCheckpointing:
+def build_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
     """Return the checkpointing that the stage does and the plan counts."""
     recompute = ActivationCheckpointing(
         config.activation_checkpoint_interval, config.activation_checkpoint_mode, config.activation_offload

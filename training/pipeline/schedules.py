@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from errors import UserError
+from training.config.schema import RunConfig
 from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule
 from training.pipeline.zero_bubble import ZeroBubble
 
@@ -19,14 +20,6 @@ SCHEDULES: dict[str, type[Schedule]] = {
 }
 # The keys that each schedule reads
 SCHEDULE_KEYS = {"interleaved": ["virtual_stages_per_rank"], "zero_bubble": ["schedule_memory_limit"]}
-
-
-class ScheduleKeys(Protocol):
-    """The keys of a run that set its schedule."""
-
-    schedule: str
-    schedule_memory_limit: int | None
-    virtual_stages_per_rank: int
 
 
 def find_schedule(name: str) -> type[Schedule]:
@@ -43,7 +36,7 @@ def build_schedule(layout: Layout) -> Schedule:
     return found(*sizes, *((layout.memory_limit, layout.pass_times) if found.splits_backward else ()))
 
 
-def schedule_layout(layout: Layout, config: ScheduleKeys, num_layers: int) -> Layout:
+def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layout:
     """Return the layout under `config.schedule`. Raises UserError where the schedule is unknown or cannot run it."""
     name = config.schedule
     found = find_schedule(name)

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from models.adapters.options import AdapterName, AdapterOptions
+from models.adapters.options import AdapterName
 from models.weights.passthrough import find_passthrough
 from models.weights.source import WeightSource
-from training.config.schema import Precision
+from training.config.schema import Precision, RunConfig
 from training.costs.memory import bytes_of
-from training.optim.optimizer import OptimizerKeys, count_state_bytes
+from training.optim.optimizer import count_state_bytes
 from training.planner.formatting import render_bytes
-
-
-class CheckpointKeys(OptimizerKeys, Protocol):
-    """The keys of a run that set how large a checkpoint is."""
-
-    adapter: AdapterOptions
-    precision: Precision
-    save_weights_only: bool
-    export_unused: bool
-
-
-class SavingKeys(Protocol):
-    """The keys of a run that set how many checkpoints and exports are on disk at a time."""
-
-    save_steps: int | None
-    save_epochs: float | None
-    save_minutes: float | None
-    keep_last: int | None
-    keep_best: int | None
-    load_best_model_at_end: bool
-    export_steps: list[int]
 
 
 @dataclass(frozen=True)
@@ -53,9 +31,7 @@ class CheckpointSize:
         return self.weights + self.passthrough
 
 
-def estimate_size(
-    config: CheckpointKeys, num_parameters: int, num_trainable: int, num_starts: int = 0
-) -> CheckpointSize:
+def estimate_size(config: RunConfig, num_parameters: int, num_trainable: int, num_starts: int = 0) -> CheckpointSize:
     """Return the size of one checkpoint of a run; adapters are saved without the model, with what they have started as
     (`num_starts` elements). The counts are of all layers, shared parameters once."""
     saved = num_parameters if config.adapter.name is AdapterName.none else num_trainable + num_starts
@@ -66,13 +42,13 @@ def estimate_size(
     return CheckpointSize(weights, round(num_trainable * (masters + count_state_bytes(config))))
 
 
-def measure_passthrough(source: WeightSource, config: CheckpointKeys) -> int:
+def measure_passthrough(source: WeightSource, config: RunConfig) -> int:
     """Return the bytes that a run of `source` copies unchanged; adapters are saved without them."""
     is_whole = config.adapter.name is AdapterName.none
     return find_passthrough(source, config.export_unused).nbytes if is_whole else 0
 
 
-def count_disk_bytes(config: SavingKeys, size: CheckpointSize) -> int | None:
+def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
     """Return an upper bound of a run's disk space: the kept checkpoints, one that is being written, exports. None where
     no key limits the number of checkpoints."""
     saves_often = config.save_steps or config.save_epochs or config.save_minutes
@@ -82,7 +58,7 @@ def count_disk_bytes(config: SavingKeys, size: CheckpointSize) -> int | None:
     return kept * size.total + size.passthrough + (len(config.export_steps) + 1) * size.export
 
 
-def render_disk(size: CheckpointSize, config: SavingKeys) -> str:
+def render_disk(size: CheckpointSize, config: RunConfig) -> str:
     whole = count_disk_bytes(config, size)
     in_all = "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} in all"
     return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.export)} an export; {in_all}"
