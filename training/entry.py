@@ -78,7 +78,7 @@ def import_work(is_plan: bool) -> Work:
             if is_plan:
                 from training.planner.run import run_plan  # without the engine
 
-                atexit.register(gc.freeze)  # a plan takes seconds, of which garbage collection would take a sixth
+                atexit.register(gc.freeze)  # garbage collection would take a sixth of a plan's seconds
                 return run_plan
             from training.run import run
     except (ImportError, AttributeError):

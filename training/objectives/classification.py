@@ -132,8 +132,10 @@ def gather_columns(mine: torch.Tensor) -> torch.Tensor:
 
 
 class ClassificationLoss:
-    """The loss of the last stage of a classifier. scores: those of all documents; None for numbers, of which the
-    absolute errors are summed."""
+    """The loss of the last stage of a classifier.
+
+    scores: the scores of documents since they were last taken; None for a regression, which sums absolute errors.
+    """
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class EmbeddingLoss:
         own = torch.cat(list(vectors))
         gathered = gather_ragged(own, replicas)
         whole, first = torch.cat(gathered), sum(map(len, gathered[: dist.get_rank(replicas)]))
-        self.sums[0].take()  # those of an evaluation that was interrupted
+        self.sums[0].take()  # what an interrupted evaluation has left
         for start in range(first, first + len(own), _QUERIES_AT_ONCE):
             chosen = range(start, min(start + _QUERIES_AT_ONCE, first + len(own)))
             self._add(summarize_ranks(*self._compare(whole, chosen)), len(chosen), with_loss=True)

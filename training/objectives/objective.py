@@ -53,8 +53,8 @@ class Metrics:
         device: torch.device,
         finish_evaluation: Callable[[torch.device], dict[str, float]] = lambda device: {},
     ) -> None:
-        """sums: those of the loss. finish_evaluation: returns what is no mean, of a whole evaluation: name (without
-        "eval_") -> value. All ranks call it."""
+        """sums: the sums of the loss. finish_evaluation: returns the metrics of a whole evaluation that are not means,
+        name (without "eval_") -> value; all ranks call it."""
         self._sums, self._device, self._finish_evaluation = sums, device, finish_evaluation
         self._names = [name for each in sums for name in each.names]
         self._interval = self._zeros(len(self._names))
@@ -98,7 +98,7 @@ class Metrics:
 class PassOver(Enum):
     """The samples of the forward pass before a step."""
 
-    samples = "samples"  # those of the step
+    samples = "samples"  # the samples of the step
     mismatched = "mismatched"  # their prompts with other samples' answers (`data/storage/mismatched.py`)
 
 

@@ -20,8 +20,11 @@ LABELS = ("false", "true")
 
 
 class ProcessRewardLoss:
-    """The loss of the last stage of a process reward model. scores: those of all steps. Each of the ranks that share
-    sequences has the steps that end in its part."""
+    """The loss of the last stage of a process reward model. Each of the ranks that share sequences has the steps that
+    end in its part.
+
+    scores: the scores of steps since they were last taken.
+    """
 
     def __init__(self) -> None:
         self.scores = ClassScores(ProblemType.single_label_classification, len(LABELS))
