@@ -28,6 +28,7 @@ import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
 from console import report_progress
+from errors import UserError
 
 _CHUNK = 8 * 2**20  # bytes that are hashed at a time
 _END = 2**20  # bytes
@@ -162,6 +163,27 @@ def _drop_infinite(content: object) -> object:
     if isinstance(content, list | tuple):
         return [_drop_infinite(part) for part in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def copy_with_progress(file: str | Path, target: str | Path) -> None:
+    """Copies a file as `shutil.copy2` does, of any size: it reports progress, by which a watchdog knows that a rank is
+    not stuck. Raises OSError."""
+    with open(file, "rb") as source, open(target, "wb") as copy:
+        while block := source.read(_CHUNK):
+            copy.write(block)
+            report_progress()
+    shutil.copystat(file, target)
+
+
+def check_new_file(file: Path, option: str, replaces: bool = False) -> None:
+    """Raises UserError where a file cannot be written: option names the place, and replaces allows one that is
+    there."""
+    if file.is_dir():
+        raise UserError(f"{option} {file} is a folder; give a file in it")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"{option} {file}: there is no folder {file.absolute().parent}; make it first")
+    if file.exists() and not replaces:
+        raise UserError(f"{option} {file} is there already; give another one, or move it")
 
 
 def publish_changed(staged: Path, folder: Path) -> None:

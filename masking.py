@@ -19,7 +19,7 @@ MASKED = "***"
 _TOKENS = r"(?!(?:\w*[._])?(?:bos|eos|pad|unk|sep|cls|mask|image|audio|video)_token\b)"
 _SECRET = rf"{_TOKENS}\w*?(?:api_?key|token|secret|password)"
 _SECRET_KEY = re.compile(rf"(?:.*\.)?{_SECRET}", re.IGNORECASE)
-_USER_OF_URL = re.compile(r"(?<=://)[^\s/@'\"]+(?=@)")
+_USER_OF_URL = re.compile(r"(?<=://)[^\s/'\"]+(?=@)")  # up to the last @, as clients read it
 _OVERRIDE = rf"(?<!\w)(?:[+\w@-]+\.)*{_SECRET}="  # key=value
 _ENTRY = rf"""(?<=[{{,\n'"])\s*['"]?{_SECRET}(?P<quote>['"]?)\s*:\s*"""  # key: value, in a mapping
 _NO_INTERPOLATION = r"""(?!['"]?\$\{)"""

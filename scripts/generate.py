@@ -45,6 +45,8 @@ from data.encoders.rendering import RECORD_KWARGS, read_template_kwargs  # noqa:
 from data.encoders.segments import leading_bos  # noqa: E402
 from data.encoders.turns import find_stop_tokens  # noqa: E402
 from errors import UserError  # noqa: E402
+from filesystem import check_new_file  # noqa: E402
+from interpreter import check_interpreter  # noqa: E402
 from models.architecture.lookup import build_layers  # noqa: E402
 from models.further.layers import FurtherDecoderLayer  # noqa: E402
 from models.further.speculative import SpeculativeDecoder  # noqa: E402
@@ -54,6 +56,7 @@ from models.weights.further import add_further  # noqa: E402
 from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from models.weights.vocabulary import add_end, open_tokenizer  # noqa: E402
+from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error  # noqa: E402
 
 Messages = list[dict[str, Any]]
 DEFAULT_TEMPLATE = "{prompt}\n"
@@ -296,9 +299,11 @@ def main() -> None:
     arguments = parser.parse_args()
     disable_progress_bar()  # of tensors that have been read already
     try:
-        generate(arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+        with exit_on_user_error(SINGLE_PROCESS):
+            check_interpreter()
+            if arguments.output is not None:
+                check_new_file(arguments.output, "--output", replaces=True)
+            generate(arguments)
     except KeyboardInterrupt:  # leaves a chat, or an answer that has no end
         print()
         sys.exit(128 + signal.SIGINT)

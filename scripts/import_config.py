@@ -18,11 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from errors import UserError  # noqa: E402
+from filesystem import check_new_file  # noqa: E402
+from interpreter import check_interpreter  # noqa: E402
 from scripts.elastic import search_layout  # noqa: E402
 from training.cli.command_line import check_command_line  # noqa: E402
 from training.config.incompatible import CheckedConfig, check_together  # noqa: E402
 from training.config.schema import CONF, register_schema, to_typed  # noqa: E402
 from training.config.validate import check_config  # noqa: E402
+from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error  # noqa: E402
 from training.migration.importer import (  # noqa: E402
     PROJECTS,
     Imported,
@@ -59,6 +62,15 @@ def propose_layout(imported: Imported, num_gpus: int, hardware: str) -> tuple[Im
     return take_layout(imported, overrides), f"for {num_gpus} x {hardware}, by plan=search: {' '.join(overrides)}"
 
 
+def check_output(file: Path | None) -> None:
+    """Raise UserError for a place where no config can be written, or found by its name."""
+    if file is None:
+        return
+    check_new_file(file, "--output")
+    if file.suffix != ".yaml":
+        raise UserError(f"--output {file}: a config is found by the ending .yaml; give {file}.yaml")
+
+
 def list_notes(refusal: str, proposal: str) -> list[str]:
     return [*([proposal] if proposal else []), *([f"a run would refuse it: {refusal}"] if refusal else [])]
 
@@ -73,7 +85,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.num_gpus is None) != (arguments.hardware is None):
         parser.error("--num_gpus and --hardware go together: a layout is chosen for GPUs of a kind")
-    try:
+    with exit_on_user_error(SINGLE_PROCESS):
+        check_interpreter()
+        check_output(arguments.output)
         imported = import_config(arguments.theirs, arguments.project)
         refusal = find_refusal(imported)
         proposal = ""
@@ -85,17 +99,15 @@ def main() -> None:
             for note in list_notes(refusal, proposal):
                 print(note, file=sys.stderr)
             return
-        if arguments.output.exists():
-            raise UserError(f"{arguments.output} is there already; give another --output, or move it")
-        arguments.output.write_text(text)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+        arguments.output.write_text(text, encoding="utf-8")
     print(f"{arguments.output}: {len(imported.keys) + len(imported.groups)} keys of a {imported.project} config")
     for key, why in imported.left.items():
         print(f"  not carried over: {key}: {why}")
     for note in list_notes(refusal, proposal):
         print(note)
-    plan = f"python trainer_base_ds_mp.py -cn {arguments.output.stem} plan=true world_size=N hardware=NAME"
+    place = arguments.output.resolve().parent
+    directory = "" if place == CONF else f"--config-dir {place} "
+    plan = f"python trainer_base_ds_mp.py {directory}-cn {arguments.output.stem} plan=true world_size=N hardware=NAME"
     print(f"look at it, then: {plan}")
 
 

@@ -16,8 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from errors import UserError  # noqa: E402
+from filesystem import check_new_file  # noqa: E402
+from interpreter import check_interpreter  # noqa: E402
 from training.checkpoint.run_folder import RunFolder  # noqa: E402
+from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error  # noqa: E402
 from training.observability.run_page import RunHistory, read_history, write_run_page  # noqa: E402
 
 
@@ -26,14 +28,15 @@ def main() -> None:
     parser.add_argument("output_dir", type=Path, nargs="+", help="of a run")
     parser.add_argument("--output", type=Path, help="the page; default: report.html of the one run, or here")
     arguments = parser.parse_args()
-    try:
+    with exit_on_user_error(SINGLE_PROCESS):
+        check_interpreter()
+        if arguments.output is not None:
+            check_new_file(arguments.output, "--output", replaces=True)
         runs = [(folder, read_history(folder)) for folder in map(RunFolder, arguments.output_dir)]
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    page = arguments.output or (runs[0][0].report if len(runs) == 1 else Path("report.html"))
-    write_run_page(page, runs)
-    for folder, history in runs:
-        print_table(folder, history, page)
+        page = arguments.output or (runs[0][0].report if len(runs) == 1 else Path("report.html"))
+        write_run_page(page, runs)
+        for folder, history in runs:
+            print_table(folder, history, page)
 
 
 def print_table(folder: RunFolder, history: RunHistory, page: Path) -> None:

@@ -4,8 +4,8 @@
 #   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 --cpus-per-task=12 scripts/slurm.sh -cn llama_65b_pp8 train_file=data.jsonl
 #
 # Submitted from the project's folder, which all hosts must see, with its .venv. When preempted or timed out, it saves and exits
-# (--signal below); submitted again with resume=latest it continues. A job that Slurm puts back in the queue continues by
-# itself, from its newest checkpoint; if the run had finished, it ends at once with code 0.
+# (--signal below); submitted again with resume=latest it continues. A job that Slurm puts back in the queue continues what
+# it has begun by itself (`continue_requeued` in training/entry.py); if the run had finished, it ends at once with code 0.
 #SBATCH --job-name=pipeline
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
@@ -15,10 +15,6 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 [ -f .venv/bin/activate ] && . .venv/bin/activate
-
-if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then # the same command, a second time: it must not begin anew
-    set -- "$@" overwrite_output_dir=false resume=auto # of a key that is given twice the last value counts
-fi
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -79,7 +79,7 @@ class Supervisor:
         """Returns when the completion record was written, in ns, or None where there is none."""
         try:
             return (self._output_dir / "completed.json").stat().st_mtime_ns
-        except FileNotFoundError:
+        except OSError:  # not there, or a disk that does not answer for now
             return None
 
     def run(self, command: Sequence[str]) -> int:
@@ -113,7 +113,7 @@ class Supervisor:
         found = {}
         for pattern in WATCHED:
             for path in self._output_dir.glob(pattern):
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     found[str(path)] = (path.stat().st_size, path.stat().st_mtime_ns)
         return found
 
@@ -130,13 +130,13 @@ class Supervisor:
 
     def _forward(self, signum: int, frame: object) -> None:
         """Forwards a signal to the ranks alone if there are any: launchers kill theirs when they get one, before a save
-        is complete."""
+        is complete. A rank's RANK is not this process's own, which all inherit in some containers."""
         self.signum = signum
         processes = self._processes()
         ranks = {
             pid
             for pid, (parent, environment) in processes.items()
-            if b"RANK" in environment and b"RANK" not in processes.get(parent, (0, {}))[1]
+            if _is_rank(environment) and not _is_rank(processes.get(parent, (0, {}))[1])
         }
         _signal(ranks or processes, signum)
 
@@ -156,6 +156,12 @@ class Supervisor:
             if environment.get(MARK) == self._mark and state != "Z":
                 found[int(folder.name)] = (int(parent), environment)
         return found
+
+
+def _is_rank(environment: Mapping[bytes, bytes]) -> bool:
+    """Returns whether a launcher has told the process its rank: LOCAL_RANK is what no container sets of itself."""
+    name = b"RANK" if b"RANK" not in os.environb else b"LOCAL_RANK"
+    return name in environment
 
 
 def _signal(pids: Iterable[int], signum: int) -> None:
@@ -184,7 +190,7 @@ def list_steps(output_dir: Path) -> dict[str, int]:
     """Returns name -> inode of the checkpoints in `output_dir`, whole or not."""
     found = {}
     for path in list_checkpoints(RunFolder(output_dir).checkpoints):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             found[path.name] = path.stat().st_ino
     return found
 
@@ -304,7 +310,7 @@ def main() -> None:
     open_closed_streams()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True, help="that of the run")
-    parser.add_argument("--max_restarts", type=int, default=3)
+    parser.add_argument("--max_restarts", type=int, default=3, metavar="N", help="0 or more; by default %(default)s")
     parser.add_argument(
         "--stuck_minutes",
         type=float,
@@ -316,6 +322,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.elastic != (arguments.hosts_command is not None):
         parser.error("--elastic and --hosts_command go together: the hosts that are left are what the command prints")
+    if arguments.max_restarts < 0:
+        parser.error(f"--max_restarts {arguments.max_restarts}: at least 0")
     output_dir = find_output_dir(arguments.command)
     if output_dir is not None and output_dir.resolve() != arguments.output_dir.resolve():
         say(
@@ -328,7 +336,7 @@ def main() -> None:
         code = supervise(
             arguments.command, arguments.output_dir, arguments.max_restarts, arguments.stuck_minutes, elastic
         )
-    except (FileNotFoundError, PermissionError) as error:
+    except OSError as error:
         if error.filename != arguments.command[0]:
             raise
         say(f"{error.filename} cannot be started: {error.strerror}; give a command that is on PATH, or its path")

@@ -23,6 +23,7 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
             f'own:{{"_target_": "a", "password": "{MASKED}", "z": 1}}',
         ),
         ("https://me:pw@host/x and s3://key@bucket", f"https://{MASKED}@host/x and s3://{MASKED}@bucket"),
+        ("http://me:p@ss@host/a, http://host/a@b", f"http://{MASKED}@host/a, http://host/a@b"),
         ("{'client_secret': 'a b'}", f"{{'client_secret': '{MASKED}'}}"),
         ("x.api_key=${oc.env:KEY}", "x.api_key=${oc.env:KEY}"),
         ("data.eos_token=<|im_end|> {pad_token: x} tokens=5, per token: 2", None),

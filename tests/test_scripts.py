@@ -6,11 +6,15 @@ import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
+
+from training.checkpoint.run_folder import RunFolder
+from training.entry import continue_requeued
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = "overwrite_output_dir=false resume=auto"
 STUB = """#!/bin/bash
 [[ $1 == -c ]] && { echo "$GPUS"; exit; }
 echo "${DS_ACCELERATOR:-} ${0##*/} $*" >> "$CALLS"
@@ -47,20 +51,26 @@ def test_the_demo_takes_the_gpus_of_a_machine_that_has_two(
 
 
 @pytest.mark.parametrize(
-    ("restarts", "given", "taken"),
+    ("restarts", "started", "continues"),
     [
-        ("", "-cn x seed=1", "-cn x seed=1"),
-        ("0", "-cn x overwrite_output_dir=true", "-cn x overwrite_output_dir=true"),
-        ("2", "-cn x ++overwrite_output_dir=true", f"-cn x ++overwrite_output_dir=true {KEPT}"),
-        ("1", "-cn x resume=elsewhere", f"-cn x resume=elsewhere {KEPT}"),
+        ("", {"has_begun": True, "job": "7"}, False),
+        ("0", {"has_begun": True, "job": "7"}, False),
+        ("1", {"has_begun": True, "job": "7"}, True),
+        ("2", {"has_begun": True, "job": "6"}, False),
+        ("1", {"has_begun": False, "resume": "/elsewhere/global_step3"}, False),
+        ("1", None, False),
     ],
 )
-def test_a_job_that_slurm_has_put_back_continues(restarts: str, given: str, taken: str, tmp_path: Path) -> None:
-    (call,) = list_calls(
-        tmp_path, "slurm.sh", "srun", "scontrol", words=given.split(), SLURM_JOB_NODELIST="node-1",
-        SLURM_SUBMIT_DIR=str(tmp_path), SLURM_RESTART_COUNT=restarts,
-    )[1:]  # fmt: skip
-    assert call.endswith(f"trainer_base_ds_mp.py {taken}")
+def test_a_job_that_slurm_has_put_back_continues_what_it_has_begun(
+    restarts: str, started: dict[str, Any] | None, continues: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempted before that, its folder still has another run, or none: its command counts as it is."""
+    if started is not None:
+        RunFolder(tmp_path).write_started({"resume": None, "stop_after_steps": None, "last_step": 9} | started)
+    monkeypatch.setattr(os, "environ", {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts})
+    added = continue_requeued(OmegaConf.create({"output_dir": str(tmp_path)}))
+    assert added == (["overwrite_output_dir=false", "resume=auto"] if continues else [])
+    assert continue_requeued(None) == []
 
 
 def test_a_job_without_gpus_is_refused(tmp_path: Path) -> None:

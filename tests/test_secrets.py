@@ -62,7 +62,7 @@ def test_secrets_are_used_and_never_left(tmp_path: Path) -> None:
         "max_seq_length=256", "micro_batch_size=1", "global_batch_size=4", "max_steps=2", "logging_steps=1",
         "num_stages=1",
     )  # fmt: skip
-    planted = ("source", "key", "address", "filter", "optimizer", "environment", "uri")
+    planted = ("source", "key", "address", "filter", "optimizer", "environment", "uri", "evaluation")
     variables = (
         "OWN_API_KEY=planted-environment", "MLFLOW_TRACKING_URI=https://me:planted-uri@host",
         f"PYTHONPATH={tmp_path}{os.pathsep}{ROOT}",
@@ -70,14 +70,19 @@ def test_secrets_are_used_and_never_left(tmp_path: Path) -> None:
     command = ["env", *variables, sys.executable, str(ROOT / "trainer_base_ds_mp.py"), *keys]
     ended = run(command, tmp_path)
     assert ended.code == 0 and (tmp_path / "out" / "completed.json").is_file(), ended.output
+    source = f"{{_target_: mine_secret.records, file: {data}, password: planted-evaluation}}"
+    evaluation = (f"output_dir={tmp_path}/evaluated", "evaluate_only=true", f"+eval_file={source}")
+    evaluated = run([*command, *evaluation], tmp_path)
+    assert evaluated.code == 0, evaluated.output
     left = {
         file: file.read_bytes()
-        for folder in ("out", "cache")
+        for folder in ("out", "cache", "evaluated")
         for file in (tmp_path / folder).rglob("*")
         if file.is_file()
     }
-    assert {"config.yaml", "run.json", "report.html", "tracker.json", "rank_0.log"} <= {file.name for file in left}
-    left[Path("screen")] = ended.output.encode()
+    written = {"config.yaml", "run.json", "report.html", "tracker.json", "rank_0.log", "evaluation.json"}
+    assert written <= {file.name for file in left}
+    left[Path("screen")] = (ended.output + evaluated.output).encode()
     found = [
         (str(file), name) for file, content in left.items() for name in planted if f"planted-{name}".encode() in content
     ]

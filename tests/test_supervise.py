@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -48,6 +49,13 @@ if word == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     (out / "waiting").touch()
     time.sleep(300)
+if word == "launch":  # as launchers, which kill their ranks at a signal
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(300)"
+    child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": "0", "LOCAL_RANK": "0"})
+    signal.signal(signal.SIGTERM, lambda *_: (child.kill(), (out / "killed").touch()))
+    time.sleep(1)
+    (out / "waiting").touch()
+    sys.exit(child.wait())
 if word == "work":  # in steps, on a file system whose clock is ten minutes late
     for step in range(14):
         (out / "metrics.jsonl").touch()
@@ -165,6 +173,16 @@ def test_a_signal_is_passed_on_and_nothing_started_again(tmp_path: Path) -> None
     assert len((tmp_path / "starts.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize("own", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_signal_goes_to_the_ranks_and_not_to_their_launcher(tmp_path: Path, own: dict[str, str]) -> None:
+    """Also in a container whose every process has RANK."""
+    process = subprocess.Popen(command(tmp_path, "launch"), env={**os.environ, **own})
+    while not (tmp_path / "waiting").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143 and not (tmp_path / "killed").exists()
+
+
 def test_a_signal_before_the_start_starts_nothing(tmp_path: Path) -> None:
     """With --elastic a layout is searched first, for minutes; no process is there yet to pass the signal to."""
     for ending in ("echo localhost slots=1", "exit 1"):  # Ctrl-C ends the command too
@@ -231,6 +249,14 @@ def test_what_a_config_says_of_its_start_counts_too(tmp_path: Path) -> None:
 
 def test_a_command_that_cannot_be_started(tmp_path: Path) -> None:
     words = [sys.executable, str(SCRIPT), "--output_dir", str(tmp_path), "--", "no-such-launcher", "x=1"]
+    (tmp_path / "empty").touch(mode=0o755)
+    words[-2:] = [str(tmp_path / "empty")]
+    assert "cannot be started: Exec format error; give" in subprocess.run(words, capture_output=True, text=True).stderr
+    assert (
+        "--max_restarts -1: at least 0"
+        in subprocess.run([*words[:-2], "--max_restarts", "-1", *words[-2:]], capture_output=True, text=True).stderr
+    )
+    words[-1:] = ["no-such-launcher", "x=1"]
     ended = subprocess.run(words, capture_output=True, text=True)
     assert ended.returncode == 127
     assert ended.stderr.splitlines() == [

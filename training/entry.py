@@ -19,6 +19,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from interpreter import check_interpreter
+from training.checkpoint.run_folder import RunFolder
 from training.cli.command_line import asks_for_completion, asks_for_sweep, check_command_line, clean_arguments
 from training.cli.help import render_help
 from training.cli.sweep import build_launch, plan_sweep, run_sweep
@@ -51,18 +52,32 @@ def prepare(script: Path, config_name: str) -> bool:
     config_dir = script.parent / "conf"
     if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
         sys.exit(sweep(script, config_dir, config_name))
-    ranks = read_ranks()
+    with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("SLURM_PROCID", "0") == "0"):
+        ranks = read_ranks()
     end_with_launcher(ranks)
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(render_help())
+        with exit_on_user_error(ranks):
+            print(render_help(), flush=True)
         return False
     if not asks_for_completion(sys.argv[1:]):  # for that Hydra prints, and runs nothing
         with exit_on_user_error(ranks, reports=ranks.is_main):
-            check_command_line(sys.argv[1:], config_dir, config_name, check_names)
+            composed = check_command_line(sys.argv[1:], config_dir, config_name, check_names)
+            sys.argv += continue_requeued(composed)
     return True
+
+
+def continue_requeued(composed: DictConfig | None) -> list[str]:
+    """Return what a job that Slurm has put back in the queue adds to its command: it continues what it has begun to
+    train, and nothing that was in the folder before. composed: the command's config; None where it is not known."""
+    job, count = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT") or "0"
+    if composed is None or job is None or count == "0":
+        return []
+    started = RunFolder(OmegaConf.select(composed, "output_dir", throw_on_resolution_failure=False)).read_started()
+    has_begun = started.get("has_begun") and started.get("job") == job
+    return ["overwrite_output_dir=false", "resume=auto"] if has_begun else []
 
 
 def import_work(is_plan: bool) -> Work:

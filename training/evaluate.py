@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from filesystem import write_atomically
+from masking import mask
 from models.storage.steps import step_of
 from training.checkpoint.run_folder import RunFolder
 from training.distributed.ranks import Ranks
@@ -35,7 +36,7 @@ def evaluate_checkpoint(
     ranks.say(f"{source} on {eval_file}: {describe_evaluation(result)}")
     if ranks.is_main:
         described = {"model": str(source), "eval_file": eval_file, **result}
-        write_atomically(folder.path / "evaluation.json", json.dumps(described, indent=2) + "\n")
+        write_atomically(folder.path / "evaluation.json", json.dumps(mask(described), indent=2) + "\n")
     for reporter in reporters:
         reporter.report({"step": step_of(resume_from) if resume_from else 0, **result})
         reporter.close()

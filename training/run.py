@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from data.inspection.files import save_skipped
 from training.build import build_engine, build_eval_loaders, build_loaders, build_online_teacher, prepare_teacher
 from training.checkpoint.state import TrainerState, load_checkpoint
-from training.checkpoint.timeline import announce_start, find_abandoned, record_start, set_aside
+from training.checkpoint.timeline import announce_start, drop_shared, find_abandoned, record_start, set_aside
 from training.config.incompatible import CheckedConfig
 from training.config.schema import Init, RunConfig, to_typed
 from training.config.validate import check_config
@@ -294,6 +294,7 @@ def begin_line(run: Run) -> list[Event]:
         notes.append(Event(abandoned.first_step, "abandoned", f"set aside in {place}: {abandoned.describe()}"))
     if abandoned.start is None:
         folder.drop_records()
+        drop_shared(folder)
     return notes
 
 

@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from data.loading.row_lengths import RowLengths, measure_rows
 from data.order import GlobalOrder
 from errors import UserError
-from models.adapters.options import AdapterName
+from models.adapters.folder import read_fingerprint
+from models.adapters.options import AdapterName, starts_from_base
 from models.layers.flash_kernels import find_obstacle
 from models.layers.fused_kernels import find_triton_obstacle
 from models.parallel.shard import find_length_multiple
 from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
-from models.weights.fingerprint import fingerprint_as_1_1, fingerprint_weights, is_of_1_1
+from models.weights.fingerprint import check_base, fingerprint_as_1_1, fingerprint_weights, is_of_1_1
 from models.weights.further import add_further
 from models.weights.new_head import add_head
 from models.weights.random_weights import RandomWeights
@@ -126,6 +127,8 @@ def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> R
     check_flash_kernels(setup)
     if not config.evaluate_only:
         check_same_adapter(setup.adapter, resume_from, _find_saved_init(resume_from))
+    if setup.adapter is not None and resume_from is None:
+        check_own_base(config, source)
     reference = open_reference(setup, resume_from)
     setup = dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference, unread=unread)
     if not config.evaluate_only and not config.overwrite_output_dir:
@@ -133,6 +136,15 @@ def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> R
     if config.overwrite_output_dir or not config.evaluate_only:
         folder.check_keeps(_list_inputs(setup), config.overwrite_output_dir)
     return setup
+
+
+def check_own_base(config: RunConfig, source: WeightSource) -> None:
+    """Raise UserError where `adapter.name_or_path` is the export of a run with another base model than `source`."""
+    if not config.adapter.name_or_path or config.trust_checkpoint:
+        return
+    path = Path(config.adapter.name_or_path).expanduser()
+    if (expected := read_fingerprint(path)) is not None:
+        check_base(source, expected, path)
 
 
 def _list_optional(config: RunConfig) -> Iterator[str]:
@@ -254,7 +266,8 @@ def load_resumed(setup: RunSetup, say: Callable[[str], None]) -> RunSetup:
         return setup
     step_dir = choose_whole(setup.resumable, say)
     continues_in_fp32 = config.precision is Precision.fp32 and not config.evaluate_only
-    masters = MasterWeights(step_dir) if continues_in_fp32 else None
+    starts = starts_from_base(_find_saved_init(step_dir))
+    masters = MasterWeights(step_dir, starts) if continues_in_fp32 else None
     if setup.adapter is not None:
         restore = None if masters is None else masters.restore
         tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint, restore)

@@ -74,7 +74,13 @@ KINDS = {
         DataKind("process_reward", ProcessRewardEncoder, task="process_reward"),
         DataKind("embedding", EmbeddingEncoder, task="embedding", together=("query", "positive")),
         DataKind("rerank", RerankEncoder, task="rerank", together=("positive",)),
-        DataKind("token_classification", TokenClassificationEncoder, task="token_classification", lists_labels=True),
+        DataKind(
+            "token_classification",
+            TokenClassificationEncoder,
+            task="token_classification",
+            lists_labels=True,
+            format_version=2,  # BILOU and BMES
+        ),
     )
 }
 

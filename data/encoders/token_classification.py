@@ -36,7 +36,9 @@ from data.sample import IGNORE_INDEX, Sample
 from errors import UserError
 
 # Prefix of a word's tag -> those of its first and its last token, where it has several.
-PIECES = {"B": ("B", "I"), "I": ("I", "I"), "E": ("I", "E"), "S": ("B", "E")}
+PIECES = {"B": ("B", "I"), "I": ("I", "I"), "E": ("I", "E"), "S": ("B", "E"), "L": ("I", "L"), "U": ("B", "L")}
+PIECES["M"] = PIECES["I"]
+SYNONYMS = {"L": "E", "U": "S", "M": "I"}  # what BILOU and BMES call what others call E, S and I
 
 
 @dataclass(frozen=True)
@@ -166,15 +168,18 @@ def find_words(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list
 
 def _label_pieces(index: int, count: int, labels: Sequence[str]) -> list[int]:
     """Return the class of each token of a word: an entity begins and ends once. After a `B-` come `I-` of its kind,
-    before an `E-` too, and an `S-` becomes `B-`, `I-` and `E-`. Where `labels` lack the first or the last of these, the
-    word's first token alone has a class; where they lack the `I-` between, those tokens have none."""
+    before an `E-` too, and an `S-` becomes `B-`, `I-` and `E-`; likewise with the letters of BILOU and BMES. Where
+    `labels` lack the first or the last of these, the word's first token alone has a class; where they lack the `I-`
+    between, those tokens have none."""
     prefix, dash, kind = labels[index].partition("-")
-    if not dash or prefix not in PIECES or count == 1:
+    is_other = prefix in SYNONYMS and f"B-{kind}" not in labels  # a class of its own, such as "M-16"
+    if not dash or prefix not in PIECES or count == 1 or is_other:
         return [index] * count
-    first, last = (f"{tag}-{kind}" for tag in PIECES[prefix])
+    inside = f"M-{kind}" if f"M-{kind}" in labels and f"I-{kind}" not in labels else f"I-{kind}"
+    first, last = (inside if tag == "I" else f"{tag}-{kind}" for tag in PIECES[prefix])
     if not {first, last} <= set(labels):
         return [index]
-    tags = [first, *[f"I-{kind}"] * (count - 2), last]
+    tags = [first, *[inside] * (count - 2), last]
     return [labels.index(tag) if tag in labels else IGNORE_INDEX for tag in tags]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,9 +85,7 @@ def load_lora_config(path: Path) -> LoraConfig:
             f"{path / ADAPTER_CONFIG} has {unsupported[0]}={fields[unsupported[0]]}, which is not supported; "
             "merge the adapter with peft first"
         )
-    modules = fields.get("target_modules")
-    if not isinstance(modules, list) and not (modules is None and fields.get("target_parameters")):
-        raise UserError(f"{path / ADAPTER_CONFIG} has target_modules={modules!r}; write a list of names there")
+    _check_types(path / ADAPTER_CONFIG, fields)
     _check_numbers(path / ADAPTER_CONFIG, fields)
     try:
         return LoraConfig.from_pretrained(str(path))
@@ -114,6 +113,21 @@ def has_own_head(tensors: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -
     return embedding is None or not torch.equal(head, embedding)
 
 
+def _check_types(file: Path, fields: Mapping[str, Any]) -> None:
+    """Raise UserError for a field of a type that peft does not check, and takes for another value."""
+    for name in ("target_modules", "target_parameters", "modules_to_save"):
+        value = fields.get(name)
+        is_missing = value is None and (name != "target_modules" or fields.get("target_parameters"))
+        if not is_missing and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            raise UserError(f"{file} has {name}={value!r}; write a list of names there")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(fields.get(name) or {}, Mapping):
+            raise UserError(f"{file} has {name}={fields[name]!r}; it has to be a mapping of names to numbers")
+    for name in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"):
+        if not isinstance(fields.get(name) or False, bool):
+            raise UserError(f"{file} has {name}={fields[name]!r}; it has to be true or false")
+
+
 def _check_numbers(file: Path, fields: Mapping[str, Any]) -> None:
     """Raise UserError for a number that peft does not check before it builds or scales matrices with it."""
     ranks = {
@@ -124,7 +138,9 @@ def _check_numbers(file: Path, fields: Mapping[str, Any]) -> None:
     alphas |= {f"alpha_pattern.{key}": alpha for key, alpha in (fields.get("alpha_pattern") or {}).items()}
     wrong = {name: "a whole number from 1" for name, r in ranks.items() if type(r) is not int or r < 1}
     wrong |= {
-        name: "a number above 0" for name, alpha in alphas.items() if type(alpha) not in (int, float) or alpha <= 0
+        name: "a number above 0"
+        for name, alpha in alphas.items()
+        if type(alpha) not in (int, float) or not 0 < alpha < math.inf
     }
     dropout = fields.get("lora_dropout", 0)
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:

@@ -66,8 +66,11 @@ def copy_sentence_files(source_dir: Path, target_dir: Path) -> None:
             shutil.copyfile(source_dir / name, target_dir / name)
 
 
-def check_pooling(folder: Path, pooling: Pooling) -> None:
-    """Raise UserError where the folder's own files pool in another way."""
+def check_sentence_files(folder: Path, pooling: Pooling) -> None:
+    """Raise UserError where the folder's own files make vectors in another way: by other modules, or pooled
+    otherwise."""
+    if (folder / "modules.json").is_file():
+        _check_modules(folder / "modules.json")
     file = folder / POOLING_FILE
     if not file.is_file():
         return
@@ -80,4 +83,18 @@ def check_pooling(folder: Path, pooling: Pooling) -> None:
         raise UserError(
             f"embedding.pooling={pooling.value}: {file} says {own}; give the model's own, or remove that folder to "
             "train it otherwise"
+        )
+
+
+def _check_modules(file: Path) -> None:
+    try:
+        modules = json.loads(file.read_text(encoding="utf-8"))
+        types = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
+    known = [name for _, name in _MODULES]
+    if others := [name for name in types if name not in known]:
+        raise UserError(
+            f"{file} has a module '{others[0]}', which would be lost: only {', '.join(known)} are trained and exported "
+            "here; remove that file to train the model without it"
         )

@@ -6,6 +6,7 @@ These are bounds alone: that each tensor has the shape that the config makes it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -26,16 +27,44 @@ SIZES = {
     "num_experts": 0,
     "num_local_experts": 0,
     "n_routed_experts": 0,
+    "v_head_dim": 1,
+    "qk_nope_head_dim": 0,
+    "qk_rope_head_dim": 0,
+    "kv_lora_rank": 1,
 }
+POSITIONS = "max_position_embeddings"
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+DROPOUTS = ("attention_dropout", "hidden_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
 LAYERS = "num_hidden_layers"
 PACKED = 8  # numbers that a stored one may stand for: of 4 bits in an int32
 
 
 def check_least(config: PretrainedConfig, file: Path) -> None:
-    """Raise UserError for a size below the least possible one. file: config.json, for messages."""
-    for name, least in {LAYERS: 1, **SIZES}.items():
+    """Raise UserError for a number that no model can have: a size below the least possible one, key-value heads that do
+    not divide the heads, an epsilon, a dropout or a base of angles out of its range. file: config.json, for
+    messages."""
+    for name, least in {LAYERS: 1, POSITIONS: 1, **SIZES}.items():
         if (value := _read_size(config, name)) is not None and value < least:
             raise UserError(f"{file}: {name} is {value}, and must be {least} or more; fetch the file again")
+    heads, shared = (_read_size(config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if heads is not None and shared is not None and heads % shared:
+        raise UserError(f"{file}: num_key_value_heads is {shared}, and must divide {heads}, num_attention_heads")
+    numbers = [
+        *((name, getattr(config, name, None), lambda x: 0 <= x < math.inf, "0 or more") for name in EPSILONS),
+        *((name, getattr(config, name, None), lambda x: 0 <= x <= 1, "from 0 to 1") for name in DROPOUTS),
+        *((name, base, lambda x: 0 < x < math.inf, "above 0") for name, base in _find_bases(config)),
+    ]
+    for name, number, is_valid, wanted in numbers:
+        if isinstance(number, int | float) and not is_valid(number):
+            raise UserError(f"{file}: {name} is {number}, and must be {wanted}; fetch the file again")
+
+
+def _find_bases(config: PretrainedConfig) -> Iterator[tuple[str, object]]:
+    """Yield name and value of the bases of rotary angles: of all layers, or of each kind of layers."""
+    parameters = getattr(config, "rope_parameters", None)
+    for part in (parameters, *parameters.values()) if isinstance(parameters, dict) else ():
+        if isinstance(part, dict) and "rope_theta" in part:
+            yield "rope_theta", part["rope_theta"]
 
 
 def check_stored(config: PretrainedConfig, file: Path, shapes: Collection[torch.Size]) -> None:

@@ -48,7 +48,12 @@ def fingerprint_weights(source: WeightSource) -> str:
 
 def fingerprint_files(source: WeightSource) -> dict[Path, str]:
     """Return the fingerprint of each file of a model: of its header, and of its tensors as in `fingerprint_weights`."""
-    return {file: xxhash.xxh3_64_hexdigest(_describe(file).encode()) for file in source.files()}
+    return {file: fingerprint_file(file) for file in source.files()}
+
+
+def fingerprint_file(file: Path) -> str:
+    """Return the fingerprint of one file of a model. Raises UserError where it cannot be read."""
+    return xxhash.xxh3_64_hexdigest(_describe(file).encode())
 
 
 def fingerprint_as_1_1(source: WeightSource) -> str:

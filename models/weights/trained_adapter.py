@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 
+_PATTERNS = ("rank_pattern", "alpha_pattern")  # ranks and scales by name, which the folder of an adapter may have
+
+
 def read_trained_adapter(
     step_dir: Path,
     layers: Sequence[Layer],
@@ -61,8 +64,10 @@ def check_same_adapter(adapter: Adapter | None, resume_from: Path | None, saved_
     before, after = _describe_resumed(saved_config), _describe_resumed(adapter.config)
     for key, value in before.items():
         if value != after[key]:
+            of_folder = "; adapter.name_or_path gives such an adapter" if key in _PATTERNS else ""
             raise UserError(
                 f"resume: adapter.{key} was {_show(value)}, is {_show(after[key])}; give the same, or start a new run"
+                f"{of_folder}"
             )
 
 
@@ -73,6 +78,7 @@ def _describe_resumed(lora: LoraConfig) -> dict[str, object]:
     same: dict[str, object] = {"init_lora_weights": init if starts_from_base(init) else True}
     same |= {key: getattr(lora, key) for key in ("r", "lora_alpha", "use_rslora", "use_dora")}
     same["modules_to_save"] = sorted(lora.modules_to_save or ())
+    same |= {key: dict(sorted((getattr(lora, key) or {}).items())) for key in _PATTERNS}
     return {**same, "target_modules": modules, "target_parameters": parameters}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.adapters import make_adapter
 from support.cases import this_rank
 from support.configs import build_config
@@ -17,6 +18,9 @@ from support.workers import WorkerGroup
 
 from data.loading.row_lengths import RowLengths
 from errors import UserError
+from models.adapters.folder import BASE_FINGERPRINT
+from models.weights.fingerprint import fingerprint_weights
+from models.weights.sources import open_weights
 from training import setup as setups
 from training.costs.hardware import GIB
 from training.distributed.ranks import SINGLE_PROCESS
@@ -152,6 +156,24 @@ def test_overwriting_is_refused_for_every_model_that_a_run_reads(
     )  # fmt: skip
     with pytest.raises(UserError, match="overwrite_output_dir=true would delete .*out/hf, where "):
         setups.check_run(config, SINGLE_PROCESS)
+
+
+def test_an_exported_adapter_is_trained_on_its_own_base_alone(tmp_path: Path) -> None:
+    for name, seed in (("own", 0), ("other", 1)):
+        save_llama(tmp_path / name, seed=seed)
+    make_adapter(tmp_path / "adapter", tmp_path / "own")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    known = {"format": "pt", BASE_FINGERPRINT: fingerprint_weights(open_weights(str(tmp_path / "own")))}
+    save_file(load_file(file), file, metadata=known)
+    given = (
+        "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", f"output_dir={tmp_path}/out", "micro_batch_size=1",
+        "global_batch_size=2",
+    )  # fmt: skip
+    other = build_config(*given, f"model_name_or_path={tmp_path}/other")
+    with pytest.raises(UserError, match=f"{tmp_path}/adapter holds an adapter of another base model than .*/other"):
+        setups.check_run(other, SINGLE_PROCESS)
+    setups.check_run(dataclasses.replace(other, trust_checkpoint=True), SINGLE_PROCESS)
+    setups.check_run(build_config(*given, f"model_name_or_path={tmp_path}/own"), SINGLE_PROCESS)
 
 
 @pytest.mark.parametrize("evaluate_only", [False, True])

@@ -16,12 +16,16 @@ from models.storage.safetensors_writer import TensorInfo
 from models.weights.source import WeightSource
 from training.checkpoint.optimizer_state import FILE_PATTERN, WEIGHT, list_overlaps, parse_key
 
+_RANK_DIMS = {".lora_A.": 0, ".lora_B.": 1}  # the dimension that the rank is
+
 
 class MasterWeights:
     """The master weights in the optimizer's files of a step; none of a run in fp32."""
 
-    def __init__(self, step_dir: Path) -> None:
-        self._step_dir = step_dir
+    def __init__(self, step_dir: Path, starts_from_base: bool = False) -> None:
+        """starts_from_base: the adapter of the run did, so that a layer file has what it started as behind what is
+        trained (`models/adapters/base_inits.py`)."""
+        self._step_dir, self._starts_from_base = step_dir, starts_from_base
         self._places: defaultdict[str, list[tuple[Path, str]]] = defaultdict(list)  # parameter -> its fragments
         for file in sorted(step_dir.glob(FILE_PATTERN)):
             with safe_open(file, framework="pt") as saved:
@@ -36,7 +40,14 @@ class MasterWeights:
     def restore(self, layer: Layer, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer, named as in its module, with the master weights in place of those that have
         some. Raises UserError where a part is missing."""
-        return {name: self._read(layer.hf_prefix + name, tensor) for name, tensor in tensors.items()}
+        return {name: self._restore(layer.hf_prefix + name, tensor) for name, tensor in tensors.items()}
+
+    def _restore(self, name: str, rounded: torch.Tensor) -> torch.Tensor:
+        dim = next((dim for matrix, dim in _RANK_DIMS.items() if matrix in name), None)
+        if not self._starts_from_base or dim is None:
+            return self._read(name, rounded)
+        trained, start = rounded.chunk(2, dim)
+        return torch.cat([self._read(name, trained), start], dim)
 
     def _read(self, name: str, rounded: torch.Tensor) -> torch.Tensor:
         if name not in self._places:

@@ -153,7 +153,8 @@ class RunFolder:
         """Write how the run was started, for its restarts.
 
         record: `resume`, the path of the checkpoint that it was told to start from, or None; `has_begun`, whether it is
-        about to train from there; `stop_after_steps`; `last_step`, the step that it ends with.
+        about to train from there; `job`, Slurm's number of the job that has; `stop_after_steps`; `last_step`, the
+        step that it ends with.
         """
         write_atomically(self.started, json.dumps(record, indent=2) + "\n")
 

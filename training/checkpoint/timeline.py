@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError
-from filesystem import sync_to_disk, write_atomically
+from filesystem import copy_with_progress, sync_to_disk, write_atomically
 from models.storage.steps import (
     LATEST_NAME,
     TEMPORARY_PREFIX,
@@ -110,7 +110,8 @@ def set_aside(folder: RunFolder, abandoned: Abandoned) -> Path:
     else:
         (folder.checkpoints / LATEST_NAME).unlink(missing_ok=True)
     for path in abandoned.exports:
-        shutil.move(path, place / path.name)  # checkpoints/ may be a link to another file system
+        # checkpoints/ may be a link to another file system
+        shutil.move(path, place / path.name, copy_function=copy_with_progress)
     for path in abandoned.steps:
         os.rename(path, place / path.name)
     if latest is not None:
@@ -135,7 +136,7 @@ def record_start(folder: RunFolder, keys: RunConfig, resume_from: Path | None, l
     before, named = folder.read_started(), name_start(keys.resume)
     if resume_from is not None and keys.resume in CONTINUES and before.get("has_begun"):
         named = before.get("resume")
-    start = {"resume": named, "has_begun": True}
+    start = {"resume": named, "has_begun": True, "job": os.environ.get("SLURM_JOB_ID")}
     folder.write_started({**start, "stop_after_steps": keys.stop_after_steps, "last_step": last_step})
 
 
@@ -164,6 +165,13 @@ def _make_place(abandoned: Path) -> Path:
     return place
 
 
+def drop_shared(folder: RunFolder) -> None:
+    """Delete the files that all checkpoints of a run share, before a run that continues none of them writes its own:
+    what it does not write too, such as the template or the adapter of a start that saved nothing, is not its own."""
+    for file in list(_list_shared(folder)) if folder.checkpoints.is_dir() else ():
+        file.unlink()
+
+
 def _list_shared(folder: RunFolder) -> Iterator[Path]:
     """Yield the files that all checkpoints of a run share, those in folders included."""
     for entry in folder.checkpoints.iterdir():
@@ -177,7 +185,7 @@ def _link(file: Path, target: Path) -> None:
     try:
         os.link(file, target)
     except OSError:
-        shutil.copyfile(file, target)
+        copy_with_progress(file, target)
 
 
 def _choose_latest(checkpoints: Path, steps: list[Path]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +35,12 @@ from training.distributed.ranks import find_free_port
 
 NUM_GPUS = "num_gpus"  # ranks of each launch: read only here
 DATA_FILE = "sweep_data.json"  # in output_dir: `Job.files` of the finished run
+NAMES_FILES = (
+    "train_file", "eval_file", "model_name_or_path", "tokenizer_name_or_path", "name_or_path", "teacher",
+    "chat_template",
+)  # fmt: skip  # keys whose values may be names in the working directory; others name a path with a `/` in it
+NOT_READ = ("output_dir", "cache_dir", "resume")  # keys of what a run writes, or of how it starts
+WEIGHTS = (".safetensors", ".bin", ".pt")
 HOW_TO_START = ("resume", "overwrite_output_dir")  # keys that do not change what a finished run has made
 MOST_READABLE = 150  # characters of a folder's name before its hash; a file system takes 255
 Launch = Callable[[Sequence[str]], int]
@@ -60,15 +68,14 @@ class Job:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """Path -> size, and hash of both ends, of each file of records on this machine, when first asked for."""
-        named = (self.config.get(key) for key in ("train_file", "eval_file"))
-        paths = sorted({path for value in named for path in _list_files(value)})
-        return {path: f"{os.path.getsize(path)} {hash_ends(Path(path))}" for path in paths}
+        """Path -> what tells its content, of each file on this machine that the config names (records, models,
+        tokenizers, templates, the code of components), when first asked for."""
+        return {path: _describe_file(Path(path)) for path in sorted(set(_list_files(self.config)))}
 
     def note_files(self, files: Mapping[str, str]) -> None:
         """Write down which files a run of this job that has finished was trained on, as `files` describes them."""
         if (self.output_dir / "completed.json").is_file():
-            write_atomically(self.output_dir / DATA_FILE, json.dumps(files, indent=2) + "\n")
+            write_atomically(self.output_dir / DATA_FILE, json.dumps({"files": files}, indent=2) + "\n")
 
     def list_differences(self) -> Iterator[str]:
         """Yield, in words, the keys whose values differ from those of the last run in the folder, if there was one."""
@@ -81,7 +88,10 @@ class Job:
         noted = self.output_dir / DATA_FILE
         if noted.is_file():  # an earlier version did not write it
             trained_on = json.loads(noted.read_text())
-            yield from (f"{path} has changed" for path, found in self.files.items() if trained_on.get(path) != found)
+            before, now = trained_on.get("files"), self.files
+            if before is None:  # up to version 1.1, of records alone
+                before, now = trained_on, {path: now[path] for path in trained_on if path in now}
+            yield from (f"{path} has changed" for path, found in now.items() if before.get(path) != found)
 
 
 def plan_sweep(
@@ -145,17 +155,41 @@ def _check_folders(jobs: Sequence[Job]) -> None:
                 )
 
 
-def _list_files(value: Any) -> Iterator[str]:
-    """Yield the files on this machine that a value of `train_file` or `eval_file` names."""
+def _list_files(value: Any, key: str = "") -> Iterator[str]:
+    """Yield the files on this machine that the values of a config name, those in folders included. key: of the value,
+    or of the list or mapping that it is in."""
     if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
+        for name, inner in value.items():
+            yield from () if name in NOT_READ else _list_files(inner, name if name in NAMES_FILES else key)
+        yield from _find_code(value.get("_target_"))
+    elif isinstance(value, list):
         for inner in value:
-            yield from _list_files(inner)
-    elif isinstance(value, str):
+            yield from _list_files(inner, key)
+    elif isinstance(value, str) and (key in NAMES_FILES or os.sep in value):
         path = os.path.expanduser(value)
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-        yield from (match for match in matches if os.path.isfile(match))
+        for match in matches or glob.glob(f"{glob.escape(path)}.*"):  # the latter: an indexed corpus
+            found = Path(match).rglob("*") if os.path.isdir(match) else [Path(match)]
+            yield from (str(file) for file in found if file.is_file())
+
+
+def _find_code(target: Any) -> Iterator[str]:
+    """Yield the file of a component's module."""
+    with suppress(ImportError, ValueError, AttributeError):
+        spec = importlib.util.find_spec(str(target).rpartition(".")[0]) if target else None
+        if spec is not None and spec.origin is not None and os.path.isfile(spec.origin):
+            yield spec.origin
+
+
+def _describe_file(file: Path) -> str:
+    """Return the size of a file and a hash: of weights every tensor counts, of others both ends."""
+    content = hash_ends(file)
+    if file.suffix in WEIGHTS:
+        from models.weights.fingerprint import fingerprint_file  # imported on use: torch takes seconds
+
+        with suppress(UserError):  # a damaged one, which its run refuses
+            content = fingerprint_file(file)
+    return f"{file.stat().st_size} {content}"
 
 
 def _read_num_gpus(overrides: Sequence[str]) -> int:

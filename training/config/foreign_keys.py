@@ -9,6 +9,7 @@ from collections.abc import Iterable
 # Keys that switch a check off or delete something: never a hint
 SWITCHES = frozenset({"trust_checkpoint", "trust_remote_code", "resume_allow_changes", "overwrite_output_dir"})
 NEAR_ENOUGH = 0.7  # of difflib; at its own 0.6 `lora_rank` is `rerank`
+LONGEST_ABBREVIATION = 3  # characters: `dp` is near `dpo`, and means something else
 LENGTH, PACKING = "max_seq_length", "data.packing=true"
 BATCH, EPOCHS = "micro_batch_size", "num_train_epochs"
 RECOMPUTED, LORA = "activation_checkpoint_interval=1", "adapter=lora"
@@ -52,6 +53,9 @@ FOREIGN: dict[str, str] = {
     "lr_warmup_steps": "warmup_steps", "epochs": EPOCHS, "num_epochs": EPOCHS, "max_epochs": EPOCHS,
     "train_epochs": EPOCHS, "train_iters": "max_steps", "max_train_steps": "max_steps", "optim": "optimizer",
     "adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas", "adam_epsilon": "optimizer.eps",
+    "beta1": "optimizer.betas", "beta2": "optimizer.betas", "grad_clip": "max_grad_norm",
+    "gas": "gradient_accumulation_steps",
+    "total_steps": "max_steps", "warmup": "warmup_steps or warmup_ratio", "alpha": "adapter.lora_alpha",
     "gradient_clipping": "max_grad_norm", "clip_grad": "max_grad_norm", "label_smoothing_factor": "label_smoothing",
     # objectives
     "stage": "task", "rlhf_type": "task", "rl": "task", "dpo_beta": "dpo.beta", "pref_beta": "dpo.beta",
@@ -60,7 +64,8 @@ FOREIGN: dict[str, str] = {
     "kto_chosen_weight": "kto.desirable_weight", "kto_undesirable_weight": "kto.undesirable_weight",
     "kto_rejected_weight": "kto.undesirable_weight", "center_rewards_coefficient": "reward.centering_coef",
     # layout and memory
-    "pp": "num_stages", "pipeline_parallel_size": "num_stages", "pipeline_parallel_degree": "num_stages",
+    "pp": "num_stages", "pp_size": "num_stages", "tp_size": "tensor_parallel_size", "ep": "expert_parallel_size",
+    "pipeline_parallel_size": "num_stages", "pipeline_parallel_degree": "num_stages",
     "pipeline_model_parallel_size": "num_stages", "tp": "tensor_parallel_size",
     "tensor_parallel_degree": "tensor_parallel_size", "tensor_model_parallel_size": "tensor_parallel_size",
     "cp": "context_parallel_size", "context_parallel_degree": "context_parallel_size",
@@ -80,6 +85,7 @@ FOREIGN: dict[str, str] = {
     "liger_glu_activation": FUSED, "use_fused_rms_norm": FUSED, "use_fused_rope": FUSED,
     # evaluation, saving, following
     "eval_strategy": "eval_steps", "evaluation_strategy": "eval_steps", "evals_per_epoch": "eval_epochs",
+    "eval_every": "eval_steps", "save_every": "save_steps", "log_every": "logging_steps", "wandb": "logger=wandb",
     "save_strategy": "save_steps", "saves_per_epoch": "save_epochs", "save_total_limit": "keep_last",
     "save_only_model": "save_weights_only", "resume_from_checkpoint": "resume", "load_checkpoint": "resume",
     "auto_resume_from_checkpoints": "resume=auto", "report_to": "logger", "use_wandb": "logger=wandb",
@@ -96,5 +102,7 @@ def find_hint(key: str, known: Iterable[str]) -> str | None:
     if last in FOREIGN:
         return FOREIGN[last]
     by_last_part = {name.rpartition(".")[2]: name for name in known if name not in SWITCHES}
+    if len(last) <= LONGEST_ABBREVIATION:
+        return None
     near = difflib.get_close_matches(last, by_last_part, n=1, cutoff=NEAR_ENOUGH)
     return by_last_part[near[0]] if near else None

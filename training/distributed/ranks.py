@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
+from typing import NoReturn
 
 import console
 from errors import UserError, explain_refusal
@@ -63,8 +65,8 @@ def read_ranks() -> Ranks:
     """Read the ranks from the variables that `deepspeed`, `torchrun` or `srun` set. Without any, the process is alone,
     and torch's variables are set.
 
-    Raises UserError when `srun` spans several hosts and MASTER_ADDR does not name the main one, and when its variables
-    are incomplete.
+    Raises UserError when `srun` spans several hosts and MASTER_ADDR does not name the main one, and when the variables
+    of a launcher are incomplete or no numbers.
     """
     # In a batch script itself the latter is not set: the process is alone.
     if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -74,8 +76,16 @@ def read_ranks() -> Ranks:
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port())
         )
     environ = os.environ
-    local_size = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or environ["WORLD_SIZE"]
-    return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), int(local_size))
+    if environ.get("WORLD_SIZE") == "1":  # what starts containers sets that and RANK alone
+        environ.setdefault("LOCAL_RANK", "0")
+    local_size = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", "")
+    named = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"LOCAL_SIZE": local_size}
+    if wrong := [name for name, value in named.items() if not value.isdecimal()]:
+        raise UserError(
+            f"RANK={environ['RANK']} is set, as a launcher does, and {wrong[0]} is {named[wrong[0]] or 'not'}; start "
+            "the run with deepspeed, torchrun or srun, or without a launcher's variables: env -u RANK"
+        )
+    return Ranks(*map(int, named.values()))
 
 
 def find_free_port() -> int:
@@ -133,12 +143,14 @@ def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = No
     reports: False on a rank that will find the same error as another: it prints nothing, and gives the other time to
     report, since the launcher ends all ranks as soon as one of them has ended. log: this rank's log file, once it has
     one. Then any other exception is one line too, which names the rank, and its stack trace goes to the log, not
-    between the other ranks' lines. A rank whose peer is gone first waits for the launcher to end it: the peer has
-    reported the cause.
+    between the other ranks' lines; before, a reader of the screen that has gone ends the command in silence. A rank
+    whose peer is gone first waits for the launcher to end it: the peer has reported the cause.
     """
     try:
         yield
     except Exception as error:
+        if log is None and isinstance(error, BrokenPipeError) and error.filename is None:
+            _leave_screen()
         known = (
             error if isinstance(error, UserError) else explain_refusal(error) if isinstance(error, OSError) else None
         )
@@ -152,6 +164,12 @@ def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = No
             text = f"{_describe_unexpected(error)}; {trace}" if known is None else _message(known)
             console.say_last(f"\nerror{where}: {text}\n")
         sys.exit(1)
+
+
+def _leave_screen() -> NoReturn:
+    """End a command whose reader has read enough (`| head`)."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def _keep_trace(error: Exception, log: Path) -> str:

@@ -74,6 +74,9 @@ class StepBudget:
     starts_elsewhere: bool = False
 
 
+_SHARED = "rope_parameters"  # what config.json says of the model, beside what its weights are
+
+
 def compute_step_budget(
     config: RunConfig,
     layout: Layout,
@@ -137,6 +140,12 @@ def _resume(
     start: TrainerState, saved: TrainerState, resume_from: Path, config: RunConfig, stream: StreamStart | None
 ) -> TrainerState:
     """Return `start` advanced to the step of the checkpoint, whose state `saved` is."""
+    was, now = saved.data.get(_SHARED, "none"), start.data.get(_SHARED, "none")
+    if was != now and find_own(RunFolder(config.output_dir), resume_from) is not None:
+        raise UserError(
+            f"resume: {_SHARED} was {was}, is {now}, and all steps of a folder have one config.json; give the same, or "
+            f"go on elsewhere: resume={resume_from} resume_allow_changes=true output_dir=ANOTHER"
+        )
     before, after = ({}, {}) if stream is None or not saved.stream else compare_shards(saved.stream, stream)
     differences = check_resumable(
         dataclasses.replace(saved, data=recall_updates(saved.data, start.data) | before),

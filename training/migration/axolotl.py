@@ -46,6 +46,9 @@ def set_tokens(draft: Draft, key: str, value: Any) -> None:
         draft.leave(f"special_tokens.{others[0]}", "data.special_tokens, convert2ckpt.py --pad_token")
 
 
+TEXTS = ("completion", "pretrain")
+# `type`s of records, without what follows a dot
+KINDS = ("", *TEXTS, "chat_template", "alpaca", "alpaca_chat", "sharegpt", "chatml", "bradley_terry")
 # What is read of an entry of `datasets`, and what says nothing of what is trained on
 ENTRY_KEYS = {"path", "name", "split", "data_files", "type", "ds_type", "trust_remote_code"}
 # By kind of data, what an entry calls the fields of a record -> our key
@@ -140,7 +143,7 @@ RULES: dict[str, Rule] = {
 def finish(draft: Draft, folder: Path, command: str) -> None:
     """Settle task and data, and the tracker that wandb's keys name."""
     their = draft.their
-    kinds = [str(entry.get("type", "")) if isinstance(entry, dict) else "" for entry in their.get("datasets") or []]
+    kinds = [_read_kind(draft, entry) for entry in _list_entries(their.get("datasets"))]
     task = "sft"
     if their.get("reward_model"):
         task = "reward"
@@ -150,8 +153,10 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
             draft.set("dpo.loss_type", "ipo")
     elif their.get("rl"):
         draft.leave("rl", "none: no training on generated answers; task=dpo learns from pairs")
-    elif kinds and all(kind in ("completion", "pretrain") for kind in kinds):
+    elif kinds and all(kind in TEXTS for kind in kinds):
         task = "pretrain"
+    elif others := sorted({*kinds} & {*TEXTS}):
+        draft.leave(f"datasets.type: {others[0]}", "data=pretrain, of which all files are; others have chats")
     set_task(draft, task)
     beta = their.get("dpo_beta", their.get("rl_beta"))
     if beta is not None and task in ("dpo", "orpo", "simpo", "kto"):
@@ -164,7 +169,11 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
         if their.get("wandb_mode") == "offline":
             draft.set("logger.mode", "offline")
     for theirs, ours in (("datasets", "train_file"), ("test_datasets", "eval_file")):
-        files = [read_dataset(draft, entry, is_train=theirs == "datasets") for entry in their.get(theirs) or []]
+        files = [
+            file
+            for entry in _list_entries(their.get(theirs))
+            for file in read_dataset(draft, entry, is_train=theirs == "datasets")
+        ]
         if files:
             draft.set(ours, files[0] if len(files) == 1 else files)
     for key in [key for key, value in draft.keys.items() if value is None and key not in ("warmup_ratio",)]:
@@ -172,11 +181,27 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
     hugging_face.finish(draft)
 
 
-def read_dataset(draft: Draft, entry: Any, is_train: bool) -> str:
+def _list_entries(value: Any) -> list[Any]:
+    return [value] if isinstance(value, dict) else list(value or [])
+
+
+def _read_kind(draft: Draft, entry: Any) -> str:
+    """Return the `type` of an entry of `datasets`; one that reads records in another way than here is left by name."""
+    kind = entry.get("type") or "" if isinstance(entry, dict) else ""
+    if isinstance(kind, dict):
+        draft.leave("datasets.type", "data=sft, with data.prompt_field, data.completion_field and data.prompt_template")
+        return ""
+    name = str(kind).partition(".")[0]
+    if name not in KINDS and draft.their.get("rl") is None:
+        draft.leave(f"datasets.type: {kind}", "none: records are read as chats, or with Alpaca's fields; docs/data.md")
+    return str(kind)
+
+
+def read_dataset(draft: Draft, entry: Any, is_train: bool) -> list[str]:
     """Return an entry of `datasets` as `train_file` takes it, and set the field of its records. What else an entry says
     of what is trained on is left by name."""
     if isinstance(entry, str):
-        return entry
+        return [entry]
     path, split = str(entry.get("path", "")), entry.get("split")
     for theirs, ours in FIELDS[draft.groups["data"]].items() if is_train else ():
         if not entry.get(theirs):
@@ -189,9 +214,12 @@ def read_dataset(draft: Draft, entry: Any, is_train: bool) -> str:
         is_read = name in ENTRY_KEYS or name in FIELDS[draft.groups["data"]]
         if not is_read and not _is_as_usual(name, value):
             draft.leave(f"datasets.{name}", ENTRY_REASONS.get(name, OTHER_REASON))
-    files = entry.get("data_files")
-    if files or Path(path).suffix in (".json", ".jsonl", ".parquet", ".csv", ".txt") or Path(path).exists():
+    files, is_hub = entry.get("data_files"), "/" in path and not Path(path).exists()
+    if files and is_hub and not Path(path).suffix:
+        draft.leave("datasets.data_files", f"hf:NAME takes all files of a split; download {files} and name them")
+    elif files or Path(path).suffix in (".json", ".jsonl", ".parquet", ".csv", ".txt") or Path(path).exists():
         if split not in (None, "train"):
             draft.leave("datasets.split", f"a file is taken whole; give the records of {split} in a file, or hf:NAME")
-        return str(files[0] if isinstance(files, list) else files) if files else path
-    return name_hub(path, config=entry.get("name"), split=split)
+        folder = Path(path) if Path(path).is_dir() else Path()
+        return [str(folder / file) for file in ([files] if isinstance(files, str) else files or [])] or [path]
+    return [name_hub(path, config=entry.get("name"), split=split)]

@@ -148,7 +148,9 @@ def set_init_weights(draft: Draft, key: str, value: Any) -> None:
 def set_zero_stage(draft: Draft, key: str, value: Any) -> None:
     """The path of a DeepSpeed config, or ms-swift's name of one: the stage and the offload that its name states."""
     if isinstance(value, Mapping):
-        value = f"zero{value.get('zero_optimization', {}).get('stage', 0)}"
+        zero = value.get("zero_optimization") or {}
+        offloads = any((zero.get(f"offload_{what}") or {}).get("device") == "cpu" for what in ("optimizer", "param"))
+        value = f"zero{zero.get('stage', 0)}{'_offload' if offloads else ''}"
     name = str(value).lower().rpartition("/")[2]
     stage = next((stage for stage in (3, 2) if re.search(f"z(ero_?)?{stage}|stage_?{stage}", name)), None)
     if stage is not None:
@@ -156,7 +158,7 @@ def set_zero_stage(draft: Draft, key: str, value: Any) -> None:
     if "offload" in name:
         # Optimizer state on the host is not for stage 3 here.
         draft.set(*(("offload_parameters", "cpu") if stage == 3 else ("offload_optimizer", "cpu")))
-    if not name or (stage is None and "1" not in name and "0" not in name):
+    if not name or (stage is None and not re.search(r"z(ero_?)?[01]|stage_?[01]", name)):
         draft.leave(key, f"zero_stage, offload_optimizer and precision as {value} has them")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -104,6 +105,7 @@ def set_schedule_kwargs(draft: Draft, key: str, value: Any) -> None:
     """The `num_cycles` of `cosine` are waves, half a one by default, as always here; those of `cosine_with_restarts`
     are the restarts."""
     schedule = draft.their.get("lr_scheduler_type", draft.their.get("lr_scheduler"))
+    value = json.loads(value) if isinstance(value, str) else value  # in a script
     for name, given in (value or {}).items():
         if name in ("min_lr_rate", "min_lr_ratio"):
             draft.set("min_lr_ratio", given)

@@ -15,7 +15,7 @@ import yaml
 
 from errors import UserError
 from training.migration import axolotl, llama_factory, ms_swift, paddlenlp, trl
-from training.migration.draft import Draft
+from training.migration.draft import Draft, Rule
 from training.migration.explain import explain
 
 PROJECTS: dict[str, ModuleType] = {
@@ -30,9 +30,13 @@ SIGNS: dict[str, set[str]] = {
     "ms-swift": {"train_type", "tuner_type", "sft_type", "rlhf_type", "split_dataset_ratio", "quant_bits", "model"},
     "trl": {"use_peft", "dataset_name", "lora_target_modules", "max_length", "packing"},
 }  # fmt: skip
+PROGRAMS = {"swift": "ms-swift", "megatron": "ms-swift", "llamafactory-cli": "llama-factory"}
 COMMAND = re.compile(r"^\s*(?:[A-Za-z_]\w*=\S*\s+)*(swift|trl|llamafactory-cli|megatron)\s+(\w+)\s+(.*)$", re.M)
 EXPECTED = "give a config in YAML or JSON, or a script with the command of swift, trl, llamafactory-cli or megatron"
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+_NOT_UNDERSTOOD = (TypeError, ValueError, AttributeError, LookupError)  # by a rule: a value of another kind
 
 
 @dataclass(frozen=True)
@@ -74,26 +78,36 @@ def import_config(file: Path, project: str | None = None) -> Imported:
     """Read the config of another trainer: YAML, JSON, or a script with its command. project: a name of PROJECTS; None
     finds it by the keys. Raises UserError for a file that is none of these."""
     their, command, program = read_theirs(file)
-    found = (
-        project
-        or {"swift": "ms-swift", "llamafactory-cli": "llama-factory"}.get(program, program)
-        or find_project(their)
-    )
+    found = project or PROGRAMS.get(program, program) or find_project(their)
     if found not in PROJECTS:
         raise UserError(f"{file}: none of {', '.join(PROJECTS)} has these keys; name the project with --project")
     module = PROJECTS[found]
     draft = Draft(their, keys=dict(module.DEFAULTS))
     for key, value in their.items():
         if rule := module.RULES.get(key):
-            rule(draft, key, value)
+            _apply(rule, draft, key, value)
         else:
-            draft.leave(key)
-    module.finish(draft, file.parent, command)
+            draft.leave(str(key))
+    try:
+        module.finish(draft, file.parent, command)
+    except _NOT_UNDERSTOOD as error:
+        raise UserError(
+            f"{file}: what it says of its task, data or batch is not understood ({type(error).__name__}: {error}); "
+            "remove those keys there, and give ours"
+        ) from None
     if "adapter" not in draft.groups:
         draft.drop(*[key for key in draft.keys if key.startswith("adapter.")])
     draft.keys.setdefault("output_dir", f"outputs/{file.stem}")
     left = {key: why or explain(key, module.HEADINGS) for key, why in draft.left.items()}
     return Imported(found, draft.groups, draft.keys, left)
+
+
+def _apply(rule: Rule, draft: Draft, key: str, value: Any) -> None:
+    """Apply a rule. A value of a kind that it does not know leaves the key."""
+    try:
+        rule(draft, key, value)
+    except _NOT_UNDERSTOOD:
+        draft.leave(key, f"its value, {value!r}, is none that is known here")
 
 
 def write_config(imported: Imported, folder: str) -> list[str]:
@@ -121,16 +135,36 @@ def read_theirs(file: Path) -> tuple[dict[str, Any], str, str]:
     if not file.is_file():
         raise UserError(f"{file}: there is no such file")
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         if match := COMMAND.search(re.sub(r"\\\s*\n", " ", text)):
             program, command, arguments = match.groups()
-            return parse_arguments(shlex.split(arguments, comments=True)), command, program
+            words = shlex.split(arguments, comments=True)
+            given = parse_arguments(words)
+            given.pop("config", None)
+            return read_named(file, words) | given, command, program
         their = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # a file that is not text, or a quotation mark without its pair, too
         raise UserError(f"{file} cannot be read: {_describe(error)}; {EXPECTED}") from None
     if not isinstance(their, dict):
         raise UserError(f"{file} holds no keys with values; {EXPECTED}")
     return {key: convert(value) for key, value in their.items()}, "", ""
+
+
+def read_named(script: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Return the keys and values of the config that a command in a script names: its first word, or `--config`. Raises
+    UserError where that is not there."""
+    words = [part for word in words for part in word.split("=", 1)]
+    named = words[0] if words and not words[0].startswith("--") else None
+    if "--config" in words[:-1]:
+        named = words[words.index("--config") + 1]
+    if named is None:
+        return {}
+    found = [place for place in (Path(named), script.parent / named) if place.is_file()]
+    if not found:
+        raise UserError(
+            f"{script}: its command reads {named}, which is not there; give that file in place of the script"
+        )
+    return read_theirs(found[0])[0]
 
 
 def _describe(error: Exception) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from models.storage.tensor_files import load_json
 from training.migration import hugging_face
 from training.migration.draft import Draft, Rule, if_true, left, read_list, set_targets, set_words, to, unneeded
 from training.migration.hugging_face import name_hub, set_attention, set_held_out, set_task
@@ -34,6 +34,13 @@ FIELDS = {
     "chat": ("data.messages_field",), "preference": ("data.prompt_field", "data.chosen_field", "data.rejected_field"),
     "unpaired_preference": ("data.prompt_field", "data.completion_field", "data.label_field"),
     "pretrain": (),
+}  # fmt: skip
+
+
+ENTRY_KEYS = {"file_name", "hf_hub_url", "subset", "split", "columns", "tags", "formatting", "ranking"}
+ENTRY_REASONS = {
+    "num_samples": "data.max_samples, one number for all files",
+    "ms_hub_url": "hf:NAME, or a file", "folder": "train_file of the files in it", "script_url": "a file",
 }  # fmt: skip
 
 
@@ -135,7 +142,7 @@ def read_info(dataset_dir: Any, folder: Path) -> Mapping[str, Any]:
     for base in (Path.cwd(), folder, *folder.absolute().parents):
         file = base / str(dataset_dir) / "dataset_info.json"
         if file.is_file():
-            return {"": file.parent, **json.loads(file.read_text())}
+            return {"": file.parent, **load_json(file)}
     return {}
 
 
@@ -160,6 +167,8 @@ def find_file(draft: Draft, name: str, info: Mapping[str, Any]) -> str:
                 draft.leave(
                     f"dataset {name}: {part}.{column}", f"none: no key names it; rename '{field}' in the records"
                 )
+    for part in entry.keys() - ENTRY_KEYS:
+        draft.leave(f"dataset {name}: {part}", ENTRY_REASONS.get(part, "none"))
     if "file_name" in entry:
         return str(info[""] / entry["file_name"])
     if "hf_hub_url" in entry:

@@ -28,8 +28,16 @@ DEFAULTS = {**hugging_face.DEFAULTS, "lr_scheduler_type": "cosine", "warmup_rati
 RLHF = {"dpo", "orpo", "simpo", "cpo", "kto", "rm"}
 TUNERS: dict[str, dict[str, Any]] = {
     "lora": {"adapter": "lora"}, "full": {},
-    "adalora": {"adapter": "lora"}, "qlora": {"adapter": "lora", "adapter.load_in_4bit": True},
+    "qlora": {"adapter": "lora", "adapter.load_in_4bit": True},
 }  # fmt: skip
+
+
+def set_tuner(draft: Draft, key: str, value: Any) -> None:
+    if value == "adalora":
+        draft.set("adapter", "lora")
+        draft.leave(key, "none: adapter=lora, whose rank is the same for all matrices")
+    else:
+        when(TUNERS)(draft, key, value)
 
 
 def set_targets_of_swift(draft: Draft, key: str, value: Any) -> None:
@@ -50,7 +58,7 @@ def set_bits(draft: Draft, key: str, value: Any) -> None:
 RULES: dict[str, Rule] = {
     **hugging_face.RULES,
     "model": to("model_name_or_path"), "model_id_or_path": to("model_name_or_path"), "model_type": unneeded,
-    "train_type": when(TUNERS), "tuner_type": when(TUNERS), "sft_type": when(TUNERS), "tuner_backend": unneeded,
+    "train_type": set_tuner, "tuner_type": set_tuner, "sft_type": set_tuner, "tuner_backend": unneeded,
     "lora_rank": to("adapter.r"), "lora_alpha": to("adapter.lora_alpha"), "lora_dropout": to("adapter.lora_dropout"),
     "target_modules": set_targets_of_swift, "lora_target_modules": set_targets_of_swift,
     "modules_to_save": to("adapter.modules_to_save"), "use_rslora": to("adapter.use_rslora"),
@@ -117,6 +125,13 @@ def _words(value: Any) -> list[str]:
 def read_dataset(name: str) -> tuple[str, int | None]:
     """Return `ID:SUBSET#COUNT`, or a file, as an entry of `train_file`, and the count."""
     name, _, count = name.partition("#")
+    name = name.removeprefix("hf::").removeprefix("ms::")
     name, _, subset = name.partition(":")
-    path = name if Path(name).suffix else name_hub(name, config=subset.partition("/")[0] if subset else None)
+    if Path(name).is_dir():
+        return str(Path(name) / "*.jsonl"), int(count) if count.isdigit() else None
+    path = (
+        name
+        if Path(name).suffix or name.startswith(("/", "."))
+        else name_hub(name, config=subset.partition("/")[0] if subset else None)
+    )
     return path, int(count) if count.isdigit() else None

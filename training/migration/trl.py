@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from training.migration import hugging_face
-from training.migration.draft import Draft, Rule, if_true, left, set_targets, to, unneeded, when
+from training.migration.draft import Draft, Rule, if_true, left, set_targets, to, unneeded, usual, when
 from training.migration.hugging_face import name_hub, set_task
 
 HEADINGS = ("From TRL", "From the Hugging Face Trainer")
@@ -38,7 +38,8 @@ RULES: dict[str, Rule] = {
     "max_length": to("max_seq_length"), "max_seq_length": to("max_seq_length"), "max_prompt_length": unneeded,
     "max_completion_length": unneeded, "truncation_mode": unneeded, "packing": to("data.packing"),
     "packing_strategy": unneeded, "eval_packing": unneeded, "padding_free": if_true(data__packing=True),
-    "completion_only_loss": unneeded, "assistant_only_loss": unneeded, "chat_template_path": to("data.chat_template"),
+    "completion_only_loss": usual(True), "assistant_only_loss": usual(True),
+    "chat_template_path": to("data.chat_template"),
     "eos_token": to("data.eos_token"), "pad_token": left(), "use_peft": set_peft, "lora_r": to("adapter.r"),
     "lora_alpha": to("adapter.lora_alpha"), "lora_dropout": to("adapter.lora_dropout"),
     "lora_target_modules": set_targets_of_peft, "lora_modules_to_save": to("adapter.modules_to_save"),

@@ -8,13 +8,14 @@ or S- ends one, I- or none continues one of the same kind; O is none. N tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 from batch import Targets
+from data.encoders.token_classification import SYNONYMS
 from models.heads.head import Labels
 from models.heads.token_classification import TOKEN_CLASSIFICATION
 from models.losses.cross_entropy import Loss
@@ -26,20 +27,23 @@ OUTSIDE, PREFIXES = "O", "BIES"
 Entity = tuple[int, int, str]  # first word, the one after the last, kind
 
 
-def split_tag(tag: str) -> tuple[str, str]:
-    """Return prefix and kind of a tag; the kind of none is empty."""
+def split_tag(tag: str, labels: Collection[str]) -> tuple[str, str]:
+    """Return prefix and kind of a tag, of `PREFIXES` whatever the letters of its scheme; the kind of none is empty.
+    labels: all tags that there are, which tell a prefix from a class such as "M-16"."""
     if tag == OUTSIDE:
         return OUTSIDE, ""
     prefix, dash, kind = tag.partition("-")
+    if f"B-{kind}" in labels:
+        prefix = SYNONYMS.get(prefix, prefix)
     return (prefix, kind) if dash and prefix in PREFIXES else ("I", tag)
 
 
-def list_entities(tags: Sequence[str], documents: Sequence[int]) -> set[Entity]:
-    """Return the entities of words with these tags, none of which lies in two documents."""
+def list_entities(tags: Sequence[str], documents: Sequence[int], labels: Collection[str] = ()) -> set[Entity]:
+    """Return the entities of words with these tags, none of which lies in two documents. labels: see `split_tag`."""
     found: set[Entity] = set()
     first, before = 0, (OUTSIDE, "", -1)
     for place, (tag, document) in enumerate([*zip(tags, documents, strict=True), (OUTSIDE, -1)]):
-        prefix, kind = split_tag(tag)
+        prefix, kind = split_tag(tag, labels)
         continues = (kind, document) == before[1:] and prefix not in "BS" and before[0] not in "ES"
         if before[1] and not continues:
             found.add((first, place, before[1]))
@@ -105,7 +109,7 @@ class TokenClassificationLoss:
 
     def _count_entities(self, kept: torch.Tensor) -> torch.Tensor:
         *classes, documents = kept.tolist()
-        predicted, there = (list_entities([self._labels[index] for index in row], documents) for row in classes)
+        predicted, there = (list_entities([self._labels[i] for i in row], documents, self._labels) for row in classes)
         return torch.tensor([len(documents), len(predicted & there), len(predicted), len(there)])
 
 

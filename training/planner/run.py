@@ -29,6 +29,7 @@ from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import CheckedConfig
 from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
+from training.config.sources import parse_key
 from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
@@ -351,9 +352,16 @@ def _takes_a_row_per_record(config: RunConfig) -> bool:
 
 
 def count_lines(config: RunConfig) -> int | None:
-    """Return the records of a train_file of JSON lines; None for any other."""
-    file = Path(str(config.train_file))
-    if file.suffix != ".jsonl" or not file.is_file():
+    """Return the records of a train_file of JSON lines, of all its files; None for any other, and for a mixture."""
+    try:
+        parsed = parse_key(config, "train_file")
+        sources = resolve_sources(parsed.entries, "train_file")
+    except UserError:  # a plan needs no data
         return None
-    with open(file, "rb") as lines:
-        return sum(1 for line in lines if line.strip())
+    if parsed.mixture is not None or any(Path(source).suffix != ".jsonl" for source in sources):
+        return None
+    count = 0
+    for source in sources:
+        with open(source, "rb") as lines:
+            count += sum(1 for line in lines if line.strip())
+    return count

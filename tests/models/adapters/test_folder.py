@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ VALID = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, "lora_alpha"
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj=0; it has to be a whole number from 1"),
         ({"lora_alpha": "x"}, "lora_alpha='x'; it has to be a number above 0"),
         ({"alpha_pattern": {"q_proj": -2}}, "alpha_pattern.q_proj=-2; it has to be a number above 0"),
+        ({"lora_alpha": math.nan}, "lora_alpha=nan; it has to be a number above 0"),
+        ({"lora_alpha": math.inf}, "lora_alpha=inf; it has to be a number above 0"),
+        ({"rank_pattern": ["a"]}, "rank_pattern=['a']; it has to be a mapping of names to numbers"),
+        ({"alpha_pattern": "x"}, "alpha_pattern='x'; it has to be a mapping"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head'; write a list of names there"),
+        ({"target_modules": [1]}, "target_modules=[1]; write a list of names there"),
+        ({"use_dora": "no"}, "use_dora='no'; it has to be true or false"),
         ({"lora_dropout": 1}, "lora_dropout=1; it has to be a number from 0 to below 1"),
         (
             {"megatron_config": {"a": 1}},

@@ -41,6 +41,17 @@ def test_a_run_resumes_with_the_same_adapter_only(tmp_path: Path) -> None:
             check_same_adapter(build_lora(LLAMA, **options), step)
 
 
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_an_adapters_own_ranks_and_scales_are_kept(tmp_path: Path, pattern: str) -> None:
+    """Those of the folder that the run began with, which no key gives."""
+    adapter, step = build_lora(LLAMA, r=4), tmp_path / "global_step1"
+    setattr(adapter.config, pattern, {"q_proj": 8})
+    save_adapter_config(adapter, tmp_path, build_family("llama").config)
+    check_same_adapter(adapter, step)
+    with pytest.raises(UserError, match=rf"resume: adapter.{pattern} was {{'q_proj': 8}}, is {{}}; .* name_or_path"):
+        check_same_adapter(build_lora(LLAMA, r=4), step)
+
+
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
 def test_a_run_that_starts_from_the_base_is_compared_by_the_values_it_was_given(
     options: dict[str, Any], tmp_path: Path

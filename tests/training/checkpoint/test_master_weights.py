@@ -23,6 +23,18 @@ def save(folder: Path, rank: int, **fragments: torch.Tensor) -> None:
     )
 
 
+def test_what_an_adapter_has_started_as_stays(tmp_path: Path) -> None:
+    """Its layer files have [A; A0] and [B -B0], the optimizer's A and B alone."""
+    first, second = torch.randn(4, 3), torch.randn(5, 4)
+    names = [f"q_proj.lora_{matrix}.default.weight" for matrix in "AB"]
+    pairs = zip(names, (first[:2], second[:, :2]), strict=True)
+    save(tmp_path, 0, **{f"weight/model.head.{name}@0": half.flatten() for name, half in pairs})
+    rounded = dict(zip(names, (first.bfloat16(), second.bfloat16()), strict=True))
+    found = MasterWeights(tmp_path, starts_from_base=True).restore(LAYER, rounded)
+    assert torch.equal(found[names[0]], torch.cat([first[:2], first[2:].bfloat16()]))
+    assert torch.equal(found[names[1]], torch.cat([second[:, :2], second[:, 2:].bfloat16()], dim=1))
+
+
 def test_fragments_and_shards_make_up_the_weights(tmp_path: Path) -> None:
     weight, bias = torch.randn(6, 4), torch.randn(6)
     save(tmp_path, 0, **{"weight/model.head.weight@0": weight.flatten()[:10], "exp_avg/model.head.weight@0": weight[0]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from test_checkpoint import write_checkpoint
 
+import filesystem
 from errors import UserError
 from models.storage.steps import list_checkpoints
 from training.checkpoint import timeline
@@ -96,6 +98,21 @@ def test_no_records_of_a_run_that_saved_nothing_are_those_of_another_folders_sta
     assert not folder.metrics.exists() and not folder.events.exists()
 
 
+def test_no_file_of_a_start_that_saved_nothing_becomes_the_runs_own(folder: RunFolder, tmp_path: Path) -> None:
+    """A chat template or an adapter's config would be exported with weights that were never trained so."""
+    (folder.checkpoints / "adapter_config.json").write_text("{}")
+    config: Any = SimpleNamespace(overwrite_output_dir=False)
+    shared = {file.name for file in folder.checkpoints.rglob("*.json")} - {"trainer_state.json", "manifest.json"}
+    own: Any = SimpleNamespace(config=config, resume_from=folder.find_checkpoint(2))
+    begin_line(Run(SINGLE_PROCESS, folder, own))
+    assert (folder.checkpoints / "adapter_config.json").is_file()
+    new: Any = SimpleNamespace(config=config, resume_from=None)
+    begin_line(Run(SINGLE_PROCESS, folder, new))
+    assert [path.name for path in folder.checkpoints.rglob("*.json") if folder.abandoned not in path.parents] == []
+    kept = {file.name for file in (folder.abandoned / "2").rglob("*.json")}
+    assert shared <= kept and {"adapter_config.json", "config.json"} <= shared
+
+
 def test_a_step_is_the_runs_own_by_whatever_path(folder: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder.checkpoints)
     assert find_own(folder, tmp_path / "link" / "global_step2") == folder.find_checkpoint(2)
@@ -137,7 +154,7 @@ def test_a_start_that_dies_in_between_is_completed_by_the_next(
     """Killed before any of its four renames, it leaves every step whole, and `latest` names its start."""
     left = count
 
-    def rename(source: Path, target: Path) -> None:
+    def rename(source: Path, target: Path, **options: object) -> None:
         nonlocal left
         if left == 0:
             raise KeyboardInterrupt
@@ -155,6 +172,24 @@ def test_a_start_that_dies_in_between_is_completed_by_the_next(
     found = [path for place in folder.abandoned.iterdir() for path in list_checkpoints(place)]
     assert sorted(path.name for path in found) == ["global_step4", "global_step6"]
     assert all(len(list(path.iterdir())) == 5 for path in found)
+
+
+def test_exports_are_copied_to_another_file_system_under_the_watchdogs_eyes(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `checkpoints/` is a link. The copy of 140 GB takes longer than a stuck run may."""
+    copied: list[str] = []
+    rename = os.rename
+
+    def refuse(source: Path, target: Path, **options: object) -> None:
+        if Path(source).name.startswith("hf"):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(filesystem, "report_progress", lambda: copied.append("a block"))
+    place = set_aside(folder, find_abandoned(folder, folder.find_checkpoint(4)))
+    assert copied and (place / "hf" / "config.json").read_text() == "{}" and not folder.export.exists()
 
 
 def test_files_are_copied_where_the_file_system_has_no_links(
@@ -181,11 +216,14 @@ def keys(resume: str | None, stop_after_steps: int | None = None) -> Any:
     return SimpleNamespace(resume=resume, stop_after_steps=stop_after_steps)
 
 
-def test_restarts_know_the_checkpoint_that_the_run_was_to_start_from(folder: RunFolder, tmp_path: Path) -> None:
+def test_restarts_know_the_checkpoint_that_the_run_was_to_start_from(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     start = folder.find_checkpoint(2)
     assert name_start("auto") is name_start("latest") is name_start(None) is None
     record_start(folder, keys(str(start)), start, 9)
-    begun = {"resume": str(start), "has_begun": True, "stop_after_steps": None, "last_step": 9}
+    begun = {"resume": str(start), "has_begun": True, "job": "7", "stop_after_steps": None, "last_step": 9}
     assert folder.read_started() == begun
     record_start(folder, keys("latest"), folder.find_checkpoint(6), 9)
     assert folder.read_started()["resume"] == str(start), "it continues the run that started from there"

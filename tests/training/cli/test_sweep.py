@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from support.configs import CONF, build_config
 
 from errors import UserError
@@ -84,9 +86,49 @@ def test_a_finished_run_is_skipped_only_when_its_config_is_the_same(tmp_path: Pa
         started.clear()
 
 
-def test_a_finished_run_is_not_reported_for_changed_data(tmp_path: Path) -> None:
+def change_records(folder: Path) -> Path:
+    (folder / "train.jsonl").write_text("new")
+    return folder / "train.jsonl"
+
+
+def change_tensor(folder: Path) -> Path:
+    """One in the middle of a file, of the same size."""
+    file = folder / "model/model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"b": 2 * tensors["b"]}, file)
+    return file
+
+
+def change_template(folder: Path) -> Path:
+    (folder / "own.jinja").write_text("other")
+    return folder / "own.jinja"
+
+
+def change_code(folder: Path) -> Path:
+    (folder / "mine_swept.py").write_text("def keep(record): return False")
+    return folder / "mine_swept.py"
+
+
+def change_corpus(folder: Path) -> Path:
+    (folder / "corpus.bin").write_bytes(b"12")
+    return folder / "corpus.bin"
+
+
+@pytest.mark.parametrize("change", [change_records, change_tensor, change_template, change_code, change_corpus])
+def test_a_finished_run_is_not_reported_for_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Path]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "train.jsonl").write_text("old")
-    keys = f"model_name_or_path=m train_file='{tmp_path}/*.jsonl' output_dir={tmp_path}/out seed=1,2"
+    (tmp_path / "own.jinja").write_text("old")
+    (tmp_path / "mine_swept.py").write_text("def keep(record): return True")
+    (tmp_path / "corpus.bin").write_bytes(b"11")
+    (tmp_path / "model").mkdir()
+    save_file({name: torch.ones(2**22) for name in "abc"}, tmp_path / "model/model.safetensors")
+    keys = (
+        f"model_name_or_path={tmp_path}/model train_file='{tmp_path}/*.jsonl' output_dir={tmp_path}/out seed=1,2 "
+        f"data.filter={{_target_:mine_swept.keep}} data.chat_template={tmp_path}/own.jinja eval_file={tmp_path}/corpus"
+    )
     line = f"-m num_gpus=2 -cn base {keys}"
     (job, _), _ = plan(line)
 
@@ -98,8 +140,8 @@ def test_a_finished_run_is_not_reported_for_changed_data(tmp_path: Path) -> None
 
     assert run_sweep([job], 2, launch) == 0
     assert plan(line)[0][0].read_completed() == {"step": 5}
-    (tmp_path / "train.jsonl").write_text("new")
-    with pytest.raises(UserError, match=r"holds a finished run of another config \(.*train.jsonl has changed\)"):
+    changed = change(tmp_path)
+    with pytest.raises(UserError, match=rf"holds a finished run of another config \({changed} has changed\)"):
         plan(line)
 
 

@@ -65,6 +65,8 @@ def test_what_switches_a_check_off_is_never_a_hint() -> None:
         ("gradient_checkpointing", "activation_checkpoint_interval=1"), ("resume_from_checkpoint", "resume"),
         ("lora_r", "adapter.r"), ("lora_rank", "adapter.r"), ("lr", "learning_rate"), ("bf16", "precision=bf16"),
         ("data.max_length", "max_seq_length"), ("learning_rte", "learning_rate"), ("xyzzy", None),
+        ("dp", None), ("ep", "expert_parallel_size"), ("alpha", "adapter.lora_alpha"), ("total_steps", "max_steps"),
+        ("log_every", "logging_steps"), ("gas", "gradient_accumulation_steps"),
     ],
 )  # fmt: skip
 def test_a_hint(key: str, hint: str | None) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.launching import ROOT
 from support.workers import WorkerGroup
 
 from errors import UserError
@@ -31,6 +34,7 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ("environ", "expected"),
     [
         ({}, Ranks(0, 1, 0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0"}, Ranks(0, 1, 0, 1)),  # a container of one process
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # deepspeed
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # torchrun
         (
@@ -78,6 +82,38 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_variable_of_srun_without_the_others_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
     with pytest.raises(UserError, match="SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE not; start the run with srun"):
+        read_ranks()
+
+
+def test_a_reader_of_the_screen_that_has_gone_ends_a_command_in_silence() -> None:
+    code = """
+from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
+with exit_on_user_error(SINGLE_PROCESS):
+    for number in range(10**6):
+        print(number)
+"""
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "0\n"
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(timeout=60) == 141
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "RANK=0 is set, as a launcher does, and WORLD_SIZE is not; start the run with deepspeed,"),
+        ({"RANK": ""}, "RANK= is set, as a launcher does, and RANK is not;"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "and LOCAL_RANK is not"),
+        ({"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0"}, "and WORLD_SIZE is two"),
+    ],
+)
+def test_a_launchers_variables_without_the_others_are_one_line(
+    environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", environ)
+    with pytest.raises(UserError, match=message):
         read_ranks()
 
 

@@ -160,6 +160,15 @@ def test_every_field_of_training_arguments_has_a_rule() -> None:
         ("datasets: [{path: a.jsonl, message_property_mappings: {role: from, content: value}, split: train}]\n", set()),
         ("datasets: [{path: a.jsonl, field_messages: turns}, {path: b.jsonl, field_messages: chat}]\n",
          {"datasets.field_messages: chat"}),
+        ("datasets: [{path: a.jsonl, type: {field_instruction: q, format: 'Q: {instruction}'}}]\n", {"datasets.type"}),
+        ("datasets: [{path: a.jsonl, type: input_output}]\n", {"datasets.type: input_output"}),
+        ("datasets: [{path: a.jsonl, type: completion}, {path: b.jsonl, type: alpaca}]\n",
+         {"datasets.type: completion"}),
+        ("datasets: [{path: org/ds, data_files: part1.jsonl, type: alpaca}]\n", {"datasets.data_files"}),
+        ("datasets: {path: json, data_files: [a.jsonl, b.jsonl], type: alpaca.load_qa}\n", set()),
+        ("special_tokens: [<a>]\nwarmup_steps: auto\nval_set_size: 10%\n",
+         {"special_tokens", "warmup_steps", "val_set_size"}),
+        ("deepspeed: configs/run1.json\ntrue: 1\n", {"deepspeed", "True"}),
     ],
 )  # fmt: skip
 def test_what_changes_what_axolotl_trains_on_is_never_dropped(text: str, left: set[str], tmp_path: Path) -> None:
@@ -168,11 +177,45 @@ def test_what_changes_what_axolotl_trains_on_is_never_dropped(text: str, left: s
     assert imported.left.keys() == left and all(imported.left.values())
 
 
+def test_every_file_of_an_entry_is_read(tmp_path: Path) -> None:
+    text = "datasets: {path: json, data_files: [a.jsonl, b.jsonl], type: alpaca}\n"
+    (tmp_path / "a.yaml").write_text(f"base_model: m\nsequence_len: 512\n{text}")
+    assert import_config(tmp_path / "a.yaml").keys["train_file"] == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "left"),
+    [
+        ("swift sft --model m --train_type adalora --dataset hf::org/ds#5 /data/x.jsonl",
+         {"adapter": "lora", "train_file": ["hf:org/ds", "/data/x.jsonl"]}, {"train_type", "dataset"}),
+        ("megatron sft --model m --dataset a.jsonl --train_iters 5", {"train_file": "a.jsonl"}, {"train_iters"}),
+        ("trl sft --model_name_or_path m --dataset_name org/ds --assistant_only_loss false "
+         "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'",
+         {"min_lr_ratio": 0.1}, {"assistant_only_loss"}),
+        ("llamafactory-cli train there.yaml --learning_rate 1e-3",
+         {"learning_rate": 1e-3, "max_seq_length": 77, "zero_stage": 2, "offload_optimizer": "cpu"}, set()),
+        ("trl sft --config there.yaml --max_length 5", {"max_seq_length": 5, "zero_stage": 2}, {"stage", "cutoff_len"}),
+    ],
+)  # fmt: skip
+def test_a_command_in_a_script(text: str, expected: dict[str, Any], left: set[str], tmp_path: Path) -> None:
+    """With a config that it names; and a mapping in place of the path of DeepSpeed's."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    theirs = {"stage": "sft", "cutoff_len": 77, "learning_rate": 1, "deepspeed": {"zero_optimization": zero}}
+    (tmp_path / "there.yaml").write_text(json.dumps(theirs))
+    (tmp_path / "a.sh").write_text(f"{text}\n")
+    imported = import_config(tmp_path / "a.sh")
+    ours = {**imported.groups, **imported.keys}
+    assert {key: ours.get(key) for key in expected} == expected and imported.left.keys() == left
+    with pytest.raises(UserError, match="its command reads nowhere.yaml, which is not there; give that file"):
+        (tmp_path / "b.sh").write_text("llamafactory-cli train nowhere.yaml\n")
+        import_config(tmp_path / "b.sh")
+
+
 def test_fields_of_llama_factorys_data_sets_are_never_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     info = {
-        "one": {"file_name": "a.json", "columns": {"messages": "turns", "system": "preface"}},
+        "one": {"file_name": "a.json", "num_samples": 100, "columns": {"messages": "turns", "system": "preface"}},
         "two": {"file_name": "b.json", "columns": {"messages": "chat"},
                 "tags": {"role_tag": "role", "user_tag": "who", "assistant_tag": "gpt"}},
     }  # fmt: skip
@@ -180,7 +223,13 @@ def test_fields_of_llama_factorys_data_sets_are_never_dropped(tmp_path: Path, mo
     (tmp_path / "a.yaml").write_text("stage: sft\nfinetuning_type: full\ndataset: one,two\n")
     imported = import_config(tmp_path / "a.yaml")
     assert imported.keys["data.messages_field"] == "turns"
-    assert imported.left.keys() == {"dataset one: columns.system", "dataset two: chat", "dataset two: tags.user_tag"}
+    assert imported.left.keys() == {
+        "dataset one: columns.system", "dataset one: num_samples", "dataset two: chat", "dataset two: tags.user_tag"
+    }  # fmt: skip
+    for content, message in (('{"one": ', "is not valid JSON"), ('{"one": 5, "two": {}}', "is not understood")):
+        (tmp_path / "data" / "dataset_info.json").write_text(content)
+        with pytest.raises(UserError, match=message):
+            import_config(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ steps, evaluations, checkpoints at other layouts, adapters, and what is exported
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,11 @@ def test_what_would_not_be_exact_is_refused(run, root: Path, tmp_path: Path) -> 
     save_tokenizer(pooled)
     (pooled / "1_Pooling").mkdir()
     (pooled / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    dense = Path(shutil.copytree(pooled, tmp_path / "dense"))
+    modules = [{"idx": 0, "path": "", "type": f"sentence_transformers.models.{name}"} for name in ("Pooling", "Dense")]
+    (dense / "modules.json").write_text(json.dumps(modules))
     for overrides, message in (
+        ((f"model_name_or_path={dense}", MEAN), "dense/modules.json has a module 'Dense', which would be lost: only"),
         ((f"model_name_or_path={folder}",), "config.json: attention_dropout=0.1; task=embedding runs each text twice"),
         ((f"model_name_or_path={pooled}",), "embedding.pooling=last: .*1_Pooling/config.json says mean; give"),
         (("embedding.matryoshka_dims=[48]",), "embedding.matryoshka_dims=.48.: give sizes below 48, that of the model"),

@@ -211,21 +211,33 @@ def test_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
             assert found == [NAMES.index(name), *[other] * (len(found) - 1)]
 
 
-FULL = ["O", "B-A", "I-A", "E-A", "S-A"]
-
-
+@pytest.mark.parametrize("letters", [{}, {"E": "L", "S": "U"}, {"I": "M"}], ids=["bies", "bilou", "bmes"])
 @pytest.mark.parametrize(
     "tags", [["S-A"], ["B-A", "E-A"], ["B-A", "I-A", "E-A"], ["B-A", "I-A"], ["S-A", "S-A"], ["A"]]
 )
-@pytest.mark.parametrize("without", [[], ["I-A"], ["B-A"], ["E-A"]])
-def test_an_entity_of_words_of_several_tokens_is_one(tmp_path: Path, tags: list[str], without: list[str]) -> None:
-    labels = [label for label in [*FULL, "A"] if label not in without or label in tags]
+@pytest.mark.parametrize("without", ["", "I", "B", "E"])
+def test_an_entity_of_words_of_several_tokens_is_one(
+    tmp_path: Path, tags: list[str], without: str, letters: dict[str, str]
+) -> None:
+    tags = [letters.get(tag[0], tag[0]) + tag[1:] for tag in tags]
+    used = [f"{letters.get(letter, letter)}-A" for letter in "BIES" if letter != without]
+    labels = list(dict.fromkeys(["O", *used, "A", *tags]))
     record = {"words": ["isinstance", "deco\u00f6r", "isinstance"][: len(tags)], "labels": tags}
     encoder = TokenClassificationEncoder(labels=labels, label_all_pieces=True)
     sample = encoder.encode(record, "a.jsonl:1", save_tokenizer(tmp_path))
     found = [labels[label] for label in sample["labels"] if label != -100]
     one = [0] * len(found)
-    assert len(list_entities(found, one)) == len(list_entities(tags, one[: len(tags)])), found
+    count = len(list_entities(tags, one[: len(tags)], labels))
+    assert len(list_entities(found, one, labels)) == count, found
+
+
+@pytest.mark.parametrize("letters", [{"E": "L", "S": "U"}, {"I": "M"}], ids=["bilou", "bmes"])
+def test_other_letters_name_the_same_entities(letters: dict[str, str]) -> None:
+    tags = ["B-A", "I-A", "E-A", "S-A", "B-A", "E-A", "O", "I-A", "S-B", "B-B"]
+    other = [letters.get(tag[0], tag[0]) + tag[1:] for tag in tags]
+    assert other != tags and list_entities(other, [0] * len(tags), other) == list_entities(tags, [0] * len(tags))
+    classes = ["M-16", "L-9"]  # not prefixes: there is no B-16
+    assert list_entities(classes, [0, 0], classes) == {(0, 1, "M-16"), (1, 2, "L-9")}
 
 
 @pytest.mark.parametrize(
