@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -138,7 +139,8 @@ def read_theirs(file: Path) -> tuple[dict[str, Any], str, str]:
         text = file.read_text(encoding="utf-8")
         if match := COMMAND.search(re.sub(r"\\\s*\n", " ", text)):
             program, command, arguments = match.groups()
-            words = shlex.split(arguments, comments=True)
+            # Not by `comments=True`, to which the rest of a line after `NAME#COUNT` is one too
+            words = list(takewhile(lambda word: not word.startswith("#"), shlex.split(arguments)))
             given = parse_arguments(words)
             given.pop("config", None)
             return read_named(file, words) | given, command, program

@@ -48,7 +48,7 @@ def test_an_adapters_own_ranks_and_scales_are_kept(tmp_path: Path, pattern: str)
     setattr(adapter.config, pattern, {"q_proj": 8})
     save_adapter_config(adapter, tmp_path, build_family("llama").config)
     check_same_adapter(adapter, step)
-    with pytest.raises(UserError, match=rf"resume: adapter.{pattern} was {{'q_proj': 8}}, is {{}}; .* name_or_path"):
+    with pytest.raises(UserError, match=rf"resume: adapter.{pattern} was {{'q_proj': 8}}, is {{}}; .*name_or_path"):
         check_same_adapter(build_lora(LLAMA, r=4), step)
 
 
