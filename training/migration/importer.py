@@ -139,8 +139,7 @@ def read_theirs(file: Path) -> tuple[dict[str, Any], str, str]:
         text = file.read_text(encoding="utf-8")
         if match := COMMAND.search(re.sub(r"\\\s*\n", " ", text)):
             program, command, arguments = match.groups()
-            # Not by `comments=True`, to which the rest of a line after `NAME#COUNT` is one too
-            words = list(takewhile(lambda word: not word.startswith("#"), shlex.split(arguments)))
+            words = split_words(arguments)
             given = parse_arguments(words)
             given.pop("config", None)
             return read_named(file, words) | given, command, program
@@ -150,6 +149,16 @@ def read_theirs(file: Path) -> tuple[dict[str, Any], str, str]:
     if not isinstance(their, dict):
         raise UserError(f"{file} holds no keys with values; {EXPECTED}")
     return {key: convert(value) for key, value in their.items()}, "", ""
+
+
+def split_words(arguments: str) -> list[str]:
+    """Return the words of a shell's command line, up to a comment. Raises ValueError for a quotation mark without its
+    pair."""
+    try:
+        words = shlex.split(arguments)
+    except ValueError:  # in a comment; `comments` would take `NAME#COUNT` for the begin of one
+        words = shlex.split(arguments, comments=True)
+    return list(takewhile(lambda word: not word.startswith("#"), words))
 
 
 def read_named(script: Path, words: Sequence[str]) -> dict[str, Any]:
