@@ -75,7 +75,8 @@ def continue_requeued(composed: DictConfig | None) -> list[str]:
     job, count = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT") or "0"
     if composed is None or job is None or count == "0":
         return []
-    started = RunFolder(OmegaConf.select(composed, "output_dir", throw_on_resolution_failure=False)).read_started()
+    output_dir = OmegaConf.select(composed, "output_dir", throw_on_resolution_failure=False)
+    started = {} if output_dir is None else RunFolder(output_dir).read_started()
     has_begun = started.get("has_begun") and started.get("job") == job
     return ["overwrite_output_dir=false", "resume=auto"] if has_begun else []
 

@@ -77,7 +77,8 @@ def read_ranks() -> Ranks:
         )
     environ = os.environ
     if environ.get("WORLD_SIZE") == "1":  # what starts containers sets that and RANK alone
-        environ.setdefault("LOCAL_RANK", "0")
+        alone = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+        environ.update({name: environ.get(name, value) for name, value in alone.items()})
     local_size = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", "")
     named = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"LOCAL_SIZE": local_size}
     if wrong := [name for name, value in named.items() if not value.isdecimal()]:
