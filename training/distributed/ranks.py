@@ -71,14 +71,11 @@ def read_ranks() -> Ranks:
     # In a batch script itself the latter is not set: the process is alone.
     if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
         _translate_slurm()
-    if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port())
-        )
-    environ = os.environ
-    if environ.get("WORLD_SIZE") == "1":  # what starts containers sets that and RANK alone
-        alone = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-        environ.update({name: environ.get(name, value) for name, value in alone.items()})
+    environ, alone = os.environ, {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    if "RANK" not in environ:
+        environ.update(alone, RANK="0", WORLD_SIZE="1")
+    elif environ.get("WORLD_SIZE") == "1":  # what starts containers may set no more
+        environ.update({name: value for name, value in alone.items() if name not in environ})
     local_size = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", "")
     named = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"LOCAL_SIZE": local_size}
     if wrong := [name for name, value in named.items() if not value.isdecimal()]:
