@@ -79,8 +79,11 @@ def _replay(name: str, question: str, stages: int, waits: bool = False, replicas
     return Item(f"transfers, {name}", question, 20, task)
 
 
-def _group(name: str, question: str, layout: str, elements: int, hangs: bool = False) -> Item:
-    task = TransferCheck(("group", layout, str(elements)), 2, hangs=hangs, needs=("gpu",) if hangs else ())
+def _group(
+    name: str, question: str, layout: str, elements: int, hangs: bool = False, kind: str = "group", **environment: str
+) -> Item:
+    needs_gpu = hangs or kind == "abort"
+    task = TransferCheck((kind, layout, str(elements)), 2, environment, hangs, needs=("gpu",) if needs_gpu else ())
     return Item(f"transfers, {name}", question, 20, task)
 
 
@@ -122,6 +125,13 @@ SECTIONS = (
             _group("one group, three tensors, 64 MB", "Does it at 64 MB too?", "joined", 2**24, hangs=True),
             _group("one group, one tensor, 64 MB", "Is it the second tensor that locks?", "single", 2**24),
             _group("a group per message, 64 MB", "Do groups that match end?", "mirrored", 2**24),
+            _group("two communicators, 64 MB", "Would a communicator for gradients have helped?", "apart", 2**24),
+            _group(
+                "one group, modules loaded first", "Is it not CUDA, which loads what it runs first?", "joined", 2**18,
+                hangs=True, CUDA_MODULE_LOADING="EAGER",
+            ),
+            _group("one group, aborted", "Does the device answer once a locked group is aborted?", "joined", 2**18,
+                   kind="abort"),
             _replay("2 stages", "Do all schedules end, with what was sent?", 2),
             _replay("3 stages", "Do they with a rank in the middle?", 3),
             _replay("4 stages", "Do they with two ranks in the middle?", 4),

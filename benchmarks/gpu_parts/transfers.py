@@ -1,17 +1,22 @@
 """How the ranks of a pipeline exchange tensors, without a model: does every rank end, and is what arrives right?
 
     RANK=... WORLD_SIZE=... python -m benchmarks.gpu_parts.transfers group LAYOUT ELEMENTS
+    RANK=... WORLD_SIZE=... python -m benchmarks.gpu_parts.transfers abort LAYOUT ELEMENTS
     RANK=... WORLD_SIZE=... python -m benchmarks.gpu_parts.transfers replay STAGES WAITS
 
 *group*: two ranks, of which one sends an activation and the other a gradient, as 1F1B does. LAYOUT is how they are
 launched: `joined`, the first rank's send and receive as one group; `single`, the same with an activation of one tensor;
-`mirrored`, a group for each message, as the plan of `training/pipeline/exchanges.py` has it.
+`mirrored`, a group for each message, as the plan of `training/pipeline/exchanges.py` has it; `apart`, the gradient on a
+communicator of its own.
+
+*abort*: two ranks exchange as with LAYOUT, and after some seconds they abort their groups. Does the device answer then?
 
 *replay*: every schedule over STAGES ranks, by the trainer's own plan and transfers. A pass is a few matrix products,
 and each tensor is filled with a number that names its message. With WAITS=1 ranks wait for their device at random, and
 one of them is slow. Twice as many ranks are two replicas, whose sums are under way meanwhile.
 
-A rank that has not ended after its time limit prints the stack of each thread, by faulthandler, and ends.
+A rank that has not ended after its time limit prints the operations that it waits in, by torch's flight recorder, and
+the stack of each thread, by faulthandler, and ends.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import itertools
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from training.distributed import flight_recorder
 from training.distributed.process import current_device, join_process_group, synchronize, take_device
 from training.distributed.ranks import read_ranks
 from training.pipeline.exchanges import Exchange, Message, find_input, find_output, is_local, plan_exchanges
@@ -36,7 +43,9 @@ from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Sched
 from training.pipeline.transfers import Transfers
 from training.pipeline.zero_bubble import ZeroBubble
 
-_LIMITS = {"group": 8, "replay": 90}  # seconds, once the ranks are connected
+_LIMITS = {"group": 8, "replay": 90, "abort": 30}  # seconds, once the ranks are connected
+_SECONDS_TO_TELL = 2  # before that a rank names what it waits in: faulthandler needs no lock of Python, this does
+_SECONDS_BEFORE_ABORT = 3
 _LENGTHS = (2**10, 2**18, 2**22)  # elements of a replay's hidden states
 _INTEGERS = 64  # of its positions, and of its segments
 _SHARE_OF_WAITS = 0.2  # of passes
@@ -50,7 +59,11 @@ def main() -> None:
     join_process_group()
     dist.all_reduce(torch.zeros(1, device=current_device()))
     faulthandler.dump_traceback_later(_LIMITS[kind], exit=True)
+    teller = threading.Timer(_LIMITS[kind] - _SECONDS_TO_TELL, tell_waits)
+    teller.daemon = True
+    teller.start()
     _CHECKS[kind](*arguments)
+    teller.cancel()
     synchronize()
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
@@ -58,18 +71,42 @@ def main() -> None:
     os._exit(0)  # without the libraries' own ends
 
 
+def tell_waits() -> None:
+    """Print the operations that this rank has begun and not ended."""
+    waits = flight_recorder.find_waits(flight_recorder.read_traces(), flight_recorder.list_groups())
+    for operation in waits.pending:
+        print(f"waits in {', '.join(operation.names)} of {operation.group}, begun {operation.number}", flush=True)
+
+
+def check_abort(layout: str, elements: str) -> None:
+    """Exchange as `check_group` does, abort the groups, and use the device."""
+    threading.Thread(target=check_group, args=(layout, elements), daemon=True).start()
+    time.sleep(_SECONDS_BEFORE_ABORT)
+    start = time.monotonic()
+    dist.distributed_c10d._abort_process_group()
+    aborted = time.monotonic()
+    answer = torch.ones(3, device=current_device()).sum().item()
+    print(f"aborted in {aborted - start:.2f} s; the device says {answer:g} after {time.monotonic() - aborted:.2f} s")
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    os._exit(0)  # no group is left to meet in
+
+
 def check_group(layout: str, elements: str) -> None:
     """Exchange an activation of three tensors, or of one, and a gradient."""
     rank, device, size = dist.get_rank(), current_device(), int(elements)
-    _connect(1 - rank)
+    own = dist.new_group() if layout == "apart" else None
+    for group in (None, own) if layout == "apart" else (None,):
+        _connect(1 - rank, group)
     hidden = torch.full((size,), 1.0 + rank, device=device)
     integers = [torch.ones(_INTEGERS, dtype=torch.int64, device=device) for _ in range(2)]
     activation = [hidden] if layout == "single" else [hidden, *integers]
     received = [torch.zeros_like(tensor) for tensor in (activation if rank == 1 else [hidden])]
-    sends = [dist.P2POp(dist.isend, tensor, 1 - rank) for tensor in (activation if rank == 0 else [hidden])]
-    receives = [dist.P2POp(dist.irecv, tensor, 1 - rank) for tensor in received]
+    sent, to, back = (activation, None, own) if rank == 0 else ([hidden], own, None)
+    sends = [dist.P2POp(dist.isend, tensor, 1 - rank, to) for tensor in sent]
+    receives = [dist.P2POp(dist.irecv, tensor, 1 - rank, back) for tensor in received]
     groups = [sends, receives] if rank == 0 else [receives, sends]
-    if rank == 0 and layout != "mirrored":
+    if rank == 0 and layout not in ("mirrored", "apart"):
         groups = [[*sends, *receives]]
     works = [dist.batch_isend_irecv(group) for group in groups]
     for work in itertools.chain(*works):
@@ -77,11 +114,11 @@ def check_group(layout: str, elements: str) -> None:
     assert (received[0] == 2.0 - rank).all(), "other numbers have arrived than were sent"
 
 
-def _connect(other: int) -> None:
+def _connect(other: int, group: dist.ProcessGroup | None) -> None:
     """Open the connections of both directions, which is not what is measured."""
     sent, received = (torch.zeros(1, device=current_device()) for _ in range(2))
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)])
-    for work in works:
+    operations = [dist.P2POp(dist.isend, sent, other, group), dist.P2POp(dist.irecv, received, other, group)]
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 
@@ -195,7 +232,7 @@ def find_errors(message: Message, tensors: tuple[torch.Tensor, ...]) -> list[tor
     ]
 
 
-_CHECKS: dict[str, Callable[..., None]] = {"group": check_group, "replay": check_replay}
+_CHECKS: dict[str, Callable[..., None]] = {"group": check_group, "replay": check_replay, "abort": check_abort}
 
 if __name__ == "__main__":
     main()
