@@ -8,6 +8,9 @@ trace. Everything else is a bug and keeps its trace, in the log of its rank. `do
 from __future__ import annotations
 
 import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -23,3 +26,15 @@ def explain_refusal(error: OSError) -> UserError | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"{where} cannot be written: {error.strerror}; make room, then continue with resume=auto")
     return None
+
+
+@contextmanager
+def exit_with_message() -> Iterator[None]:
+    """Ends a command of one process with the line of a UserError, or of what the disk or its owner refuse."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        known = error if isinstance(error, UserError) else explain_refusal(error)
+        if known is None:
+            raise
+        sys.exit(f"error: {known}")

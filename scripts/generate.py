@@ -44,7 +44,7 @@ from data.encoders.messages import read_tools  # noqa: E402
 from data.encoders.rendering import RECORD_KWARGS, read_template_kwargs  # noqa: E402
 from data.encoders.segments import leading_bos  # noqa: E402
 from data.encoders.turns import find_stop_tokens  # noqa: E402
-from errors import UserError  # noqa: E402
+from errors import UserError, exit_with_message  # noqa: E402
 from filesystem import check_new_file  # noqa: E402
 from interpreter import check_interpreter  # noqa: E402
 from models.architecture.lookup import build_layers  # noqa: E402
@@ -56,7 +56,6 @@ from models.weights.further import add_further  # noqa: E402
 from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from models.weights.vocabulary import add_end, open_tokenizer  # noqa: E402
-from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error  # noqa: E402
 
 Messages = list[dict[str, Any]]
 DEFAULT_TEMPLATE = "{prompt}\n"
@@ -299,7 +298,7 @@ def main() -> None:
     arguments = parser.parse_args()
     disable_progress_bar()  # of tensors that have been read already
     try:
-        with exit_on_user_error(SINGLE_PROCESS):
+        with exit_with_message():
             check_interpreter()
             if arguments.output is not None:
                 check_new_file(arguments.output, "--output", replaces=True)

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from errors import UserError  # noqa: E402
+from errors import UserError, exit_with_message  # noqa: E402
 from filesystem import check_new_file  # noqa: E402
 from interpreter import check_interpreter  # noqa: E402
 from scripts.elastic import search_layout  # noqa: E402
@@ -25,7 +25,6 @@ from training.cli.command_line import check_command_line  # noqa: E402
 from training.config.incompatible import CheckedConfig, check_together  # noqa: E402
 from training.config.schema import CONF, register_schema, to_typed  # noqa: E402
 from training.config.validate import check_config  # noqa: E402
-from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error  # noqa: E402
 from training.migration.importer import (  # noqa: E402
     PROJECTS,
     Imported,
@@ -85,7 +84,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.num_gpus is None) != (arguments.hardware is None):
         parser.error("--num_gpus and --hardware go together: a layout is chosen for GPUs of a kind")
-    with exit_on_user_error(SINGLE_PROCESS):
+    with exit_with_message():
         check_interpreter()
         check_output(arguments.output)
         imported = import_config(arguments.theirs, arguments.project)

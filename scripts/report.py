@@ -16,10 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from errors import exit_with_message  # noqa: E402
 from filesystem import check_new_file  # noqa: E402
 from interpreter import check_interpreter  # noqa: E402
 from training.checkpoint.run_folder import RunFolder  # noqa: E402
-from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error  # noqa: E402
 from training.observability.run_page import RunHistory, read_history, write_run_page  # noqa: E402
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("output_dir", type=Path, nargs="+", help="of a run")
     parser.add_argument("--output", type=Path, help="the page; default: report.html of the one run, or here")
     arguments = parser.parse_args()
-    with exit_on_user_error(SINGLE_PROCESS):
+    with exit_with_message():
         check_interpreter()
         if arguments.output is not None:
             check_new_file(arguments.output, "--output", replaces=True)

@@ -64,10 +64,10 @@ def check_same_adapter(adapter: Adapter | None, resume_from: Path | None, saved_
     before, after = _describe_resumed(saved_config), _describe_resumed(adapter.config)
     for key, value in before.items():
         if value != after[key]:
-            of_folder = "; adapter.name_or_path gives such an adapter" if key in _PATTERNS else ""
+            remedy = "; adapter.name_or_path gives such an adapter" if key in _PATTERNS else ""
             raise UserError(
                 f"resume: adapter.{key} was {_show(value)}, is {_show(after[key])}; give the same, or start a new run"
-                f"{of_folder}"
+                f"{remedy}"
             )
 
 

@@ -384,7 +384,7 @@ def unite_blocks(
     """The values of whole parameters, and the scale of each; the elements of a sharded one are in some order."""
     from models.parallel.shard import ShardLayout
     from training.checkpoint.blockwise_state import BlockRun
-    from training.checkpoint.optimizer_state import _list_runs, _parse
+    from training.checkpoint.optimizer_state import _list_runs, parse_key
 
     pieces: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
     for part in parts:
@@ -392,7 +392,7 @@ def unite_blocks(
             kind, _, label = key.partition("/")
             if kind.startswith(f"absmax{number}+"):
                 block_run = BlockRun(part[f"state{number}/{label}"], scales, int(kind.partition("+")[2]))
-                _, name, shard, start = _parse(key)
+                _, name, shard, start = parse_key(key)
                 assert shard is None or isinstance(shard, ShardLayout)
                 values, spread = block_run.dequantize(table), block_run.spread_scales()
                 for low, whole, length in _list_runs(shard, start, values.numel(), is_same=False):
