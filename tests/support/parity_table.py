@@ -19,8 +19,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from batch import Batch, Inputs, Targets
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/training")]
 
@@ -33,6 +31,8 @@ from support.tiny import VOCAB_SIZE, save_records, save_tokenizer  # noqa: E402
 from support.workers import WorkerGroup  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from batch import Batch, Inputs, Targets  # noqa: E402
 
 LAYOUTS = {  # stages, ranks, tensor_parallel_size
     "pp1": (1, 1, 1),
