@@ -159,7 +159,8 @@ class Supervisor:
 
 
 def _is_rank(environment: Mapping[bytes, bytes]) -> bool:
-    """Returns whether a launcher has told the process its rank: LOCAL_RANK is what no container sets of itself."""
+    """Returns whether a launcher has told the process its rank. Where this script itself was given RANK, as in some
+    containers, every process has that, and only ranks have LOCAL_RANK."""
     name = b"RANK" if b"RANK" not in os.environb else b"LOCAL_RANK"
     return name in environment
 

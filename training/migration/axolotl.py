@@ -156,7 +156,9 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
     elif kinds and all(kind in TEXTS for kind in kinds):
         task = "pretrain"
     elif others := sorted({*kinds} & {*TEXTS}):
-        draft.leave(f"datasets.type: {others[0]}", "data=pretrain, of which all files are; others have chats")
+        draft.leave(
+            f"datasets.type: {others[0]}", "data=pretrain, where all files hold plain text; here the others hold chats"
+        )
     set_task(draft, task)
     beta = their.get("dpo_beta", their.get("rl_beta"))
     if beta is not None and task in ("dpo", "orpo", "simpo", "kto"):

@@ -163,7 +163,7 @@ def split_words(arguments: str) -> list[str]:
 
 def read_named(script: Path, words: Sequence[str]) -> dict[str, Any]:
     """Return the keys and values of the config that a command in a script names: its first word, or `--config`. Raises
-    UserError where that is not there."""
+    UserError for a file that does not exist."""
     words = [part for word in words for part in word.split("=", 1)]
     named = words[0] if words and not words[0].startswith("--") else None
     if "--config" in words[:-1]:
