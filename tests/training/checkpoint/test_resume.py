@@ -17,6 +17,7 @@ from training.checkpoint.resume import check_resumable, choose_resume, find_dama
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
 from training.checkpoint.timeline import announce_start, record_start
+from training.inputs.step_budget import _resume
 
 
 @pytest.fixture
@@ -219,3 +220,16 @@ def test_auto_is_the_named_start_of_a_run_that_has_saved_nothing_since(tmp_path:
     assert choose_resume("auto", folder) == "/c/global_step2"
     folder.write_completed({"step": 9})
     assert choose_resume("auto", folder) is None, "it has finished, and its checkpoints were removed"
+
+
+def test_other_rope_is_for_another_folder(tmp_path: Path) -> None:
+    """All steps of a folder have one config.json, by which the earlier ones would be read too."""
+    folder = RunFolder(tmp_path / "out")
+    folder.checkpoints.mkdir(parents=True)
+    own = write_checkpoint(folder.checkpoints, 2)
+    stretched = replace(STATE, data=STATE.data | {"rope_parameters": "linear, factor 4"})
+    config: Any = SimpleNamespace(output_dir=str(folder.path), resume_allow_changes=True)
+    with pytest.raises(UserError, match="rope_parameters was none, is linear, factor 4, and all steps of a"):
+        _resume(stretched, STATE, own, config, None)
+    config.output_dir = str(tmp_path / "another")
+    assert _resume(stretched, STATE, own, config, None).step == 2

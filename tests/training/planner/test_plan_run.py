@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from support.configs import CONF, compose_config
+from support.configs import CONF, build_config, compose_config
 from support.launching import run_alone
 from support.planned import describe_machine, plan_config
 from support.quantized import FP8, write_config
@@ -29,6 +29,7 @@ from training.planner.report import render_plan
 from training.planner.run import (
     build_plan,
     check_world_size,
+    count_lines,
     count_steps,
     estimate_steps,
     place_teacher,
@@ -475,3 +476,13 @@ def test_attention_that_a_gpu_could_do_faster_is_what_limits_speed() -> None:
         ("a100_80g", ()): "recomputation",
         ("h100", UNPACKED): "recomputation",
     }
+
+
+def test_records_are_counted_in_all_files_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, count in (("a", 2), ("b", 3)):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n" * count)
+    assert count_lines(build_config("train_file='~/a.jsonl'")) == 2
+    assert count_lines(build_config(f"train_file={tmp_path}/*.jsonl")) == 5
+    assert count_lines(build_config(f"train_file=[{tmp_path}/a.jsonl,{tmp_path}/b.jsonl]")) == 5
+    assert count_lines(build_config(f"train_file={tmp_path}/missing.jsonl")) is None
