@@ -23,7 +23,8 @@ from support.workers import WorkerGroup  # noqa: E402
 # Files that take half a minute and more, in the long suite first, then in the short one: the longest first, so that the
 # processes that share the files end together.
 _LONGEST = (
-    "test_combinations", "test_tensor_parallel", "test_resume_layouts", "test_launcher", "test_run", "test_parity",
+    "test_combinations", "test_tensor_parallel", "test_resume_layouts", "test_resume_sharded", "test_launcher",
+    "test_resume_state", "test_run", "test_parity",
     "test_plan_against_engine", "test_dpo", "test_two_hosts", "test_family_parity", "test_lora", "test_families",
     "test_plan_run", "test_device", "test_bad_input", "test_schedules", "test_nonfinite", "test_interrupts",
     "test_docs", "test_configs", "test_packing_parity", "test_order_across_layouts", "test_registry",

@@ -15,7 +15,7 @@ from support.workers import WorkerGroup
 
 BOUND = 1e-5  # relative, fp32
 ONE_STAGE = ("num_stages=1", "partition_method=balanced")
-# Not for adamw_8bit: at another layout its blocks are quantized again (test_resume_layouts.py)
+# Not for adamw_8bit: at another layout its blocks are quantized again (test_resume_state.py)
 OTHER_LAYOUTS = {
     "adamw": (1, ONE_STAGE),
     "zero_bubble": (1, (*ONE_STAGE, "schedule=1f1b")),
