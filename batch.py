@@ -7,8 +7,9 @@ a name.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Self
 
@@ -58,8 +59,7 @@ class Column:
     padding: float = 0  # the value of what only fills a micro-batch
 
 
-@dataclass(frozen=True, eq=False)
-class _Tensors:
+class _Tensors(ABC):
     """Tensors by names, which move and are pinned together."""
 
     def to(self, device: torch.device) -> Self:
@@ -70,18 +70,13 @@ class _Tensors:
         """Return a copy in pinned memory; torch's loader calls it."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    @abstractmethod
     def _map(self, change: Change) -> Self:
-        return replace(self, **{each.name: _map_value(getattr(self, each.name), change) for each in fields(self)})
+        """Return a copy whose tensors are changed."""
 
 
-def _map_value(value: Any, change: Change) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {name: change(tensor) for name, tensor in value.items()}
-    if isinstance(value, tuple):
-        return tuple(each._map(change) for each in value)
-    return value._map(change) if isinstance(value, _Tensors) else value
+def _map_columns(columns: Columns, change: Change) -> Columns:
+    return {name: change(tensor) for name, tensor in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +96,10 @@ class Inputs(_Tensors):
     def activations(self) -> tuple[Tensor, ...]:
         """The argument of the first layer; between layers hidden states take the place of `input_ids`."""
         return self.input_ids, self.position_ids, self.segment_ids, *self.columns.values()
+
+    def _map(self, change: Change) -> Inputs:
+        ids, positions, segments = change(self.input_ids), change(self.position_ids), change(self.segment_ids)
+        return Inputs(ids, positions, segments, _map_columns(self.columns, change))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +128,11 @@ class Targets(_Tensors):
         """Return targets with the indices that `ids` has targets at. others: the other fields."""
         return cls(ids, find_indices(ids), denominator, **others)
 
+    def _map(self, change: Change) -> Targets:
+        ids, indices, denominator = change(self.ids), change(self.indices), change(self.denominator)
+        further = tuple(each._map(change) for each in self.further)
+        return Targets(ids, indices, denominator, _map_columns(self.columns, change), further)
+
 
 def find_indices(ids: Tensor) -> Tensor:
     """Return where the flattened target ids [B, T] are no `IGNORE_INDEX`, int64 [N]."""
@@ -141,3 +145,6 @@ class Batch(_Tensors):
 
     inputs: Inputs | None
     targets: Targets | None
+
+    def _map(self, change: Change) -> Batch:
+        return Batch(self.inputs and self.inputs._map(change), self.targets and self.targets._map(change))

@@ -106,12 +106,11 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
     sys.stdout = open(os.devnull, "w")  # DeepSpeed reports its memory
     from training.distributed.process import join_process_group
-    from training.engine.steps import train_step
 
     join_process_group()
     run_config = compose_config()
     engine = build_engine(RandomWeights(config), run_config)
-    train_step(engine, make_batches(), run_config, 0, 10)  # so that the moments are there
+    engine.train_step(make_batches(), 0, 10)  # so that the moments are there
     checkpoints, copy = folder / "checkpoints", folder / "copy"
     config.save_pretrained(checkpoints)
     times: dict[str, list[tuple[float, float]]] = {"stall": [], "save": [], "resume": []}

@@ -92,9 +92,8 @@ def describe(values: list[float], form: str) -> str:
 
 def build(
     context_parallel_size: int, seq_length: int, mode: str, sequences: int = SEQUENCES, num_layers: int = LAYERS
-) -> tuple[Any, Any]:
-    """The engine, and its run's config, of so many sequences a step: one of each replica, or all of the ranks that
-    share them."""
+) -> Any:
+    """The engine of so many sequences a step: one of each replica, or all of the ranks that share them."""
     config = compose_run(
         "num_stages=1",
         f"context_parallel_size={context_parallel_size}",
@@ -114,7 +113,7 @@ def build(
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=seq_length,
     )
-    return build_engine(architecture, config), config
+    return build_engine(architecture, config)
 
 
 def repeat_part(engine: Any, context_parallel_size: int, seq_length: int) -> Iterator[Any]:
@@ -129,13 +128,11 @@ def repeat_part(engine: Any, context_parallel_size: int, seq_length: int) -> Ite
 
 def measure_memory(context_parallel_size: int, seq_length: int, mode: str) -> int:
     """Bytes that are allocated at once in a step, at most, beyond those at its start; of the rank with more."""
-    from training.engine.steps import train_step
-
-    engine, config = build(context_parallel_size, seq_length, mode, sequences=1, num_layers=LAYERS_HELD)
+    engine = build(context_parallel_size, seq_length, mode, sequences=1, num_layers=LAYERS_HELD)
     with AllocationPeak() as counter:
         for length in (64, seq_length):  # after a short step the optimizer has its state
             start = counter.peak = counter.alive
-            train_step(engine, repeat_part(engine, context_parallel_size, length), config, 0, 1)
+            engine.train_step(repeat_part(engine, context_parallel_size, length), 0, 1)
     peak = torch.tensor(counter.peak - start)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return int(peak)
@@ -145,9 +142,7 @@ def measure_steps(
     context_parallel_size: int, seq_length: int, mode: str, rounds: int
 ) -> tuple[list[float], list[float]]:
     """Returns (seconds of each step, the share of it in exchanges), after a short warm-up step."""
-    from training.engine.steps import train_step
-
-    engine, config = build(context_parallel_size, seq_length, mode)
+    engine = build(context_parallel_size, seq_length, mode)
     exchanging = 0.0
     owner, name = (Transfer, "receive") if mode == "ring" else (dist, "all_to_all_single")
     exchange = getattr(owner, name)
@@ -165,7 +160,7 @@ def measure_steps(
             batches = repeat_part(engine, context_parallel_size, length)
             dist.barrier()
             exchanging, start = 0.0, time.perf_counter()
-            train_step(engine, batches, config, 0, 1)
+            engine.train_step(batches, 0, 1)
             seconds.append(time.perf_counter() - start)
             shares.append(exchanging / seconds[-1])
     return seconds[1:], shares[1:]

@@ -198,7 +198,6 @@ def build_way(config: Any, ranks: Any) -> Way:
     from data.storage.rows import Rows, compute_fill, count_rows
     from models.weights.sources import open_weights
     from training.build import build_engine, build_loaders
-    from training.engine.steps import train_step
     from training.inputs.datasets import build_row_plan, load_tokenizer, tokenize
     from training.inputs.loaders import RankData
     from training.inputs.step_budget import StepBudget
@@ -215,7 +214,7 @@ def build_way(config: Any, ranks: Any) -> Way:
     waits: list[float] = []
     micro_batches = time_waiting(loader.iterate(0, HORIZON), waits)
     fill = compute_fill(Rows(datasets["train_file"], plan, False, False), plan)
-    return Way(lambda step: train_step(engine, micro_batches, config, step, HORIZON), loader, waits, fill)
+    return Way(lambda step: engine.train_step(micro_batches, step, HORIZON), loader, waits, fill)
 
 
 def time_waiting(micro_batches: Iterator[Any], waits: list[float]) -> Iterator[Any]:

@@ -114,10 +114,10 @@ def describe(
     return architecture, config
 
 
-def build(expert_parallel_size: int, sizes: tuple[int, int, int], precision: str) -> tuple[Any, Any, Any]:
-    """Return the engine, its run's config, and its batches."""
+def build(expert_parallel_size: int, sizes: tuple[int, int, int], precision: str) -> tuple[Any, Any]:
+    """Return the engine and its batches."""
     architecture, config = describe(expert_parallel_size, sizes, precision)
-    return build_engine(architecture, config), config, repeat_batch(1, sizes[-1], VOCAB_SIZE)
+    return build_engine(architecture, config), repeat_batch(1, sizes[-1], VOCAB_SIZE)
 
 
 class Measured(NamedTuple):
@@ -131,16 +131,15 @@ class Measured(NamedTuple):
 
 
 def measure_memory(expert_parallel_size: int, sizes: tuple[int, int, int], precision: str) -> Measured:
-    from training.engine.steps import train_step
     from training.pipeline.routers import MOST_LOADED_RANK
 
     num_rows, seq_length = RANKS * MICRO_BATCHES, sizes[-1]
     totals = StepTotals(num_rows * seq_length, num_rows * (seq_length - 1), num_rows, num_rows)
     with AllocationPeak() as counter:
-        engine, config, batches = build(expert_parallel_size, sizes, precision)
+        engine, batches = build(expert_parallel_size, sizes, precision)
         counter.peak = counter.alive  # loading is not of a step
         for _ in range(2):  # after the first the optimizer has its state
-            train_step(engine, batches, config, 0, 1, totals=totals)
+            engine.train_step(batches, 0, 1, totals=totals)
         counted = torch.tensor([counter.alive, counter.peak])
     dist.all_reduce(counted, dist.ReduceOp.MAX)
     experts = (each for name, each, _ in engine.module.named_hf_parameters() if ".experts." in name)
@@ -174,17 +173,16 @@ def plan_peak(expert_parallel_size: int, sizes: tuple[int, int, int], precision:
 def measure_steps(sizes: tuple[int, int, int], precision: str, rounds: int) -> tuple[list[float], list[float]]:
     """Return, for each round, the ratio of a step with divided experts to one with all of them, and the share of the
     former in exchanges."""
-    from training.engine.steps import train_step
 
     runs, clock = {size: build(size, sizes, precision) for size in (1, RANKS)}, Clock()
     runs[RANKS][0].module.expert_parallel.exchanges.observer = clock
     ratios, shares = [], []
     for _ in range(1 + rounds):
         seconds = {}
-        for size, (engine, config, batches) in runs.items():
+        for size, (engine, batches) in runs.items():
             dist.barrier()
             clock.seconds, start = 0.0, time.perf_counter()
-            train_step(engine, batches, config, 0, 1)
+            engine.train_step(batches, 0, 1)
             seconds[size] = time.perf_counter() - start
         ratios.append(seconds[RANKS] / seconds[1])
         shares.append(clock.seconds / seconds[RANKS])

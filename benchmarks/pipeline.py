@@ -249,7 +249,6 @@ def build_ours(shared: peers.Work) -> OurStep:
     from data.storage.tokenized import TokenizedDataset
     from training.build import build_engine, build_loaders
     from training.distributed.ranks import read_ranks
-    from training.engine.steps import train_step
     from training.inputs.datasets import load_tokenizer, tokenize
     from training.inputs.loaders import RankData
     from training.inputs.step_budget import StepBudget
@@ -263,7 +262,7 @@ def build_ours(shared: peers.Work) -> OurStep:
     budget = StepBudget(len(TokenizedDataset(datasets["train_file"], False, False)), total_steps, total_steps)
     loader = build_loaders(run, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget).train
     micro_batches, steps = loader.iterate(0, total_steps), itertools.count()
-    return OurStep(engine, lambda: train_step(engine, micro_batches, config, next(steps), total_steps))
+    return OurStep(engine, lambda: engine.train_step(micro_batches, next(steps), total_steps))
 
 
 def report(ranks: list[dict[str, list[float]]], arguments: argparse.Namespace) -> None:

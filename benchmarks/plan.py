@@ -177,7 +177,6 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     import torch.distributed as dist
 
     import training.run  # noqa: F401, all that a run imports, so that it does not count as the run's memory
-    from training.engine.steps import train_step
     from training.observability.stage_timer import MemoryPeak
 
     config, architecture = run.config(), run.architecture()
@@ -189,7 +188,7 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     for step in range(WARM_UP + steps):
         dist.barrier()
         start = time.perf_counter()
-        train_step(engine, batches, config, step, 100)
+        engine.train_step(batches, step, 100)
         seconds.append(time.perf_counter() - start)
     return seconds[WARM_UP:], memory.read()
 

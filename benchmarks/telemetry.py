@@ -48,7 +48,6 @@ def main() -> None:
 
 def measure(pairs: int, micro_batches: int) -> tuple[list[float], list[float], float]:
     """(seconds of the timed steps, of the others, of the clock without a step)."""
-    from training.engine.steps import train_step
     from training.observability.stage_timer import MemoryPeak, StageTimer
 
     config = compose_run(
@@ -77,7 +76,7 @@ def measure(pairs: int, micro_batches: int) -> tuple[list[float], list[float], f
         if is_timed:
             clock.attach()
             clock.start_step()
-        train_step(engine, batches, config, 0, 1)
+        engine.train_step(batches, 0, 1)
         if is_timed:
             clock.finish_step()
             clock.detach()

@@ -58,7 +58,6 @@ def measure(
     num_stages: int, tensor_parallel_size: int, hidden_size: int, rounds: int
 ) -> tuple[list[float], list[float]]:
     """(seconds of each step, the share of it in sums over the tensor-parallel group)."""
-    from training.engine.steps import train_step
 
     config = compose_run(
         f"num_stages={num_stages}",
@@ -94,7 +93,7 @@ def measure(
         for _ in range(2 + rounds):
             dist.barrier()
             in_sums, start = 0.0, time.perf_counter()
-            train_step(engine, batches, config, 0, 1)
+            engine.train_step(batches, 0, 1)
             seconds.append(time.perf_counter() - start)
             shares.append(in_sums / seconds[-1])
     return seconds[2:], shares[2:]

@@ -25,7 +25,7 @@ from training.distributed.interrupts import EvaluationInterrupted, Interrupt, In
 from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
-from training.engine.steps import is_nonfinite, train_step
+from training.engine.steps import is_nonfinite
 from training.evaluations import Evaluations, check_metric
 from training.inputs.cadence import is_due, steps_between
 from training.inputs.loaders import Loaders
@@ -206,8 +206,8 @@ class TrainingLoop:
             accumulated = self.engine.layout.gradient_accumulation_steps
             self._first_pass.prepare(self._first_batches, accumulated, totals.num_samples)
         self._telemetry.start_step(profiled)
-        loss, self._learning_rate = train_step(
-            self.engine, micro_batches, self.config, self.state.step, self.budget.total_steps, totals=totals
+        loss, self._learning_rate = self.engine.train_step(
+            micro_batches, self.state.step, self.budget.total_steps, totals
         )
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))
         spans = self._telemetry.finish_step()

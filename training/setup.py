@@ -193,7 +193,19 @@ def _build_own_setup(config: RunConfig, source: WeightSource, target: Target) ->
     source = add_further(source, trains=config.mtp.loss_coef > 0)
     source.check_complete(resolved.layers)
     return RunSetup(
-        **{field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)},
+        config=resolved.config,
+        objective=resolved.objective,
+        architecture=resolved.architecture,
+        wrapper=resolved.wrapper,
+        layers=resolved.layers,
+        parts=resolved.parts,
+        adapter=resolved.adapter,
+        routers=resolved.routers,
+        callbacks=resolved.callbacks,
+        counts=resolved.counts,
+        layout=resolved.layout,
+        bounds=resolved.bounds,
+        recomputation=resolved.recomputation,
         source=source,
         reference=source if resolved.objective.scored else None,
     )

@@ -29,7 +29,6 @@ from training.config.schema import FusedKernels
 from training.distributed.process import current_device, join_process_group, synchronize, take_device
 from training.distributed.ranks import read_ranks
 from training.engine.engine import Engine
-from training.engine.steps import train_step
 from training.observability.stage_timer import MemoryPeak
 from training.observability.step_trace import StepTrace
 
@@ -66,7 +65,7 @@ def measure_speed(job: dict[str, Any]) -> dict[str, Any]:
     )
 
     def take_step(step: int) -> torch.Tensor:
-        return train_step(engine, batches, config, step, WARM_UP + STEPS, totals=totals)[0]
+        return engine.train_step(batches, step, WARM_UP + STEPS, totals=totals)[0]
 
     seconds = []
     for step in range(WARM_UP + STEPS):

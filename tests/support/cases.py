@@ -126,10 +126,9 @@ def hf_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 def train_case(case: Case) -> dict[str, Any]:
     """Losses, gradient norms and final weights of a run on this rank, and what the routers report of all steps."""
-    from training.engine.steps import train_step
     from training.inputs.step_totals import SharedTotals
 
-    engine, loaders, config, layout, bounds = build_all(case)
+    engine, loaders, _, layout, bounds = build_all(case)
     loader, first_pass = loaders.train, loaders.first_pass
     micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
     first = None if first_pass is None else loader.first.iterate(0, case.steps)
@@ -138,7 +137,7 @@ def train_case(case: Case) -> dict[str, Any]:
         known = totals.get(step)
         if first_pass is not None:
             first_pass.prepare(first, layout.gradient_accumulation_steps, known.num_samples)
-        losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
+        losses.append(engine.train_step(micro_batches, step, case.steps, totals=known)[0].item())
         norms.append(float(engine.gradient_norm()))
     routers = engine.module.routers
     routed = routers.finish_interval() if routers is not None else {}

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from training import loop
 from training.checkpoint import writer
+from training.engine.pipeline_engine import PipelineStage
 
 SECONDS_OF_A_SLOW_SAVE = 8
 
@@ -26,7 +26,8 @@ class DieInStep:
 
     def on_step(self, run: Any) -> None:
         if run.step == self._after:
-            vars(loop)["train_step"] = self._die if run.rank == self._rank else wait_forever
+            die: Any = self._die if run.rank == self._rank else wait_forever
+            PipelineStage.train_step = die  # type: ignore[method-assign]
             if self._slow:
                 vars(writer)[self._slow] = slow_down(getattr(writer, self._slow))
 

@@ -176,7 +176,6 @@ def train_further(case: Case) -> dict[str, Any]:
     """As `train_case`, with what is reported of further tokens."""
     from support.cases import build_engine, hf_weights
 
-    from training.engine.steps import train_step
     from training.inputs.step_totals import SharedTotals
     from training.objectives.registry import get_objective
 
@@ -186,7 +185,7 @@ def train_further(case: Case) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(case.steps):
         known = totals.get(step)
-        losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
+        losses.append(engine.train_step(micro_batches, step, case.steps, totals=known)[0].item())
         norms.append(float(engine.gradient_norm()))
         metrics.add_step(True)
     reported = metrics.finish_interval()

@@ -73,7 +73,6 @@ def replace_by_mixture(case: Case, folder: Path) -> Case:
 
 def train_answers(case: Case) -> dict[str, Any]:
     """Losses, gradient norms, metrics and final weights of a run on this rank."""
-    from training.engine.steps import train_step
     from training.objectives.registry import get_objective
 
     engine, loaders, config, layout, _ = build_all(case)
@@ -86,7 +85,7 @@ def train_answers(case: Case) -> dict[str, Any]:
     for step in range(case.steps):
         if first_pass is not None:
             first_pass.prepare(first, layout.gradient_accumulation_steps, config.global_batch_size)
-        result["losses"].append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
+        result["losses"].append(engine.train_step(micro_batches, step, case.steps)[0].item())
         result["norms"].append(float(engine.gradient_norm()))
         metrics.add_step(counts=True)
         result["metrics"].append(metrics.finish_interval())

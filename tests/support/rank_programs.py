@@ -136,9 +136,11 @@ class _Rank:
             batch = Batch(Inputs(empty, empty, empty), Targets.find(empty, empty))
             batches = iter([batch] * (num_evaluated or schedule.num_micro_batches))
             if num_evaluated:
-                runner.evaluate(batches, num_evaluated)
+                with torch.no_grad():
+                    runner.run(runner.start_evaluation(num_evaluated), batches)
             else:
-                runner.train(batches)
+                runner.run(runner.start_step(), batches)
+                runner.update()
         return self.program
 
     def run_pass(self) -> None:

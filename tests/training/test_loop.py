@@ -18,7 +18,6 @@ from support.configs import build_config
 
 from data.loading.step_totals import StepTotals
 from errors import UserError
-from models.layers.documents import DocumentBounds
 from training import evaluations
 from training.callbacks import Callbacks, RunView
 from training.checkpoint.best import Best
@@ -33,6 +32,7 @@ from training.loop import Collaborators, TrainingLoop
 from training.objectives.objective import Metrics
 from training.observability import interval
 from training.observability.metrics import Reporter
+from training.optim.lr_schedule import learning_rate_at
 
 LOSSES = [4.0, 3.0, 2.0, 1.0, 0.5]
 TARGETS = [10, 30, 20, 5, 5]
@@ -46,14 +46,15 @@ class Engine:
 
     def __init__(self) -> None:
         self.rates: list[float] = []
-        self.expected: list[DocumentBounds | None] = []
-        self.module = SimpleNamespace(
-            loss_fn=None, expect_documents=self.expected.append, seed_noise=lambda seed: None, routers=None
-        )
+        self.totals: list[StepTotals] = []
+        self.module = SimpleNamespace(loss_fn=None, routers=None)
 
-    def train_step(self, micro_batches: Any, learning_rate: float, seed: int) -> torch.Tensor:
-        self.rates.append(learning_rate)
-        return torch.tensor(LOSSES[next(micro_batches)])
+    def train_step(
+        self, micro_batches: Any, step: int, total_steps: int, totals: StepTotals
+    ) -> tuple[torch.Tensor, float]:
+        self.rates.append(learning_rate_at(step, total_steps, self.loop.config))
+        self.totals.append(totals)
+        return torch.tensor(LOSSES[next(micro_batches)]), self.rates[-1]
 
     def gradient_norm(self) -> torch.Tensor:
         return torch.tensor(0.25)
@@ -181,19 +182,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_line_holds_what_routers_report(run) -> None:
-    """Each step passes them its global batch, and whether the weights were updated."""
-    engine, seen = Engine(), list[Any]()
-    engine.has_skipped_step = lambda: len(engine.rates) == 2
-    engine.module.routers = SimpleNamespace(
-        start_step=lambda totals, gradient_scale: seen.append((totals.num_tokens, gradient_scale)),
-        finish_step=lambda was_taken: seen.append(was_taken),
-        finish_interval=lambda: {"expert_load_max": 2.0, "expert_load_min": 0.5},
-    )
-    events, _, _ = run("logging_steps=2", "on_nonfinite=skip", engine=engine, last=2)
+    engine = Engine()
+    found = {"expert_load_max": 2.0, "expert_load_min": 0.5}
+    engine.module.routers = SimpleNamespace(finish_interval=lambda: found)
+    events, _, _ = run("logging_steps=2", engine=engine, last=2)
     assert [list(event)[1:4] for event in events if isinstance(event, dict)] == [
         ["loss", "expert_load_max", "expert_load_min"]
     ]
-    assert seen == [(100, 1.0), True, (200, 1.0), False]
 
 
 def test_a_line_holds_the_fields_of_the_contract(run) -> None:
@@ -222,11 +217,9 @@ def test_evaluation_and_saving_come_at_their_steps_and_at_the_end(run) -> None:
     assert events[0] == {"step": 0, "eval_loss": 7.0, "eval_tokens": 12}
 
 
-def test_each_step_is_run_with_what_the_host_knows_of_its_documents(run) -> None:
+def test_each_step_is_run_with_what_the_host_knows_of_it(run) -> None:
     _, engine, _ = run()
-    known = [DocumentBounds(step + 5, 10 * step) for step in range(5)]
-    known[2] = None
-    assert engine.expected == known
+    assert engine.totals == [Loader().step_totals(step) for step in range(5)]
 
 
 def test_saving_is_not_counted_as_training(run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +427,7 @@ def test_a_signal_during_the_last_callback_ends_the_run(run) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_a_save_under_way_is_finished_whatever_ends_the_run(run, error: type[BaseException]) -> None:
     class Broken(Engine):
-        def train_step(self, micro_batches: Any, learning_rate: float, seed: int) -> torch.Tensor:
+        def train_step(self, *_: Any) -> tuple[torch.Tensor, float]:
             raise error
 
     engine = Broken()

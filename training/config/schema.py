@@ -8,7 +8,7 @@ differs between its options. Every key is described once, in `conf/base.yaml`; a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -541,9 +541,14 @@ def load_hardware() -> list[HardwareConfig]:
     ]
 
 
-def load_default_group(name: str, schema: type[Schema]) -> Schema:
-    """A group of keys as `conf/base.yaml` has it."""
-    return _to_object(OmegaConf.merge(OmegaConf.structured(schema), _load_base()[name]), schema)
+@cache  # a search of layouts asks for each candidate
+def load_defaults() -> RunConfig:
+    """Return a run in which each key has its default: that of `conf/base.yaml`, or of the choice it makes for a group.
+    A key without one is NOT_GIVEN. It is one object, not to be changed."""
+    composed = _load_defaults().copy()
+    for choices in (entry for entry in _load_base()["defaults"] if isinstance(entry, DictConfig)):
+        composed.update({group: _load_choice(str(group), choice) for group, choice in choices.items()})
+    return to_typed(composed, [key for key in map(str, composed) if OmegaConf.is_missing(composed, key)])
 
 
 def find_default(config: RunConfig, key: str) -> Any:
@@ -576,7 +581,9 @@ def _load_choice(group: str, choice: str) -> DictConfig:
     assert isinstance(chosen, DictConfig)
     shared = [name.partition("@")[0] for name in chosen.pop("defaults", [])]  # such as shared/every_kind@_here_
     files = [OmegaConf.load(CONF / group / f"{name}.yaml") for name in shared if name != "_self_"]
-    merged = OmegaConf.merge(OmegaConf.structured(get_type_hints(RunConfig)[group]), *files, chosen)
+    schema = get_type_hints(RunConfig)[group]
+    typed = OmegaConf.structured(schema) if is_dataclass(schema) else OmegaConf.create()  # of other projects' keys
+    merged = OmegaConf.merge(typed, *files, chosen)
     assert isinstance(merged, DictConfig)
     return merged
 

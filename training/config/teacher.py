@@ -4,59 +4,51 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from models.adapters.options import AdapterName
-from training.config.schema import (
-    CheckpointMode,
-    ContextParallelMode,
-    DistillConfig,
-    Init,
-    MoEConfig,
-    Offload,
-    RopeConfig,
-    RunConfig,
-    load_default_group,
-)
+from training.config.schema import RunConfig, load_defaults
 
 
 def derive_teacher(config: RunConfig, micro_batch_size: int, micro_batches: int) -> RunConfig:
-    """Return the config of the teacher's pass: the run's ranks and data, its own model and split into stages, nothing
-    that only training needs. With `distill.online` the stages are those of the run's schedule, so that its loss and
+    """Return the config of the teacher's pass: the run's ranks and data, its own model and split into stages, and each
+    other key at its default. With `distill.online` the stages are those of the run's schedule, so that its loss and
     the student's are on one rank. micro_batch_size, micro_batches: the run's, of a step of one pipeline."""
     distill = config.distill
     assert distill.teacher is not None
-    return replace(
-        config,
+    teacher = replace(
+        load_defaults(),
         model=dict(distill.model),
         model_name_or_path=distill.teacher,
-        init=Init.pretrained,
-        rope_parameters=load_default_group("rope_parameters", RopeConfig),
         tokenizer_name_or_path=config.tokenizer_name_or_path or config.model_name_or_path,
-        adapter=replace(config.adapter, name=AdapterName.none, load_in_4bit=False),
-        moe=load_default_group("moe", MoEConfig),
-        distill=load_default_group("distill", DistillConfig),
-        resume=None,
-        freeze=[],
-        parameter_groups=[],
-        callbacks=[],
+        trust_remote_code=config.trust_remote_code,
+        trust_checkpoint=config.trust_checkpoint,
+        train_file=config.train_file,
+        eval_file=config.eval_file,
+        data=config.data,
+        task=config.task,
+        max_seq_length=config.max_seq_length,
+        num_workers=config.num_workers,
+        seed=config.seed,
+        evaluate_only=config.evaluate_only,
+        plan=config.plan,
+        world_size=config.world_size,
+        hardware=config.hardware,
+        deepspeed=config.deepspeed,
         num_stages=distill.num_stages or config.num_stages,
         tensor_parallel_size=distill.tensor_parallel_size or config.tensor_parallel_size,
-        sequence_parallel=False,
-        context_parallel_mode=ContextParallelMode.auto,
-        expert_parallel_size=1,
-        zero_stage=1,
-        sharding_parallel_size=None,
-        partition_method="balanced",
-        schedule=config.schedule if distill.online else "1f1b",
-        schedule_memory_limit=config.schedule_memory_limit if distill.online else None,
+        context_parallel_size=config.context_parallel_size,
         micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=micro_batches if distill.online else 1,
-        global_batch_size=None,
-        label_smoothing=0.0,
-        neftune_noise_alpha=0.0,
-        offload_optimizer=Offload.none,
-        offload_parameters=Offload.none,
+        gradient_accumulation_steps=1,
         activation_checkpoint_interval=0,
-        activation_checkpoint_mode=CheckpointMode.grouped,
-        activation_offload=False,
-        compile=False,
+        precision=config.precision,
+        attn_implementation=config.attn_implementation,
+        flash_kernels=config.flash_kernels,
+        fused_kernels=config.fused_kernels,
+    )
+    if not distill.online:
+        return teacher
+    return replace(
+        teacher,
+        schedule=config.schedule,
+        virtual_stages_per_rank=config.virtual_stages_per_rank,
+        schedule_memory_limit=config.schedule_memory_limit,
+        gradient_accumulation_steps=micro_batches,
     )

@@ -10,9 +10,13 @@ import torch
 import torch.distributed as dist
 
 from batch import Batch
-from training.distributed.topology import Layout
+from data.loading.step_totals import StepTotals
+from models.layers.documents import DocumentBounds
+from training.config.schema import RunConfig
+from training.distributed.topology import TENSOR, Layout, Topology
 from training.engine.engine import Engine, Partition, PartitionSlice
 from training.engine.partitions import build_partition_view
+from training.optim.lr_schedule import learning_rate_at
 from training.optim.parameter_groups import LR_RATIO
 from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
@@ -27,15 +31,26 @@ class DeepSpeedBacked(Engine):
     kept: the optimizer state that is declared for each parameter.
     """
 
-    def __init__(self, wrapped: Any, module: StageModule, layout: Layout, kept: DeclaredState) -> None:
-        self.wrapped, self.module, self.layout = wrapped, module, layout
+    def __init__(
+        self, wrapped: Any, module: StageModule, layout: Layout, config: RunConfig, kept: DeclaredState
+    ) -> None:
+        self.wrapped, self.module, self.layout, self._config = wrapped, module, layout, config
         self.device, self.rank = wrapped.device, dist.get_rank()
         self._held = build_partition_view(wrapped.optimizer, kept)
 
-    def start_step(self, learning_rate: float, seed: int) -> None:
+    def start_step(self, step: int, total_steps: int, totals: StepTotals | None) -> float:
+        """Set what depends on the step alone, see `train_step`: the learning rate, which is returned, random numbers,
+        and what is known of the documents and tokens of its global batch."""
+        learning_rate = learning_rate_at(step, total_steps, self._config)
         for group in self.wrapped.optimizer.param_groups:
             group["lr"] = learning_rate * group[LR_RATIO]
-        torch.manual_seed(seed)
+        self.module.expect_documents(None if totals is None else bound_documents(totals))
+        self.module.seed_noise(hash((self._config.seed, step)))
+        if self.module.routers is not None:
+            loss_scale = self.read_loss_scaler().get("cur_scale", 1.0)
+            self.module.routers.start_step(totals, loss_scale * self.layout.num_weight_replicas)
+        torch.manual_seed(choose_seed(self._config, self.layout.topology, self.rank, step))
+        return learning_rate
 
     def gradient_norm(self) -> torch.Tensor:
         """Return infinity for a skipped step, of which some of DeepSpeed's optimizers keep no norm (0.19.8,
@@ -75,6 +90,18 @@ class DeepSpeedBacked(Engine):
     def _dynamic_loss_scaler(self) -> Any | None:
         scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
         return scaler if getattr(scaler, "dynamic", False) else None
+
+
+def bound_documents(totals: StepTotals) -> DocumentBounds | None:
+    """Return bounds on the documents of a step's micro-batches; None where the host does not know them."""
+    return DocumentBounds(totals.most_documents, totals.longest_document) if totals.most_documents else None
+
+
+def choose_seed(config: RunConfig, topology: Topology, rank: int, step: int) -> int:
+    """Return the seed of the random numbers that a rank draws in a step. Ranks that share layers need the same dropout
+    mask for activations they all hold, and different ones for parts of sequences."""
+    alike = () if config.sequence_parallel else (TENSOR,)
+    return hash((config.seed, step, topology.index(rank, *topology.others(*alike)))) % 2**63
 
 
 def configure_gc(settings: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The interface between a run and the code that trains its stages. Nothing outside training/engine/ bypasses it.
 
-`training/engine/pipeline_engine.py` implements it with DeepSpeed; `training/engine/steps.py` uses it.
+`training/engine/pipeline_engine.py` implements it with DeepSpeed; `training/engine/steps.py` evaluates with it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from data.loading.step_totals import StepTotals
 from models.losses.cross_entropy import Loss
 from training.distributed.topology import Layout
 from training.optim.state_kinds import DeclaredState
@@ -75,12 +76,18 @@ class Engine(ABC):
     saves_state = True  # False where another rank has the same partitions
 
     @abstractmethod
-    def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
-        """Run one optimizer step over the next `layout.gradient_accumulation_steps` micro-batches.
+    def train_step(
+        self, micro_batches: Iterator[Any], step: int, total_steps: int, totals: StepTotals | None = None
+    ) -> tuple[torch.Tensor, float]:
+        """Run optimizer step `step` (from 0) of a schedule of `total_steps`, over the next
+        `layout.gradient_accumulation_steps` micro-batches.
 
-        micro_batches: from this rank's loader; a rank in the middle of the pipeline does not read them.
-        seed: for all random numbers that the step draws on this rank.
-        Returns the loss of the global batch, still on the device; the same on every rank.
+        Returns the loss of the global batch, still on the device and the same on every rank, and the learning rate.
+        Learning rate and random numbers (dropout) are functions of the step, so a resumed run restores neither.
+
+        micro_batches: from this rank's loader; a rank in the middle of the pipeline does not read them. totals: of the
+        step's global batch; None if they are not known, and documents have to be read from each micro-batch. Router
+        losses need them.
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from data.loading.step_totals import StepTotals
 from data.options import PadTo
 from models.losses.cross_entropy import Loss
 from training.config.precision import DTYPES
@@ -142,8 +143,8 @@ class PipelineStage(DeepSpeedBacked):
         update: Callable[[], None],
     ) -> None:
         """model, gradients, update: as the `Runner` needs them."""
-        super().__init__(wrapped, module, layout, {} if gradients is None else declare_state(config))
-        self.gradients, self._has_varying_lengths = gradients, config.data.pad_to is PadTo.longest
+        super().__init__(wrapped, module, layout, config, {} if gradients is None else declare_state(config))
+        self.gradients = gradients
         schedule = build_schedule(layout)
         self._transfers = Transfers(schedule, layout.topology.groups(PIPE), self.rank, self.device)
         self._runner = Runner(module, model, schedule, self._transfers, gradients, update)
@@ -151,11 +152,18 @@ class PipelineStage(DeepSpeedBacked):
         self.replicas, self._stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
         self._loss_stage = schedule.find_stage(schedule.last_chunk)
 
-    def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
-        self.start_step(learning_rate, seed)
-        if self._has_varying_lengths:
+    def train_step(
+        self, micro_batches: Iterator[Any], step: int, total_steps: int, totals: StepTotals | None = None
+    ) -> tuple[torch.Tensor, float]:
+        learning_rate = self.start_step(step, total_steps, totals)
+        if self._config.data.pad_to is PadTo.longest:
             self._transfers.forget_shapes()  # they are sent once a step
-        return self._average(self._runner.train(move_micro_batches(micro_batches, self.device)))
+        losses = self._runner.run(self._runner.start_step(), move_micro_batches(micro_batches, self.device))
+        self._runner.update()
+        loss = self._average(losses)
+        if self.module.routers is not None:
+            self.module.routers.finish_step(was_taken=not self.has_skipped_step())
+        return loss, learning_rate
 
     def _average(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean loss over the step's micro-batches and replicas, a scalar, on every rank."""
@@ -167,11 +175,13 @@ class PipelineStage(DeepSpeedBacked):
         dist.broadcast(mean, group=self._stages, group_src=self._loss_stage)
         return mean
 
+    @torch.no_grad()
     def forward_only(
         self, micro_batches: Iterator[Any] | None, num_micro_batches: int, loss: Loss | None = None
     ) -> list[Any]:
         self._transfers.forget_shapes()  # other shapes than in training
-        losses = self._runner.evaluate(move_micro_batches(micro_batches, self.device), num_micro_batches, loss)
+        program = self._runner.start_evaluation(num_micro_batches)
+        losses = self._runner.run(program, move_micro_batches(micro_batches, self.device), loss)
         self._transfers.forget_shapes()
         return losses
 

@@ -111,7 +111,7 @@ class Runner:
         self._stage, self._model, self._schedule, self._transfers = stage, model, schedule, transfers
         self._sums, self._update = gradients, update
         self._chunks = schedule.list_chunks(stage.stage_id)
-        self._program = self._plan(schedule)
+        self._program = self._plan(schedule)  # of a step
         # Each micro-batch is loaded once: before the first chunk, on a rank that has it, else before the last.
         self._loads_at = next((chunk for chunk in (0, schedule.last_chunk) if chunk in self._chunks), None)
         self._kept: dict[tuple[int, int], Kept] = {}  # by chunk and micro-batch, as those below
@@ -131,38 +131,38 @@ class Runner:
         before_first, *after = plan_exchanges(schedule, forward_only)[stage]
         return Program(before_first, list(zip(units, after, strict=True)))
 
-    def train(self, batches: Iterator[Batch]) -> list[torch.Tensor]:
-        """Run a step. Returns the losses of its micro-batches, on a rank that has them.
-
-        batches: the micro-batches, on the device; not read on a rank in the middle.
-        """
+    def start_step(self) -> Program:
+        """Return the program of a step; what `run` does next is training."""
         self._model.train()
         self._gradients.start_step()
-        losses = self._run(self._program, batches, self._stage.loss_fn)
-        with self.observed(SHARE_TIED):
-            self._gradients.share_tied()
-        with self.observed(REDUCE):
-            self._gradients.reduce()
-        with self.observed(OPTIMIZER):
-            self._update()
-        return losses
+        return self._program
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch], num_micro_batches: int, loss: Loss | None = None) -> list[Any]:
-        """Return what the loss function makes of each of `num_micro_batches`, on a rank that has it. loss: in place of
-        the module's own."""
+    def start_evaluation(self, num_micro_batches: int) -> Program:
+        """Return the program of an evaluation of so many micro-batches; what `run` does next is that."""
         self._model.eval()
-        schedule = replace(self._schedule, num_micro_batches=num_micro_batches)
-        return self._run(self._plan(schedule, forward_only=True), batches, loss or self._stage.loss_fn)
+        return self._plan(replace(self._schedule, num_micro_batches=num_micro_batches), forward_only=True)
 
-    def _run(self, program: Program, batches: Iterator[Batch], loss: Loss | None) -> list[Any]:
-        self._losses, self._loss = [], loss
+    def run(self, program: Program, batches: Iterator[Batch], loss: Loss | None = None) -> list[Any]:
+        """Run the passes of a program. Returns what the loss function makes of each micro-batch, on a rank that has it.
+
+        batches: the micro-batches, on the device; not read on a rank in the middle. loss: in place of the module's own.
+        """
+        self._losses, self._loss = [], loss or self._stage.loss_fn
         self._exchange(program.before_first, None, ())
         for unit, exchanges in program.passes:
             self._exchange(exchanges, unit, self._passes[unit.kind](unit, self._receive(unit, batches)))
         with self.observed(FINISH):
             self._transfers.finish()
         return self._losses
+
+    def update(self) -> None:
+        """Sum the gradients of a step over stages and replicas, and take the optimizer's step."""
+        with self.observed(SHARE_TIED):
+            self._gradients.share_tied()
+        with self.observed(REDUCE):
+            self._gradients.reduce()
+        with self.observed(OPTIMIZER):
+            self._update()
 
     def _forward(self, unit: Unit, inputs: Tensors) -> Tensors:
         trains = torch.is_grad_enabled()

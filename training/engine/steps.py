@@ -1,4 +1,4 @@
-"""The uses of an engine in a run: one optimizer step of its schedule, and one evaluation."""
+"""The uses of an engine besides its steps: whether a step was finite, and evaluations."""
 
 from __future__ import annotations
 
@@ -9,53 +9,9 @@ import torch
 import torch.distributed as dist
 
 from console import progress
-from data.loading.step_totals import StepTotals
 from models.layers.documents import DocumentBounds
 from models.losses.cross_entropy import Loss
-from training.config.schema import RunConfig
-from training.distributed.topology import TENSOR
 from training.engine.engine import Engine
-from training.optim.lr_schedule import learning_rate_at
-
-
-def train_step(
-    engine: Engine,
-    micro_batches: Iterator[Any],
-    config: RunConfig,
-    step: int,
-    total_steps: int,
-    *,
-    totals: StepTotals | None = None,
-) -> tuple[torch.Tensor, float]:
-    """Run optimizer step `step` (from 0) of a schedule of `total_steps`. Returns the loss, still on the device, and the
-    learning rate.
-
-    totals: of the step's global batch; None where they are not known, and documents have to be read from each
-    micro-batch. Router losses need them.
-
-    Learning rate and random numbers (dropout) are functions of the step, so a resumed run restores neither.
-    """
-    learning_rate = learning_rate_at(step, total_steps, config)
-    # Ranks that share layers need the same dropout mask for activations they all hold, and different ones for parts of
-    # sequences
-    topology = engine.layout.topology
-    alike = () if config.sequence_parallel else (TENSOR,)
-    seed = hash((config.seed, step, topology.index(engine.rank, *topology.others(*alike)))) % 2**63
-    engine.module.expect_documents(None if totals is None else bound_documents(totals))
-    engine.module.seed_noise(hash((config.seed, step)))
-    routers = engine.module.routers
-    if routers is not None:
-        loss_scale = engine.read_loss_scaler().get("cur_scale", 1.0)
-        routers.start_step(totals, loss_scale * engine.layout.num_weight_replicas)
-    loss = engine.train_step(micro_batches, learning_rate, seed)
-    if routers is not None:
-        routers.finish_step(was_taken=not engine.has_skipped_step())
-    return loss, learning_rate
-
-
-def bound_documents(totals: StepTotals) -> DocumentBounds | None:
-    """Return bounds on the documents of a step's micro-batches; None where the host does not know them."""
-    return DocumentBounds(totals.most_documents, totals.longest_document) if totals.most_documents else None
 
 
 def is_nonfinite(engine: Engine, loss: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ would, in the same words. What depends on files, packages or this machine is `tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -224,8 +224,20 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
         recomputes=config.activation_checkpoint_interval > 0,
         trains_matrices=config.adapter.name is AdapterName.none,
     )
-    kept = {field.name: getattr(model, field.name) for field in fields(ResolvedModel)}
-    return ResolvedRun(**kept | {"config": config}, layout=timed, bounds=bounds)
+    return ResolvedRun(
+        config=config,
+        objective=model.objective,
+        architecture=model.architecture,
+        wrapper=model.wrapper,
+        layers=model.layers,
+        parts=model.parts,
+        adapter=model.adapter,
+        routers=model.routers,
+        callbacks=model.callbacks,
+        counts=model.counts,
+        layout=timed,
+        bounds=bounds,
+    )
 
 
 def _build_sharded(config: RunConfig, architecture: PretrainedConfig, model: DescribedModel) -> list[Layer]:

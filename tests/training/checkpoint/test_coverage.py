@@ -72,10 +72,9 @@ def test_a_save_of_a_real_engine_is_whole_or_fails(workers: Callable[[int], Work
 
 def break_state(case: Case, folder: Path) -> dict[str, str | None]:
     """Return the errors of a save or a resume, for state that is broken in one way after the other."""
-    from training.engine.steps import train_step
 
-    engine, loader, config, _, _ = build_engine(case)
-    train_step(engine, loader.iterate(0, 2), config, 0, 2)
+    engine, loader, *_ = build_engine(case)
+    engine.train_step(loader.iterate(0, 2), 0, 2)
     errors = {"whole": describe_error(plan_whole_share, engine, 1, None)}
     parameter = engine.module.get_parameter("1.self_attn.q_proj.weight")
     mapping, parameter._hp_mapping = parameter._hp_mapping, None

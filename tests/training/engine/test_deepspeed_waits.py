@@ -59,9 +59,9 @@ def train_counted(case: Case) -> tuple[dict[str, Any], list[Counter[str]]]:
     train_step, counts = PipelineStage.train_step, list[Counter[str]]()
     with count_waits() as counted:
 
-        def recorded(*args: Any) -> Any:
+        def recorded(*args: Any, **named: Any) -> Any:
             counted.clear()
-            loss = train_step(*args)
+            loss = train_step(*args, **named)
             counts.append(counted.copy())
             return loss
 

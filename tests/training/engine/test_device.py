@@ -146,9 +146,9 @@ def train_on_device(case: Case) -> tuple[dict[str, Any], list[Wait]]:
 
     train_step, waits = pipeline_engine.PipelineStage.train_step, list[Wait]()
 
-    def recorded(*args: Any) -> Any:
+    def recorded(*args: Any, **named: Any) -> Any:
         record.waits.clear()
-        loss = train_step(*args)
+        loss = train_step(*args, **named)
         waits[:] = record.waits
         return loss
 

@@ -147,15 +147,15 @@ def train_without_mlps(case: Case, train: Callable[[Case], dict[str, Any]]) -> d
     """From the second step on, no MLP is used."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from training.engine import steps
+    from training.engine.pipeline_engine import PipelineStage
 
-    train_step = steps.train_step
+    train_step = PipelineStage.train_step
 
-    def step_without(engine: Any, micro_batches: Any, config: Any, step: int, *more: Any, **named: Any) -> Any:
+    def step_without(engine: Any, micro_batches: Any, step: int, *more: Any, **named: Any) -> Any:
         with patch.object(LlamaMLP, "forward", pass_on) if step else nullcontext():
-            return train_step(engine, micro_batches, config, step, *more, **named)
+            return train_step(engine, micro_batches, step, *more, **named)
 
-    with patch.object(steps, "train_step", step_without):
+    with patch.object(PipelineStage, "train_step", step_without):
         return train(case)
 
 
@@ -216,9 +216,7 @@ def count_gradients(case: Case) -> tuple[int, int, int]:
     """(parameters that have a gradient at once, and after a step; parameters)."""
     from support.cases import build_engine
 
-    from training.engine.steps import train_step
-
-    engine, loader, config, _, _ = build_engine(case)
+    engine, loader, *_ = build_engine(case)
     parameters = list(engine.module.parameters())
     counts: list[int] = []
 
@@ -226,7 +224,7 @@ def count_gradients(case: Case) -> tuple[int, int, int]:
         counts.append(sum(parameter.grad is not None for parameter in parameters))
 
     with counting(parameters, count):
-        train_step(engine, loader.iterate(0, 1), config, 0, 1)
+        engine.train_step(loader.iterate(0, 1), 0, 1)
     count()
     return max(counts), counts[-1], len(parameters)
 
@@ -410,9 +408,8 @@ def record_reductions(case: Case) -> tuple[list[tuple[str, int]], int]:
     from support.cases import build_engine
 
     from training.engine import gradient_sums
-    from training.engine.steps import train_step
 
-    engine, loader, config, _, _ = build_engine(case)
+    engine, loader, *_ = build_engine(case)
     calls: list[tuple[str, int]] = []
     reduce = gradient_sums.dist.reduce
 
@@ -425,7 +422,7 @@ def record_reductions(case: Case) -> tuple[list[tuple[str, int]], int]:
 
     engine.observe(SimpleNamespace(before=note, after=note))
     with patch.object(gradient_sums.dist, "reduce", recorded):
-        train_step(engine, loader.iterate(0, 1), config, 0, 1)
+        engine.train_step(loader.iterate(0, 1), 0, 1)
     return calls, sum(parameter.numel() for parameter in engine.module.parameters())
 
 

@@ -35,7 +35,6 @@ def train_two_steps(case: Case) -> tuple[int, list[str]]:
     from data.loading.row_lengths import RowLengths
     from training.config.schema import Device
     from training.costs.hardware import complete_hardware
-    from training.engine.steps import train_step
     from training.observability.stage_timer import MemoryPeak, StageTimer
     from training.observability.telemetry import Telemetry
     from training.planner.prediction import predict
@@ -69,7 +68,7 @@ def train_two_steps(case: Case) -> tuple[int, list[str]]:
         micro_batches = loader.iterate(0, 3)
         for step in range(2):
             telemetry.start_step(False)
-            train_step(engine, micro_batches, config, step, 3)
+            engine.train_step(micro_batches, step, 3)
             telemetry.finish_step()
             lines.append(f"step {step} has ended")
     timer.detach()

@@ -48,10 +48,10 @@ def be_slow(*_: object) -> None:
 def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes]]:
     """Run two steps and an evaluation with a slow second rank; return the second step, the times of all ranks, and
     those of the evaluation."""
-    from training.engine.steps import evaluate, train_step
+    from training.engine.steps import evaluate
     from training.observability.stage_timer import StageTimer
 
-    engine, loader, config, *_ = build_engine(case)
+    engine, loader, *_ = build_engine(case)
     if engine.rank == 1:
         engine.module.register_forward_hook(be_slow)
     clock = StageTimer(engine, MemoryPeak(engine.device))
@@ -59,7 +59,7 @@ def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes
     micro_batches = loader.iterate(0, 3)
     for step in range(2):
         clock.start_step()
-        train_step(engine, micro_batches, config, step, 3)
+        engine.train_step(micro_batches, step, 3)
         spans = clock.finish_step()
     gathered = clock.gather()
     batches = loader.iterate(2, 3)
@@ -122,7 +122,7 @@ class SlowTransfer:
 
 def train_on_slow_links(case: Case) -> RankTimes:
     """Run a step and an evaluation in which every exchange with the ranks that share sequences is slow."""
-    from training.engine.steps import evaluate, train_step
+    from training.engine.steps import evaluate
     from training.observability.stage_timer import StageTimer
 
     def exchange(*given: Any, **options: Any) -> None:
@@ -134,14 +134,14 @@ def train_on_slow_links(case: Case) -> RankTimes:
         return [SlowTransfer(first), *others]
 
     all_to_all, start_transfers = dist.all_to_all_single, dist.batch_isend_irecv
-    engine, loader, config, *_ = build_engine(case)
+    engine, loader, *_ = build_engine(case)
     clock = StageTimer(engine, MemoryPeak(engine.device))
     clock.attach()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", exchange)
         patch.setattr(dist, "batch_isend_irecv", transfer)
         clock.start_step()
-        train_step(engine, loader.iterate(0, 1), config, 0, 1)
+        engine.train_step(loader.iterate(0, 1), 0, 1)
         clock.finish_step()
         evaluate(engine, loader.iterate(1, 2), MICRO_BATCHES, 1)  # not counted: it is not a training step
     clock.detach()

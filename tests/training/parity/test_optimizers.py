@@ -307,10 +307,8 @@ def train_tied(case: Case) -> list[torch.Tensor]:
     """This rank's part of tied weights after the run."""
     from support.cases import build_engine
 
-    from training.engine.steps import train_step
-
-    engine, loader, config, *_ = build_engine(case)
+    engine, loader, *_ = build_engine(case)
     micro_batches = loader.iterate(0, case.steps)
     for step in range(case.steps):
-        train_step(engine, micro_batches, config, step, case.steps)
+        engine.train_step(micro_batches, step, case.steps)
     return [weight.detach().clone() for weight, _ in engine.module.get_tied_weights_and_groups()]

@@ -146,13 +146,12 @@ def test_sums_of_one_replica_stay_in_fp32(workers, material) -> None:
 
 def count_rounded(case: Case) -> float:
     """The share of this stage's gradients, as the optimizer gets them, that bf16 could hold."""
-    from training.engine.steps import train_step
 
-    engine, loader, config, _, _ = build_engine(case)
+    engine, loader, *_ = build_engine(case)
     got: list[torch.Tensor] = []
     inner = engine.wrapped.optimizer.optimizer  # torch's, within DeepSpeed's
     inner.register_step_pre_hook(lambda *_: got.extend(group["params"][0].grad.clone() for group in inner.param_groups))
-    train_step(engine, loader.iterate(0, 1), config, 0, 1)
+    engine.train_step(loader.iterate(0, 1), 0, 1)
     gradients = torch.cat(got)
     gradients = gradients[gradients != 0]
     return (gradients == gradients.bfloat16().float()).float().mean().item()
@@ -175,9 +174,8 @@ def test_replicas_are_summed_in_fp32(workers, material, overrides: tuple[str, ..
 
 def train_gathering(case: Case) -> dict:
     """The gradient of a step of plain SGD: by how much the optimizer's fp32 weights of all replicas went down."""
-    from training.engine.steps import train_step
 
-    engine, loader, config, layout, _ = build_engine(case)
+    engine, loader, _, layout, _ = build_engine(case)
 
     def gather() -> dict[str, torch.Tensor]:
         whole = {}
@@ -189,5 +187,5 @@ def train_gathering(case: Case) -> dict:
         return whole
 
     before = gather()
-    train_step(engine, loader.iterate(0, 1), config, 0, 1)
+    engine.train_step(loader.iterate(0, 1), 0, 1)
     return {name: before[name] - weights for name, weights in gather().items()}

@@ -294,11 +294,10 @@ def train_masters(case: Case) -> dict[str, torch.Tensor]:
     from support.cases import build_engine
 
     from training.checkpoint.optimizer_state import collect_state
-    from training.engine.steps import train_step
 
-    engine, loader, config, *_ = build_engine(case)
+    engine, loader, *_ = build_engine(case)
     before = {name: tensor.clone() for name, tensor in collect_state(engine).items()}
-    train_step(engine, loader.iterate(0, 1), config, 0, 1)
+    engine.train_step(loader.iterate(0, 1), 0, 1)
     return {name: before[name] - tensor for name, tensor in collect_state(engine).items()}
 
 
@@ -326,14 +325,13 @@ def test_what_a_rank_holds(workers, material, stage: int, num_stages: int) -> No
 def measure_held(case: Case) -> dict[str, Any]:
     from support.cases import build_engine
 
-    from training.engine.steps import train_step
     from training.pipeline.weight_sharding import is_sharded, whole_shape
 
-    engine, loader, config, *_ = build_engine(case)
+    engine, loader, *_ = build_engine(case)
     parameters = list(engine.module.parameters())
     counter = CountSums(engine, parameters)
     engine.observe(counter)
-    train_step(engine, loader.iterate(0, 1), config, 0, 1)
+    engine.train_step(loader.iterate(0, 1), 0, 1)
     weights = sum(each.ds_tensor.numel() if is_sharded(each) else each.numel() for each in parameters)
     masters = sum(partition.weights.numel() for partition in engine.list_partitions())
     whole = sum(whole_shape(each).numel() for each in parameters)

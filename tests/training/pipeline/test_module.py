@@ -74,12 +74,11 @@ def test_a_stage_is_made_of_its_own_loaded_weights_alone(workers: Callable[[int]
 
 
 def list_warnings_of_a_step(case: Case) -> list[str]:
-    from training.engine.steps import train_step
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine, loader, config, *_ = build_engine(case)
-        train_step(engine, loader.iterate(0, 1), config, 0, 1)
+        engine, loader, *_ = build_engine(case)
+        engine.train_step(loader.iterate(0, 1), 0, 1)
     return [str(warning.message) for warning in caught]
 
 

@@ -90,32 +90,30 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
 
 def train_counted(case: Case, bucket: int) -> int:
     """The peak of this rank's bytes in its second step, when the optimizer has its state."""
-    from training.engine.steps import train_step
 
     with small_buckets(bucket), AllocationPeak() as counter:
-        engine, loaders, config, layout, _ = build_all(case)
+        engine, loaders, _, layout, _ = build_all(case)
         micro_batches, first_pass = loaders.train.iterate(0, 2), loaders.first_pass
         first = loaders.train.first.iterate(0, 2) if first_pass is not None else None
         for step in range(2):
             counter.peak = counter.alive
             if first_pass is not None:
                 first_pass.prepare(first, layout.gradient_accumulation_steps, layout.global_batch_size)
-            train_step(engine, micro_batches, config, step, 2)
+            engine.train_step(micro_batches, step, 2)
     return counter.peak
 
 
 def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
     """Returns of each of this rank's parameters whether it is the same to the bit after two steps with each size of
     bucket."""
-    from training.engine.steps import train_step
 
     trained = []
     for size in sizes:
         with small_buckets(size):
-            engine, loader, config, _, _ = build_engine(case)
+            engine, loader, *_ = build_engine(case)
             micro_batches = loader.iterate(0, 2)
             for step in range(2):
-                train_step(engine, micro_batches, config, step, 2)
+                engine.train_step(micro_batches, step, 2)
             trained.append(list(engine.module.parameters()))
     return [all(torch.equal(found[0], other) for other in found[1:]) for found in zip(*trained, strict=True)]
 
