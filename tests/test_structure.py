@@ -188,6 +188,7 @@ ENGINE_INSIDES = {
 LOOK_INSIDE = {
     "benchmarks/peers.py",
     "tests/training/checkpoint/test_coverage.py",
+    "tests/training/engine/test_pipeline_engine.py",
     "tests/training/parity/test_parity.py",
     "tests/training/parity/test_zero_stages.py",
 }

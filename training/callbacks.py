@@ -87,18 +87,14 @@ class Callbacks:
         wait_for_save: Callable[[], None],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """callbacks: each with its name for messages. wait_for_save: returns when the last save is complete; all ranks
-        call it. group: all ranks, for tensors in host memory."""
-        self._callbacks, self._run, self._wait_for_save, self._group = callbacks, run, wait_for_save, group
+        """callbacks: each with its name for messages. run: what they see, which the loop keeps up to date.
+        wait_for_save: returns when the last save is complete; all ranks call it. group: all ranks, for tensors in host
+        memory."""
+        self._callbacks, self.view, self._wait_for_save, self._group = callbacks, run, wait_for_save, group
         self._unannounced: Path | None = None  # a checkpoint that is being saved
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
-
-    def update_view(self, **changed: Any) -> None:
-        """Set fields of the view."""
-        for name, value in changed.items():
-            setattr(self._run, name, value)
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call the method of each callback that has it. Raises UserError on the first rank that has failed, and ends
@@ -108,25 +104,25 @@ class Callbacks:
         error = None
         for name, callback in self._callbacks:
             try:
-                getattr(callback, method, _do_nothing)(self._run, *arguments)
+                getattr(callback, method, _do_nothing)(self.view, *arguments)
             except Exception as mistake:
                 print_exception(mistake, sys.stdout)  # the rank's log
                 error = UserError(
-                    f"callbacks: {name}.{method} has failed at step {self._run.step} ({type(mistake).__name__}: "
-                    f"{mistake}); its stack trace is in {self._run.output_dir}/logs/rank_{self._run.rank}.log. Saved "
+                    f"callbacks: {name}.{method} has failed at step {self.view.step} ({type(mistake).__name__}: "
+                    f"{mistake}); its stack trace is in {self.view.output_dir}/logs/rank_{self.view.rank}.log. Saved "
                     "checkpoints are complete: fix it, and continue with resume=auto"
                 )
                 break
-        failed, *asked = self._agree(error is not None, self._run.asks_to_stop, self._run.asks_to_save)
-        self._run.asks_to_stop, self._run.asks_to_save = asked
+        failed, *asked = self._agree(error is not None, self.view.asks_to_stop, self.view.asks_to_save)
+        self.view.asks_to_stop, self.view.asks_to_save = asked
         if failed:
             self._wait_for_save()
             raise_together(error)
 
     def take_requests(self) -> tuple[bool, bool]:
         """Return whether any rank has asked to stop and whether any has asked to save, since the last call."""
-        asked = self._run.asks_to_stop, self._run.asks_to_save
-        self._run.asks_to_stop = self._run.asks_to_save = False
+        asked = self.view.asks_to_stop, self.view.asks_to_save
+        self.view.asks_to_stop = self.view.asks_to_save = False
         return asked
 
     def expect_save(self, checkpoint: Path) -> None:

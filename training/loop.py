@@ -163,7 +163,7 @@ class TrainingLoop:
             wait_for_save(self._writer, self._interrupts)
             self._notice_signal()
             self._callbacks.finish_save()
-            self._callbacks.update_view(ended_by=self.ended_by)
+            self._callbacks.view.ended_by = self.ended_by
             self._callbacks.call("on_end")
             self._notice_signal()
             self._note("end", self.ended_by)
@@ -227,7 +227,8 @@ class TrainingLoop:
             self._report_interval()
         asks_to_save = False
         if self._callbacks:
-            self._callbacks.update_view(step=step, num_tokens=self.state.num_tokens)
+            view = self._callbacks.view
+            view.step, view.num_tokens = step, self.state.num_tokens
             self._untimed(partial(self._callbacks.announce_save, self._writer.is_writing))
             self._untimed(partial(self._callbacks.call, "on_step"))
             asks_to_save = self._handle_requests()
@@ -383,7 +384,7 @@ class TrainingLoop:
 
     def _report(self, record: Record) -> None:
         if self.reporters:
-            self._callbacks.update_view(record=record)
+            self._callbacks.view.record = record
         for reporter in self.reporters:
             reporter.report(record)
 

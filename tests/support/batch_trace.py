@@ -29,17 +29,17 @@ from batch import Batch, Inputs, Targets
 
 _MOST_CHECKS = 2000  # of a function that nothing of the line has passed so far
 _MOST_ITEMS = 64  # of a list
+_LAYERS = ("models/layers/", "models/families/", "models/heads/")
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a line of the train file is known by. text: part of it. ids: the tokens of that part. length: of its row in
-    a micro-batch, with padding."""
+    """How what comes of a line of the train file is recognized."""
 
-    text: str
-    ids: tuple[int, ...]
-    length: int
+    text: str  # a part of the line
+    ids: tuple[int, ...]  # the tokens of that part
+    length: int  # the length of its row in a micro-batch, with padding
 
     def is_in(self, value: Any, by_shape: bool, depth: int = 4) -> bool:
         """Return whether a value holds what came of the line. by_shape: whether the length of its row shows that."""
@@ -102,7 +102,7 @@ class Tracer:
             return
         if code.co_qualname == "TrainingLoop.run":
             self._trains = True
-        if self._trains and event == "call" and file.startswith("models/") and code.co_name == "forward":
+        if self._trains and event == "call" and file.startswith(_LAYERS) and code.co_name == "forward":
             self.stacks.append(list(self._list_frames(frame.f_back)))
         if code.co_qualname == "Runner._backward":
             threading.setprofile(None)  # type: ignore[arg-type]

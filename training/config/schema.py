@@ -546,16 +546,18 @@ def load_defaults() -> RunConfig:
     """Return a run in which each key has its default: that of `conf/base.yaml`, or of the choice it makes for a group.
     A key without one is NOT_GIVEN. It is one object, not to be changed."""
     composed = _load_defaults().copy()
-    for choices in (entry for entry in _load_base()["defaults"] if isinstance(entry, DictConfig)):
-        composed.update({group: _load_choice(str(group), choice) for group, choice in choices.items()})
+    composed.update({group: _load_choice(group, choice) for group, choice in _list_choices().items()})
     return to_typed(composed, [key for key in map(str, composed) if OmegaConf.is_missing(composed, key)])
 
 
 def find_default(config: RunConfig, key: str) -> Any:
-    """Return the default of a key, by its dotted name: that of conf/base.yaml, or of the choice of its group."""
+    """Return the default of a key, by its dotted name: that of conf/base.yaml, or of the choice of its group. A choice
+    that has no file, such as a kind of data that a user's code has added, has the defaults of the usual one."""
     group = key.partition(".")[0]
-    choice = getattr(getattr(config, group), "name", "") if (CONF / group).is_dir() else ""
-    return _find_default(key, str(getattr(choice, "value", choice)))
+    chosen = getattr(getattr(config, group), "name", "") if (CONF / group).is_dir() else ""
+    choice = str(getattr(chosen, "value", chosen))
+    has_file = not choice or (CONF / group / f"{choice}.yaml").is_file()
+    return _find_default(key, choice if has_file else _list_choices()[group])
 
 
 @cache
@@ -572,6 +574,13 @@ def _load_defaults() -> DictConfig:
     merged = OmegaConf.merge(OmegaConf.structured(RunConfig), base)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+@cache
+def _list_choices() -> dict[str, str]:
+    """Return the choice that conf/base.yaml makes for each group."""
+    entries = [entry for entry in _load_base()["defaults"] if isinstance(entry, DictConfig)]
+    return {str(group): choice for entry in entries for group, choice in entry.items()}
 
 
 @cache

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from batch import Batch
 from data.loading.step_totals import StepTotals
 from models.layers.documents import DocumentBounds
 from training.config.schema import RunConfig
@@ -110,10 +109,3 @@ def configure_gc(settings: Mapping[str, Any]) -> None:
     if settings.get("disable_python_gc"):
         gc.collect()
         gc.disable()
-
-
-def move_micro_batches(micro_batches: Iterable[Batch] | None, device: torch.device) -> Iterator[Batch]:
-    """Yield each micro-batch on `device`. The host does not wait for copies of pinned tensors; DeepSpeed would copy a
-    pageable clone, and wait."""
-    for batch in micro_batches or ():
-        yield batch.to(device)

@@ -17,7 +17,7 @@ from training.config.precision import DTYPES
 from training.config.schema import Precision, RunConfig
 from training.distributed.process import has_accelerator
 from training.distributed.topology import PIPE, Layout
-from training.engine.deepspeed_backed import DeepSpeedBacked, configure_gc, move_micro_batches
+from training.engine.deepspeed_backed import DeepSpeedBacked, configure_gc
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
 from training.engine.engine import Engine, StepObserver
 from training.engine.gradient_sums import GradientSums, list_backward
@@ -158,7 +158,7 @@ class PipelineStage(DeepSpeedBacked):
         learning_rate = self.start_step(step, total_steps, totals)
         if self._config.data.pad_to is PadTo.longest:
             self._transfers.forget_shapes()  # they are sent once a step
-        losses = self._runner.run(self._runner.start_step(), move_micro_batches(micro_batches, self.device))
+        losses = self._runner.run(self._runner.start_step(), micro_batches)
         self._runner.update()
         loss = self._average(losses)
         if self.module.routers is not None:
@@ -181,7 +181,7 @@ class PipelineStage(DeepSpeedBacked):
     ) -> list[Any]:
         self._transfers.forget_shapes()  # other shapes than in training
         program = self._runner.start_evaluation(num_micro_batches)
-        losses = self._runner.run(program, move_micro_batches(micro_batches, self.device), loss)
+        losses = self._runner.run(program, micro_batches, loss)
         self._transfers.forget_shapes()
         return losses
 

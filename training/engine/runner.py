@@ -142,10 +142,10 @@ class Runner:
         self._model.eval()
         return self._plan(replace(self._schedule, num_micro_batches=num_micro_batches), forward_only=True)
 
-    def run(self, program: Program, batches: Iterator[Batch], loss: Loss | None = None) -> list[Any]:
+    def run(self, program: Program, batches: Iterator[Batch] | None, loss: Loss | None = None) -> list[Any]:
         """Run the passes of a program. Returns what the loss function makes of each micro-batch, on a rank that has it.
 
-        batches: the micro-batches, on the device; not read on a rank in the middle. loss: in place of the module's own.
+        batches: this rank's micro-batches; not read on a rank in the middle. loss: in place of the module's own.
         """
         self._losses, self._loss = [], loss or self._stage.loss_fn
         self._exchange(program.before_first, None, ())
@@ -206,11 +206,12 @@ class Runner:
             self._gradients.finish_pass()
         return ()
 
-    def _receive(self, unit: Unit, batches: Iterator[Batch]) -> Tensors:
+    def _receive(self, unit: Unit, batches: Iterator[Batch] | None) -> Tensors:
         """Return the input of a pass, from another rank, an earlier pass of this one, or the loader."""
         if unit.kind is UnitKind.forward and unit.chunk == self._loads_at:
+            assert batches is not None
             with self.observed(LOAD):
-                batch = next(batches)
+                batch = next(batches).to(self._transfers.device)
             if self._schedule.last_chunk in self._chunks:
                 self._targets[unit.micro_batch] = batch.targets
             if unit.chunk == 0:

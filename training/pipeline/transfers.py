@@ -48,7 +48,7 @@ class Transfers:
 
     def __init__(self, schedule: Schedule, rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> None:
         """Connect the ranks of each pipeline. rings: their ranks, by stage. All ranks call it."""
-        self._schedule, self._device = schedule, device
+        self._schedule, self.device = schedule, device
         self._ring = next(ring for ring in rings if rank in ring)
         self._stage_id = self._ring.index(rank)
         self._group, _ = dist.new_subgroups_by_enumeration(rings, pg_options=build_options(dist.get_backend()))
@@ -66,10 +66,10 @@ class Transfers:
         direction when both launch the first such message. Both wait for each other there, so that is done before the
         first step.
         """
-        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
         peers = {other for pair in self._schedule.list_boundaries() if self._stage_id in pair for other in pair}
         messages = [
-            (operation, Arrival((torch.zeros(1, device=self._device),), []), peer)
+            (operation, Arrival((torch.zeros(1, device=self.device),), []), peer)
             for peer in sorted(peers - {self._stage_id})
             for operation in (dist.isend, dist.irecv)
         ]
@@ -162,7 +162,7 @@ class Transfers:
             self._shapes = self._receive_shapes()
         has_integers = not message.is_gradient and self._is_first(message.chunk)
         return tuple(
-            torch.empty(shape, dtype=dtype, device=self._device)
+            torch.empty(shape, dtype=dtype, device=self.device)
             for shape, dtype in self._shapes
             if has_integers or dtype.is_floating_point
         )
