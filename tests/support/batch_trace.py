@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -49,7 +50,7 @@ class Line:
             return by_shape and self.length in value.shape[:2]
         if isinstance(value, np.ndarray):
             return value.dtype.kind in "iu" and self._has_ids(value.reshape(-1).tolist())
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (int, np.integer)):
+        if isinstance(value, (list, tuple, array)) and value and isinstance(value[0], (int, np.integer)):
             return self._has_ids(value)
         if depth == 0 or isinstance(value, type):
             return False

@@ -38,8 +38,8 @@ class DeepSpeedBacked(Engine):
         self._held = build_partition_view(wrapped.optimizer, kept)
 
     def start_step(self, step: int, total_steps: int, totals: StepTotals | None) -> float:
-        """Set what depends on the step alone, see `train_step`: the learning rate, which is returned, random numbers,
-        and what is known of the documents and tokens of its global batch."""
+        """Set what follows from a step's number and its global batch: the learning rate, which is returned, random
+        numbers, and what layers and routers know of documents and tokens. Arguments as in `train_step`."""
         learning_rate = learning_rate_at(step, total_steps, self._config)
         for group in self.wrapped.optimizer.param_groups:
             group["lr"] = learning_rate * group[LR_RATIO]

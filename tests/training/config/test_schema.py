@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 from support.configs import build_config
 from support.launching import ROOT
 
 from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo
 from models.losses.options import DPOLossType
+from training.config.schema import find_default
 
 SLOW = {"torch", "transformers", "deepspeed", "datasets"}
 
@@ -35,3 +37,11 @@ def test_choices_of_the_data_and_of_a_loss_are_written_as_their_owners_name_them
     assert (data.length_policy, data.on_bad_record) == (LengthPolicy.drop, OnBadRecord.skip)
     assert (data.mixture_by, data.pad_to) == (MixtureUnit.tokens, PadTo.max_seq_length)
     assert config.dpo.loss_type is DPOLossType.ipo
+
+
+def test_a_choice_without_a_file_has_the_defaults_of_the_usual_one() -> None:
+    """Such as a kind of data that a user's code has added to the table."""
+    config = build_config("data=classification")
+    assert find_default(config, "data.label_field") == "label"
+    added = replace(config, data=replace(config.data, name="added"))
+    assert find_default(added, "data.label_field") is find_default(build_config(), "data.label_field") is None
