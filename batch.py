@@ -36,7 +36,7 @@ class Source(Enum):
     """Where the values of a column are read."""
 
     record = auto()  # in the tokenized folder, made of the records
-    scored = auto()  # in a file next to the tokens, which a model has written once
+    scored = auto()  # next to the tokens, where a model has left them once (`data/storage/scores.py`)
     first_pass = auto()  # nowhere: a pass before each step leaves them with the loss
 
 
@@ -57,6 +57,7 @@ class Column:
     source: Source = Source.record
     side: Side = Side.loss
     padding: float = 0  # the value of what only fills a micro-batch
+    shape: tuple[int, ...] = ()  # of one value of a scored column; others show it when they are read
 
 
 class _Tensors(ABC):

@@ -15,15 +15,15 @@ import torch
 from transformers import PretrainedConfig
 
 from data.loading.loader import LoaderOptions
-from data.loading.teacher import teacher_path
+from data.storage.scores import Scores, find_scores
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle
-from models.losses.distill_loss import TeacherHead, TeacherLoss
+from models.losses.distill_loss import TeacherHead, TeacherTop
 from models.weights.source import WeightSource
 from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, RunConfig
 from training.distributed.p2p import count_spared
-from training.distributed.process import broadcast_from_main, current_device, has_accelerator
+from training.distributed.process import current_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
 from training.engine.start import start_engine
@@ -31,6 +31,7 @@ from training.inputs import loaders
 from training.inputs.datasets import build_row_plan
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import EvalSize, StepBudget
+from training.objectives.modifiers import TEACHER
 from training.objectives.objective import LastStage
 from training.pipeline.activation_checkpoint import KEEP_ALL
 from training.pipeline.module import (
@@ -46,8 +47,9 @@ from training.pipeline.schedules import build_schedule
 from training.pipeline.weight_sharding import WeightSharding
 from training.resolution.user_loss import build_run_loss
 from training.scoring.first_pass import OnlineTeacher, build_first_pass
-from training.scoring.reference_logprobs import compute_model_id, prepare_reference
-from training.scoring.teacher import TeacherTask, check_visible, find_missing, score
+from training.scoring.reference import prepare_reference
+from training.scoring.scored import compute_model_id, find_missing, share
+from training.scoring.teacher import say_found, score_as_teacher
 from training.setup import Run, RunSetup
 
 
@@ -121,10 +123,10 @@ def build_loaders(
     """Build the training and evaluation loaders of this rank's stage, and the pass that comes before each step. All
     ranks call it: the engine computes what a loader needs of the reference model, unless it is cached.
     """
-    reference = _prepare_reference(run.setup, engine, data)
+    data = _prepare_reference(run.setup, engine, data)
     with data.ranks.phase("opening the data"):
         built = loaders.build_loaders(
-            run.config, engine.module, data, budget, reference, _read_as_teacher(run.setup, data, teacher)
+            run.config, engine.module, data, budget, _read_as_teacher(run.setup, data, teacher)
         )
     return dataclasses.replace(built, first_pass=build_first_pass(engine, run.config, teacher))
 
@@ -133,9 +135,9 @@ def build_eval_loaders(
     run: Run, engine: Engine, data: RankData, sizes: Mapping[str, EvalSize], teacher: OnlineTeacher | None = None
 ) -> dict[str, Any]:
     """Build the loaders of an evaluation only; see `build_loaders`. sizes: by the names of the evaluation files."""
-    reference = _prepare_reference(run.setup, engine, data)
+    data = _prepare_reference(run.setup, engine, data)
     as_teacher = _read_as_teacher(run.setup, data, teacher)
-    return loaders.build_eval_loaders(run.config, engine.module, data, sizes, reference, as_teacher)
+    return loaders.build_eval_loaders(run.config, engine.module, data, sizes, as_teacher)
 
 
 def _read_as_teacher(
@@ -157,45 +159,42 @@ def build_online_teacher(run: Run) -> OnlineTeacher | None:
     architecture = teacher.setup.architecture
     run.ranks.say(f"teacher: {architecture.model_type} from {teacher.setup.source.path}, next to the student")
     engine = build_engine(teacher, trains=False)
-    num_tokens = min(run.setup.architecture.vocab_size, architecture.vocab_size)
-    parallel = engine.module.parallel
+    num_tokens, parallel = _count_shared_tokens(run, teacher), engine.module.parallel
     return OnlineTeacher(engine, TeacherHead(architecture, keys.temperature, keys.top_k, num_tokens, parallel))
 
 
 def prepare_teacher(run: Run, data: RankData) -> RankData:
     """Return `data` with what the teacher of a distillation has written; where that is missing, the teacher is built,
     scores the data, and is gone before the student is built. All ranks call it. Raises UserError."""
-    config, setup, teacher = run.config, run.setup, run.setup.teacher
-    if teacher is None or config.distill.online:
+    config, keys, teacher, ranks = run.config, run.config.distill, run.teacher, data.ranks
+    columns = TEACHER.scored(config)
+    if teacher is None or not columns:
         return data
-    top_k, temperature = config.distill.top_k, config.distill.temperature
-    assert top_k is not None
-    num_tokens = min(setup.architecture.vocab_size, teacher.architecture.vocab_size)
-    model_id = _identify(teacher.source, teacher, data.ranks)
+    assert keys.top_k is not None
+    setup, num_tokens = teacher.setup, _count_shared_tokens(run, teacher)
+    model_id = f"{_identify(setup.source, setup, ranks)}-{num_tokens}"
 
-    def list_tasks() -> list[TeacherTask]:
-        tasks = []
-        for key, path in data.datasets.items():
-            plan = build_row_plan(config, key)
-            rows = "" if plan.is_trivial else plan.folder(path).name
-            folder = teacher_path(path, rows, f"{model_id}-{num_tokens}", top_k, temperature)
-            tasks.append(TeacherTask(key, path, plan, folder))
-        return tasks
+    def find(key: str, path: Path) -> Scores:
+        settings = {"top_k": keys.top_k, "temperature": keys.temperature}
+        return find_scores("teacher", path, build_row_plan(config, key), columns, model_id, **settings)
 
-    tasks = broadcast_from_main(list_tasks, data.ranks)
-    missing = find_missing(tasks, top_k, data.ranks)
+    found, missing = find_missing(data.datasets, find, ranks)
+    say_found(found, missing, ranks)
     if missing:
-        data.ranks.say(f"teacher: {teacher.architecture.model_type} from {teacher.source.path}")
-        engine = build_engine(dataclasses.replace(run, setup=teacher), trains=False)
-        options = loaders.build_options(
-            teacher.config, engine.module, dataclasses.replace(data, layout=teacher.layout), missing[0].key
-        )
-        loss = TeacherLoss(teacher.architecture, temperature, top_k, num_tokens, engine.module.parallel)
-        for task in missing:
-            score(engine, task, options, loss, top_k, data.ranks)
+        ranks.say(f"teacher: {setup.architecture.model_type} from {setup.source.path}")
+        engine = build_engine(teacher, trains=False)
+        own = dataclasses.replace(data, layout=setup.layout)
+        options = loaders.build_options(setup.config, engine.module, own, missing[0])
+        parallel = engine.module.parallel
+        measure = TeacherTop(setup.architecture, keys.temperature, keys.top_k, num_tokens, parallel)
+        for key in missing:
+            score_as_teacher(engine, data.datasets[key], found[key], options, measure, key=key, ranks=ranks)
         _release(engine.module)
-    check_visible(tasks)
-    return dataclasses.replace(data, teacher={task.key: task.folder for task in tasks})
+    return data.add_scores(share(found, data.datasets, ranks))
+
+
+def _count_shared_tokens(run: Run, teacher: Run) -> int:
+    return min(run.setup.architecture.vocab_size, teacher.setup.architecture.vocab_size)
 
 
 def _release(module: StageModule) -> None:
@@ -212,20 +211,21 @@ def _identify(source: WeightSource, setup: RunSetup, ranks: Ranks) -> str:
     return compute_model_id(source, setup.config, choose_kernels(setup.config, setup.architecture), quantized, ranks)
 
 
-def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> dict[str, Path]:
+def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> RankData:
+    """Return `data` with what the reference of an objective has scored."""
     if setup.reference is None:
-        return {}
+        return data
     config = setup.config
     key = next(iter(data.datasets))  # rows are scored one by one, so what is particular to a file does not count
-    options = loaders.build_options(config, engine.module, data, key)
-    datasets = loaders.list_scored(config, data.datasets)
-    return prepare_reference(
+    scores = prepare_reference(
         engine,
         _identify(setup.reference, setup, data.ranks),
-        datasets,
-        options=options,
+        loaders.list_scored(config, data.datasets),
+        columns=setup.objective.scored,
+        options=loaders.build_options(config, engine.module, data, key),
         reference=setup.reference,
         own=setup.source,
         architecture=setup.architecture,
         ranks=data.ranks,
     )
+    return data.add_scores(scores)

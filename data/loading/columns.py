@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,8 @@ from torch import Tensor
 from batch import Column, Per, Side, Source, find_indices
 from data.collator import number_targets
 from data.loading.row_source import RowSource
-from data.loading.teacher import TeacherTable
-from data.storage.reference import load_reference
 from data.storage.rows import Rows
+from data.storage.scores import Scores
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,10 @@ class ReadRows:
         """The rows in a tokenized folder. A stream has no columns that are read of samples."""
         assert isinstance(self.source, Rows)
         return self.source
+
+    def number_samples(self) -> np.ndarray:
+        """Return the numbers of the samples that the rows begin with, int64 [B or fewer]."""
+        return self.rows.first_samples(self.ids)
 
     def number_targets(self) -> np.ndarray:
         """Return the numbers of this rank's targets, row by row over the folder, int64 [N]."""
@@ -59,17 +61,33 @@ class ReadColumn:
         return values
 
 
-class RowScores:
-    """The scores that a model has given to each row's one sample, memory-mapped; see `data/storage/reference.py`."""
+class ReadScores:
+    """Reads a column that a model has scored, memory-mapped; see `data/storage/scores.py`."""
 
-    def __init__(self, file: Path) -> None:
-        self._file, self._scores = file, load_reference(file)
+    def __init__(self, scores: Scores, column: Column) -> None:
+        self._arguments = scores, column
+        self._find_numbers = NUMBERS[column.per].read
+        self._values = np.asarray(scores.map(scores.folder, column, "r"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._file,)  # a worker process that is spawned opens it itself
+        return type(self), self._arguments  # a worker process that is spawned opens it itself
 
     def __call__(self, rows: ReadRows) -> np.ndarray:
-        return self._scores[rows.rows.first_samples(rows.ids)]
+        return self._values[self._find_numbers(rows)]
+
+
+def list_scored_columns(scores: Scores) -> list[ReadColumn]:
+    """Return the columns of what a model has scored, as a loader reads them."""
+    return [ReadColumn(column, ReadScores(scores, column)) for column in scores.columns]
+
+
+def list_teacher_columns(top_k: int) -> tuple[Column, ...]:
+    """Return the columns of a distillation: the teacher's k most probable tokens at each target, [N, k], the most
+    probable first, and the log-probabilities of these and of all others together, [N, k + 1]."""
+    return (
+        Column("teacher_token_ids", torch.int32, Per.target, Source.scored, shape=(top_k,)),
+        Column("teacher_log_probabilities", torch.float32, Per.target, Source.scored, shape=(top_k + 1,)),
+    )
 
 
 def read_desirable(rows: ReadRows) -> np.ndarray:
@@ -91,24 +109,9 @@ def read_whole(rows: ReadRows) -> Tensor:
 REFERENCE = Column("reference", torch.float64, Per.row, Source.scored)
 DESIRABLE = ReadColumn(Column("desirable", torch.float64, Per.row), read_desirable)
 LABELS = ReadColumn(Column("labels", torch.float64, Per.document), read_labels)
-TARGET_NUMBERS = ReadColumn(Column("target_numbers", torch.int64, Per.target), ReadRows.number_targets)
+# The numbers by which the values of a scored column are found. A row is scored as the one sample that it holds.
+NUMBERS = {
+    Per.row: ReadColumn(Column("numbers", torch.int64, Per.row, padding=-1), ReadRows.number_samples),
+    Per.target: ReadColumn(Column("numbers", torch.int64, Per.target), ReadRows.number_targets),
+}
 WHOLE_IDS = ReadColumn(Column("whole_ids", torch.int64, Per.row, side=Side.first_stage), read_whole)
-
-
-def list_teacher_columns(table: TeacherTable) -> list[ReadColumn]:
-    """Return the columns of a distillation: the teacher's k most probable tokens at each target, [N, k], and the
-    log-probabilities of these and of all others together, [N, k + 1]."""
-    read_ids = _ReadTeacher(table.read_token_ids)
-    read_logs = _ReadTeacher(table.read_log_probabilities)
-    return [
-        ReadColumn(Column("teacher_token_ids", torch.int32, Per.target, Source.scored), read_ids),
-        ReadColumn(Column("teacher_log_probabilities", torch.float32, Per.target, Source.scored), read_logs),
-    ]
-
-
-@dataclass(frozen=True)
-class _ReadTeacher:
-    read: Callable[[np.ndarray], np.ndarray]
-
-    def __call__(self, rows: ReadRows) -> np.ndarray:
-        return self.read(rows.number_targets())

@@ -18,7 +18,7 @@ import bisect
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -80,21 +80,6 @@ def load_record_hashes(path: str | Path) -> np.ndarray | None:
     if not column_file(path, HASHES_COLUMN).is_file():
         return None
     return map_column(path, HASHES_COLUMN, HASH_DTYPE)
-
-
-def find_scores(folder: Path, name: str) -> Path:
-    """Return where the file or folder `name` lies that holds a model's scores of the samples in a tokenized folder.
-
-    It is looked for in `folder` and then in those beside it whose samples are the same: an update may tokenize the same
-    samples again under another key. Where there is none yet, its place in `folder` is returned.
-    """
-    own, expected = folder / name, load_summary(folder).fingerprints
-    others = sorted(folder.parent.glob(f"*/{name}")) if expected and not own.exists() else []
-    for other in others:
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # as in `find_damage`
-            if load_summary(other.parent).fingerprints == expected:
-                return other
-    return own
 
 
 def read_skipped(path: str | Path) -> Iterator[str]:

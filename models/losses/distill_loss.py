@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
@@ -106,18 +105,8 @@ def compute_softened(
     return soften(compute_log_probabilities(hidden, weight, softcap, sharing)[0], temperature, sharing)
 
 
-@dataclass(frozen=True)
 class TeacherTop:
-    """The teacher's distributions at some targets, on their device: numbers int64 [N], those of the targets; token_ids
-    int32 [N, k]; log_probabilities fp32 [N, k + 1]."""
-
-    numbers: torch.Tensor
-    token_ids: torch.Tensor
-    log_probabilities: torch.Tensor
-
-
-class TeacherLoss:
-    """Computes, in place of a loss, the teacher's most probable tokens at each target, and keeps them until `take`."""
+    """Computes, in place of a loss, the teacher's most probable tokens at each target."""
 
     def __init__(
         self,
@@ -130,22 +119,15 @@ class TeacherLoss:
         """num_tokens: of the student's vocabulary; see `choose_top`."""
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
         self._temperature, self._top_k, self._num_tokens = temperature, top_k, num_tokens
-        self._kept: list[TeacherTop] = []
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: with the column `target_numbers`, int64 [N]. Returns zero."""
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> tuple[torch.Tensor, ...]:
+        """Return the tokens, int32 [N, k], and the log-probabilities of these and of all others together, fp32
+        [N, k + 1]. outputs, targets: as in `causal_lm_loss`."""
         hidden_states, weight = outputs
-        numbers = targets.columns["target_numbers"]
         hidden = hidden_states.flatten(0, 1).index_select(0, targets.indices)  # [N, D]
-        token_ids = numbers.new_empty(len(hidden), self._top_k, dtype=torch.int32)
+        token_ids = hidden.new_empty(len(hidden), self._top_k, dtype=torch.int32)
         log_probabilities = hidden.new_empty(len(hidden), self._top_k + 1, dtype=torch.float32)
         for chunk in list_chunks(hidden, weight, self._sharing):
             log_q = compute_softened(hidden[chunk], weight, self._softcap, self._sharing, self._temperature)
             token_ids[chunk], log_probabilities[chunk] = choose_top(log_q, self._top_k, self._sharing, self._num_tokens)
-        self._kept.append(TeacherTop(numbers, token_ids, log_probabilities))
-        return hidden.new_zeros(())
-
-    def take(self) -> list[TeacherTop]:
-        """Return what was computed since the last call, in order; empty on a rank without the loss."""
-        kept, self._kept = self._kept, []
-        return kept
+        return token_ids, log_probabilities

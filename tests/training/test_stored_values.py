@@ -33,7 +33,7 @@ from training.distributed.ranks import SINGLE_PROCESS
 from training.inputs.datasets import build_encoding
 from training.objectives.registry import describe_objective
 from training.pipeline.module import StageOptions
-from training.scoring import reference_logprobs
+from training.scoring import scored
 
 MODULES = {
     "own_entry": """
@@ -249,7 +249,7 @@ def model(tmp_path: Path) -> Path:
 def test_all_that_the_reference_is_computed_with(own_code: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_weights(str(model))
     layers = build_layers(source.config)
-    monkeypatch.setattr(reference_logprobs, "broadcast_from_main", lambda compute, ranks: compute())
+    monkeypatch.setattr(scored, "broadcast_from_main", lambda compute, ranks: compute())
     monkeypatch.setattr(build, "current_device", lambda: torch.device("cpu"))
 
     def identify(
@@ -263,9 +263,7 @@ def test_all_that_the_reference_is_computed_with(own_code: Path, model: Path, mo
         config, architecture = build_config(*overrides), source.config
         architecture._attn_implementation = attention
         kernels = replace(build.choose_kernels(config, architecture), **changes)
-        return reference_logprobs.compute_model_id(
-            source, config, kernels, adapter.list_quantized(layers), SINGLE_PROCESS
-        )
+        return scored.compute_model_id(source, config, kernels, adapter.list_quantized(layers), SINGLE_PROCESS)
 
     in_4bit = ("adapter=lora", "adapter.load_in_4bit=true")
     plain = build.choose_kernels(build_config(), source.config)

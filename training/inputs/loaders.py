@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from data.loading import loader as loaders
-from data.loading.columns import REFERENCE, WHOLE_IDS, ReadColumn, RowScores, list_teacher_columns
+from data.loading.columns import WHOLE_IDS, ReadColumn, list_scored_columns
 from data.loading.stream_loader import StreamLoader
-from data.loading.teacher import TeacherTable
 from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
+from data.storage.scores import Scores
 from data.worker_processes import start_server
 from models.parallel.shard import find_length_multiple
 from training.config.schema import RunConfig
@@ -37,14 +36,19 @@ from training.scoring.first_pass import RunFirstPass
 class RankData:
     """The tokenized files of a run, and the rank that reads its part of them.
 
-    datasets: key of the files -> tokenized folder. teacher: the same key -> what its teacher has written.
+    datasets: key of the files -> tokenized folder. scores: the same key, or `name_mismatched` of it -> what a model has
+    scored of them.
     """
 
     datasets: Mapping[str, Path]
     tokenizer: PreTrainedTokenizerBase
     layout: Layout
     ranks: Ranks
-    teacher: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    scores: Mapping[str, Scores] = dataclasses.field(default_factory=dict)
+
+    def add_scores(self, scores: Mapping[str, Scores]) -> Self:
+        """Return a copy with further scores."""
+        return dataclasses.replace(self, scores={**self.scores, **scores})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +93,12 @@ def build_options(
 
 
 def _list_columns(config: RunConfig, module: StageModule, data: RankData, key: str) -> Iterator[ReadColumn]:
-    """Yield the columns of the files of a key that this rank's stage reads, but for what a reference has scored."""
+    """Yield the columns that this rank's stage reads. key: of the files, as in `RankData.scores`."""
     yield from get_objective(config).columns
     if module.num_further:
         yield WHOLE_IDS
-    if module.has_loss and key in data.teacher:
-        yield from list_teacher_columns(TeacherTable(data.teacher[key]))
-
-
-def _set_reference(options: loaders.LoaderOptions, file: Path | None) -> loaders.LoaderOptions:
-    """Return the options of a loader whose reference scores are those of `file`; of none without one."""
-    others = tuple(each for each in options.columns if each.column != REFERENCE)
-    scored = (ReadColumn(REFERENCE, RowScores(file)),) if file is not None and options.reads_labels else ()
-    return dataclasses.replace(options, columns=(*others, *scored))
+    if module.has_loss and key in data.scores:
+        yield from list_scored_columns(data.scores[key])
 
 
 def build_loaders(
@@ -109,29 +106,24 @@ def build_loaders(
     module: StageModule,
     data: RankData,
     budget: StepBudget,
-    reference: Mapping[str, Path] = MappingProxyType({}),
     teacher_options: Options | None = None,
 ) -> Loaders:
     """Build the training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
 
-    reference: key of the files -> the reference's log-probabilities. teacher_options: how a teacher that is in memory
-    reads them before each step.
+    teacher_options: how a teacher that is in memory reads the files before each step.
     """
     layout, options = data.layout, build_options(config, module, data)
     if options.num_workers and not options.reads_nothing:
         start_server()
     if budget.stream is not None:
         train: Any = _build_stream_loader(config, options, data, budget, budget.stream)
-        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, reference, teacher_options))
+        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, teacher_options))
     path = data.datasets["train_file"]
-    options = _set_reference(options, reference.get("train_file"))
     order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
-    if (first := _choose_first(config, "train_file", path, options, reference, teacher_options)) is not None:
+    if (first := _choose_first(config, module, data, "train_file", options, teacher_options)) is not None:
         train_loader.first = loaders.build_train_loader(*first, order, layout.gradient_accumulation_steps)
-    return Loaders(
-        train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference, teacher_options)
-    )
+    return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, teacher_options))
 
 
 def _build_stream_loader(
@@ -155,31 +147,30 @@ def build_eval_loaders(
     module: StageModule,
     data: RankData,
     sizes: Mapping[str, EvalSize],
-    reference: Mapping[str, Path] = MappingProxyType({}),
     teacher_options: Options | None = None,
 ) -> dict[str, Any]:
     """Build the evaluation loaders only, by the names of their files; see `build_loaders`. sizes: by the same names."""
     built = {}
     for name, key in list_evaluations(config).items():
         if name in sizes:
-            options = _set_reference(build_options(config, module, data, key), reference.get(key))
+            options = build_options(config, module, data, key)
             built[name] = loaders.build_eval_loader(data.datasets[key], options, sizes[name].rows)
-            first = _choose_first(config, key, data.datasets[key], options, reference, teacher_options)
-            if first is not None:
+            if (first := _choose_first(config, module, data, key, options, teacher_options)) is not None:
                 built[name].first = loaders.build_eval_loader(*first, sizes[name].rows)
     return built
 
 
 def _choose_first(
     config: RunConfig,
+    module: StageModule,
+    data: RankData,
     key: str,
-    path: Path,
     options: loaders.LoaderOptions,
-    reference: Mapping[str, Path],
     teacher_options: Options | None,
 ) -> tuple[Path, loaders.LoaderOptions] | None:
     """Return what the pass before a step or an evaluation reads: the same samples, of the student or as its teacher
     reads them, or mismatched answers; None where there is no such pass."""
+    path = data.datasets[key]
     if teacher_options is not None:
         return path, teacher_options(key)
     pass_over = get_objective(config).pass_over
@@ -187,7 +178,8 @@ def _choose_first(
         return None
     if pass_over is PassOver.samples:
         return path, options
-    return mismatched_path(path), _set_reference(options, reference.get(name_mismatched(key)))
+    columns = tuple(_list_columns(config, module, data, name_mismatched(key)))
+    return mismatched_path(path), dataclasses.replace(options, columns=columns)
 
 
 def name_mismatched(key: str) -> str:

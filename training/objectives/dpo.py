@@ -34,7 +34,7 @@ from models.losses.cross_entropy import get_softcap, sequence_log_probabilities
 from models.losses.logit_chunks import shard_vocabulary
 from models.losses.options import DPOLossType
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
-from models.parallel.shard import NO_TP, TensorParallel
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective
 
@@ -70,13 +70,17 @@ class DPOFormula:
 
 
 class RowScore:
-    """Computes, in place of a loss, the log-probability of each row's targets, float64 [B]."""
+    """Computes, in place of a loss, the log-probability of each row's targets, one tensor: float64 [B]."""
 
-    def __init__(self, config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> None:
+    def __init__(
+        self, config: PretrainedConfig, parallel: TensorParallel = NO_TP, sequence_part: ContextParallel = NO_CP
+    ) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
+        self._sequence_part = sequence_part
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
-        return sequence_log_probabilities(outputs, targets, self._softcap, self._sharing)[0]
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> tuple[torch.Tensor]:
+        found = sequence_log_probabilities(outputs, targets, self._softcap, self._sharing, self._sequence_part)
+        return (found[0],)
 
 
 class DPO(PreferenceObjective):

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from batch import Column
+from data.loading.columns import list_teacher_columns
 from errors import UserError
 from models.further.table import count_trained
 from models.losses.cross_entropy import Loss
@@ -37,6 +39,10 @@ class Teacher(Modifier):
 
     def read(self, config: RunConfig) -> str | None:
         return config.distill.teacher
+
+    def scored(self, config: RunConfig) -> tuple[Column, ...]:
+        keys = config.distill
+        return () if keys.teacher is None or keys.online or keys.top_k is None else list_teacher_columns(keys.top_k)
 
     def check(self, config: RunConfig) -> None:
         if config.distill.top_k is None and not config.distill.online:

@@ -130,6 +130,10 @@ class Modifier:
         """Return the value of the key; one that is false changes nothing."""
         raise NotImplementedError
 
+    def scored(self, config: RunConfig) -> tuple[Column, ...]:
+        """Return what a model of its own scores once before training, as `Objective.scored`."""
+        return ()
+
     def change(self, loss: Any, config: RunConfig, stage: LastStage) -> Loss:
         """Return the changed loss. loss: a `TokenLoss`, or what the modifiers before this one have made of it."""
         raise NotImplementedError
@@ -160,7 +164,7 @@ class Objective:
     mean_over = MeanOver.targets
     row_targets = RowTargets.next_tokens  # the positions of a row that the loss is computed from
     columns: tuple[ReadColumn, ...] = ()  # what travels with a micro-batch besides tokens and targets
-    # What the reference model scores each row with before training (`training/scoring/reference_logprobs.py`)
+    # What the reference model scores once before training (`training/scoring/scored.py`)
     scored: tuple[Column, ...] = ()
     needs_labels = False  # samples without labels are refused
     head: Head | None = None  # what takes the place of the LM head (`models/heads/`)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data.loading.teacher import count_bytes
+from data.loading.columns import list_teacher_columns
+from data.storage.scores import count_bytes
 from training.cost_terms.cost_term import Stage
 from training.cost_terms.loss import compute_loss_bytes
 from training.cost_terms.table import sum_memory
@@ -49,7 +50,7 @@ def plan_teacher(teacher: ResolvedRun, top_k: int, machine: Machine, num_samples
         num_parameters=sum(stage.num_parameters for stage in stages) * layout.tensor_parallel_size,
         peaks=[_count_peak(stage, top_k) for stage in stages],
         memory_limit=machine.usable_bytes,
-        bytes_of_target=count_bytes(top_k),
+        bytes_of_target=count_bytes(list_teacher_columns(top_k)),
         num_tokens=None if num_samples is None else num_samples * stages[0].run.tokens_per_sample,
         seconds=None if micro_batches is None else (micro_batches + layout.num_stages - 1) * slowest,
     )
@@ -63,7 +64,7 @@ def _count_peak(stage: Stage, top_k: int) -> int:
         return sum_memory(stage).weights + working
     shard, on_gpu = -(-run.vocab_size // run.layout.tensor_parallel_size), run.hardware.device.value == "cuda"
     logits = compute_loss_bytes(run.tokens, shard, 1, run.config.precision, on_gpu)
-    return sum_memory(stage).weights + working + 2 * logits + 2 * run.tokens * count_bytes(top_k)
+    return sum_memory(stage).weights + working + 2 * logits + 2 * run.tokens * count_bytes(list_teacher_columns(top_k))
 
 
 def render_online(teacher: ResolvedRun, machine: Machine) -> str:

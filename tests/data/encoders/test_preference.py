@@ -11,14 +11,14 @@ from test_sft import read_runs
 
 from data.collator import unshift_targets
 from data.encoders.preference import PreferenceEncoder
-from data.loading.columns import REFERENCE, ReadColumn, RowScores
+from data.loading.columns import REFERENCE, list_scored_columns
 from data.loading.loader import LoaderOptions, build_eval_loader, build_train_loader
 from data.options import LengthPolicy, MeanOver, OnBadRecord
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture
 from data.storage.encoding import Encoding
-from data.storage.reference import is_whole, reference_path, save_reference
 from data.storage.rows import RowPlan, Rows, count_rows, prepare_rows
+from data.storage.scores import Scores, ScoresWriter, find_scores
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -175,11 +175,13 @@ def test_one_answer_is_not_a_pair(tmp_path: Path, tokenizer) -> None:
         )
 
 
-def reference_of(path: Path) -> Path:
+def reference_of(path: Path) -> Scores:
     """A reference whose value for sample i is -i - 1."""
-    file = reference_path(path, "0")
-    save_reference(file, -1.0 - np.arange(22), writer=0)
-    return file
+    scores = find_scores("reference", path, RowPlan(64), (REFERENCE,), "0")
+    writer = ScoresWriter(scores, "train_file")
+    writer.write(np.arange(22), [-1.0 - np.arange(22)])
+    writer.finish({})
+    return scores
 
 
 def build_options(
@@ -194,7 +196,7 @@ def build_options(
         row_plan=plan,
         pad_token_id=0,
         mean_over=MeanOver.samples,
-        columns=(ReadColumn(REFERENCE, RowScores(reference_of(path))),),
+        columns=tuple(list_scored_columns(reference_of(path))),
         **options,
     )
 
@@ -264,33 +266,3 @@ def test_a_mixture_takes_whole_pairs(tmp_path: Path, tokenizer) -> None:
     rows = Rows(path, plan, False, False)
     assert count_rows(path, plan) == 6 + 12 and any("b 66.7% (12 samples, 4.00 times)" in line for line in lines), lines
     assert (rows.sample_ids[1::2] == rows.sample_ids[::2] + 1).all() and (rows.sample_ids[::2] % 2 == 0).all()
-
-
-def test_a_reference_is_whole_or_absent(pairs: Path) -> None:
-    file = reference_of(pairs)
-    assert is_whole(file, 22) and not is_whole(file, 20) and not is_whole(reference_path(pairs, "1"), 22)
-    file.write_bytes(file.read_bytes()[:-8])
-    assert not is_whole(file, 22)
-    assert not list(pairs.glob("*.tmp*"))
-
-
-def test_a_reference_is_found_beside_the_same_samples(tmp_path: Path, tokenizer) -> None:
-    """Under another key of the cache, which changes more often than the samples."""
-    first = tokenize(tmp_path, tokenizer, build_records(11))
-    again = tokenize(tmp_path, tokenizer, build_records(11), max_seq_length=65)
-    others = tokenize(tmp_path, tokenizer, build_records(12))
-    file = reference_of(first)
-    assert reference_path(again, "0") == file and is_whole(file, 22)
-    assert reference_path(again, "1").parent == again and reference_path(others, "0").parent == others
-    (first / "summary.json").write_text("{")
-    assert reference_path(again, "0").parent == again
-    assert reference_path(reference_of(again).parent, "0").parent == again
-
-
-@pytest.mark.parametrize("place", [-1, -17, 200])
-def test_a_flipped_byte_of_a_reference_is_found(pairs: Path, place: int) -> None:
-    file = reference_of(pairs)
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
-    assert not is_whole(file, 22)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from batch import Targets
-from models.losses.distill_loss import KeptTeacherTerm, OnlineTeacherTerm, TeacherHead, TeacherLoss
+from models.losses.distill_loss import KeptTeacherTerm, OnlineTeacherTerm, TeacherHead, TeacherTop
 from models.losses.divergence import DistillOptions, choose_top
 from models.losses.options import Divergence
 from models.losses.token_loss import TokenLoss
@@ -93,19 +93,14 @@ def test_a_teacher_that_is_certain_and_a_student_that_is_wrong_give_finite_numbe
 
 def test_the_teachers_pass_keeps_what_the_formula_needs() -> None:
     hidden, weight = draw(1, 3, D, seed=6), draw(V, D, seed=7)
-    loss = TeacherLoss(build_config(None), temperature=2.0, top_k=3, num_tokens=V - 2)
-    numbers = torch.tensor([5, 9])
+    measure = TeacherTop(build_config(None), temperature=2.0, top_k=3, num_tokens=V - 2)
     with torch.no_grad():
-        loss(
-            (hidden, weight),
-            Targets(torch.zeros(1, 3), torch.tensor([0, 2]), torch.tensor(1.0), {"target_numbers": numbers}),
-        )
-    (top,) = loss.take()
+        found = measure((hidden, weight), Targets(torch.zeros(1, 3), torch.tensor([0, 2]), torch.tensor(1.0)))
     q = (hidden[0, [0, 2]] @ weight.T / 2).softmax(-1)
     values, token_ids = q[:, : V - 2].topk(3)  # rows that pad the student's vocabulary are never among them
-    assert loss.take() == [] and torch.equal(top.numbers, numbers) and torch.equal(top.token_ids.long(), token_ids)
+    assert found[0].dtype == torch.int32 and torch.equal(found[0].long(), token_ids)
     expected = torch.cat([values, 1 - values.sum(-1, keepdim=True)], dim=1)
-    torch.testing.assert_close(top.log_probabilities.exp(), expected.float())
+    torch.testing.assert_close(found[1].exp(), expected.float())
 
 
 @pytest.mark.parametrize("divergence", list(Divergence))

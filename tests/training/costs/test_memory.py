@@ -11,7 +11,8 @@ from support.logit_chunks import set_chunk_size
 from transformers import LlamaConfig
 
 from batch import Targets
-from data.loading.teacher import count_bytes
+from data.loading.columns import list_teacher_columns
+from data.storage.scores import count_bytes
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
 from models.losses.distill_loss import KeptTeacherTerm, OnlineTeacherTerm, TeacherHead
@@ -316,7 +317,8 @@ def test_what_a_teacher_adds_to_the_loss(monkeypatch: pytest.MonkeyPatch, temper
         torch.autograd.grad(loss((states, weight), targets), (states, weight))
     keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=False)
     sizes = (tokens, vocabulary, hidden_size, Precision.fp32, False)
-    added = compute_distill_bytes(tokens, vocabulary, keys, Precision.fp32, on_gpu=False) - tokens * count_bytes(top_k)
+    kept = tokens * count_bytes(list_teacher_columns(top_k))
+    added = compute_distill_bytes(tokens, vocabulary, keys, Precision.fp32, on_gpu=False) - kept
     gradients = 4 * (2 * states.numel() + weight.numel())
     assert counter.peak == pytest.approx(compute_loss_bytes(*sizes) + added + gradients, rel=0.1)
     assert compute_distill_bytes(tokens, vocabulary, DistillConfig(teacher=None), Precision.fp32, False) == 0

@@ -20,9 +20,7 @@ from support.objective_runs import find_dataset, load_model, start_runs, train_a
 from support.tiny import VOCAB_SIZE, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 
-from data.loading.teacher import TeacherSize, TeacherWriter
 from errors import UserError
-from filesystem import lock_file
 from training.inputs.datasets import check_same_tokens
 from training.objectives.registry import check_objective
 
@@ -150,22 +148,23 @@ def score_until_interrupted(case: Case) -> None:
     """The pass of the teacher, which ends after its first chunk of four rows, as when its process is killed."""
     from support.cases import build_engine
 
-    from data.loading import teacher as storage
-    from training.scoring import teacher as scoring
+    from data.storage import scores as storage
+    from training.scoring import scored as scoring
 
-    seconds, chunk, advance = storage._SECONDS_BETWEEN_COMMITS, scoring._CHUNK, storage.TeacherWriter.advance
+    seconds, chunk, advance = storage._SECONDS_BETWEEN_COMMITS, scoring._CHUNK, storage.ScoresWriter.advance
 
-    def advance_once(self: storage.TeacherWriter, rows: int) -> None:
+    def advance_once(self: storage.ScoresWriter, rows: int) -> None:
         advance(self, rows)
+        assert self._lock is not None
         self._lock.release()
         raise KeyboardInterrupt(f"after {rows} rows")
 
-    storage._SECONDS_BETWEEN_COMMITS, scoring._CHUNK, storage.TeacherWriter.advance = 0.0, 2, advance_once
+    storage._SECONDS_BETWEEN_COMMITS, scoring._CHUNK, storage.ScoresWriter.advance = 0.0, 2, advance_once
     try:
         build_engine(case)
     finally:
         storage._SECONDS_BETWEEN_COMMITS, scoring._CHUNK = seconds, chunk
-        storage.TeacherWriter.advance = advance  # type: ignore[method-assign]
+        storage.ScoresWriter.advance = advance  # type: ignore[method-assign]
 
 
 def test_a_pass_that_was_interrupted_continues_at_another_layout(
@@ -235,50 +234,22 @@ def test_more_tokens_than_the_vocabulary_has_are_refused(
         workers(1).run(train_run, case)
 
 
-def open_writer(folder: Path) -> TeacherWriter:
-    return TeacherWriter(folder, TeacherSize(num_targets=50_000, top_k=3), "train_file")
-
-
-def test_a_pass_that_another_run_has_done_meanwhile_is_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, first = tmp_path / "teacher-0", open_writer(tmp_path / "teacher-0")
-    with pytest.raises(UserError, match="train_file: another run is writing"):
-        open_writer(folder)
-
-    def lock_after_the_first(file: Path) -> object:
-        first.finish()
-        return lock_file(file)
-
-    monkeypatch.setattr("data.loading.teacher.lock_file", lock_after_the_first)
-    with pytest.raises(UserError, match=f"train_file: another run has just written .* into {folder}; start"):
-        open_writer(folder)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher-0", "teacher-0.lock"]
-
-
-def test_the_disk_space_of_a_teacher_is_taken_before_its_pass(tmp_path: Path) -> None:
-    """Mapped memory that finds no room on the disk ends the process with a signal."""
-    open_writer(tmp_path / "teacher-0")._lock.release()
-    for file in (tmp_path / "teacher-0.part").glob("*.bin"):
-        assert file.stat().st_blocks * 512 >= file.stat().st_size > 0, file
-
-
 def score_on_a_failing_disk(case: Case) -> None:
     from support.cases import build_engine
 
-    from data.loading import teacher as storage
+    from data.storage import scores as storage
     from training.distributed import ranks
 
-    def refuse(self: storage.TeacherWriter, rows: int) -> None:
+    def refuse(self: storage.ScoresWriter, rows: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    advance, seconds = storage.TeacherWriter.advance, ranks.SECONDS_FOR_ANOTHER_TO_REPORT
-    storage.TeacherWriter.advance = refuse  # type: ignore[method-assign]
+    advance, seconds = storage.ScoresWriter.advance, ranks.SECONDS_FOR_ANOTHER_TO_REPORT
+    storage.ScoresWriter.advance = refuse  # type: ignore[method-assign]
     ranks.SECONDS_FOR_ANOTHER_TO_REPORT = 1  # `workers` wait 5 for a rank once another has failed
     try:
         build_engine(case)
     finally:
-        storage.TeacherWriter.advance = advance  # type: ignore[method-assign]
+        storage.ScoresWriter.advance = advance  # type: ignore[method-assign]
         ranks.SECONDS_FOR_ANOTHER_TO_REPORT = seconds
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import errno
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,13 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 
 def find_references(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "cache").glob("*/reference-*"))
+    """The columns of whole folders."""
+    files = sorted((tmp_path / "cache").glob("*/reference-*/reference.bin"))
+    return [file for file in files if not file.parent.suffix]
+
+
+def load_reference(file: Path) -> np.ndarray:
+    return np.fromfile(file, np.float64)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +156,14 @@ def test_a_run_learns_and_continues_at_another_layout(
     continue a run that was stopped, else one from the middle of the whole run."""
     whole, begun = run("whole", saved, "save_steps=3"), "whole"
     (file,) = find_references(tmp_path)
-    reference, written = np.load(file), file.stat().st_mtime_ns
+    reference, written = load_reference(file), file.stat().st_mtime_ns
     if stops:
         run("begun", saved, "stop_after_steps=3")
         begun = "begun"
         assert find_references(tmp_path) == [file] and file.stat().st_mtime_ns == written  # reused
-    file.unlink()
+    shutil.rmtree(file.parent)
     ended = run("ended", resumed, f"resume={tmp_path}/{begun}/checkpoints/global_step3")
-    assert find_references(tmp_path) == [file] and np.load(file) == pytest.approx(reference, rel=1e-6)
+    assert find_references(tmp_path) == [file] and load_reference(file) == pytest.approx(reference, rel=1e-6)
 
     check_continued(whole, ended, ("loss", "grad_norm", *REWARDS))
 
@@ -166,7 +173,7 @@ def test_a_run_learns_and_continues_at_another_layout(
         last["eval_rewards_accuracy"] > 0.9
         and last["eval_rewards_margin"] > 0.5 > abs(first["eval_rewards_margin"]) * 1e4
     )
-    dataset = TokenizedDataset(file.parent, True, True)
+    dataset = TokenizedDataset(file.parents[1], True, True)
     policy, reference = load_model(tmp_path / "ended" / "hf"), load_model(root / "tiedFalse")
     config = build_case(root, tmp_path, "pp1").config()
     expected = evaluate_oracle(config, NUM_SAMPLES, dataset, policy, reference)
@@ -192,7 +199,7 @@ def test_other_weights_are_another_reference(run, root: Path, tmp_path: Path) ->
         save_llama(model, seed=seed)
         run(f"other{seed}", "pp1", *quick, f"model_name_or_path={model}")
     files = find_references(tmp_path)
-    assert len(files) == 3 and len({np.load(file).tobytes() for file in files}) == 3
+    assert len(files) == 3 and len({file.read_bytes() for file in files}) == 3
 
 
 def test_a_reference_that_is_not_finite_is_refused(
@@ -213,16 +220,20 @@ def test_a_reference_that_is_not_finite_is_refused(
 
 
 def train_on_a_full_disk(case: Case) -> None:
-    from training.scoring import reference_logprobs
+    from data.storage.scores import ScoresWriter
+    from training.distributed import ranks
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    save, reference_logprobs.save_reference = reference_logprobs.save_reference, refuse
+    finish, seconds = ScoresWriter.finish, ranks.SECONDS_FOR_ANOTHER_TO_REPORT
+    ScoresWriter.finish = refuse  # type: ignore[method-assign]
+    ranks.SECONDS_FOR_ANOTHER_TO_REPORT = 1  # `workers` wait 5 for a rank once another has failed
     try:
         train_run(case)
     finally:
-        reference_logprobs.save_reference = save
+        ScoresWriter.finish = finish  # type: ignore[method-assign]
+        ranks.SECONDS_FOR_ANOTHER_TO_REPORT = seconds
 
 
 def test_where_a_rank_cannot_write_the_reference_all_ranks_end(

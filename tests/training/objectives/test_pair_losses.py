@@ -166,7 +166,7 @@ def test_loss_gradient_and_metrics(
 @pytest.mark.parametrize("config", [CONFIG, CAPPED], ids=["plain", "capped"])
 def test_the_score_of_a_row(batch: tuple[torch.Tensor, ...], config: object) -> None:
     hidden_states, weight, target_ids, _ = batch
-    scores = RowScore(config)((hidden_states, weight), Targets.find(target_ids, torch.tensor(1.0)))
+    (scores,) = RowScore(config)((hidden_states, weight), Targets.find(target_ids, torch.tensor(1.0)))
     sums = compute_sums(hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None))
     torch.testing.assert_close(scores, sums, rtol=1e-12, atol=0)
 
@@ -196,7 +196,7 @@ def test_the_odds_of_answers_that_are_nearly_certain_are_finite() -> None:
 
 def test_where_policy_and_reference_agree_the_loss_is_log_2(batch: tuple[torch.Tensor, ...]) -> None:
     hidden_states, weight, target_ids, _ = batch
-    reference = RowScore(CONFIG)((hidden_states, weight), Targets.find(target_ids, torch.tensor(1.0))).detach()
+    (reference,) = RowScore(CONFIG)((hidden_states.detach(), weight), Targets.find(target_ids, torch.tensor(1.0)))
     assert PairLoss(CONFIG, DPOFormula(BETA))(
         (hidden_states, weight), Targets.find(target_ids, torch.tensor(3.0), columns={"reference": reference})
     ).item() == pytest.approx(math.log(2), rel=1e-12)

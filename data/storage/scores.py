@@ -1,0 +1,252 @@
+"""The scores that a model gives the data once: a reference's log-probabilities, a teacher's distributions. They are kept
+next to the tokens.
+
+`KEY/NAME-ID/`, for N values of each column: one per target, numbered row by row, or one per row.
+
+    COLUMN.bin          [N, ...], with the dtype and shape of the column (`batch.py`)
+    description.json    what the values were made from, and what was noted of them when they were complete
+    hashes.json         of these files
+
+ID is a hash of what the values depend on: the model by content, the samples, their rows, and settings. While it is
+written, the folder is `NAME-ID.part`, with the number of rows that are done, so that an interrupted pass continues at
+any layout. It gets its name by a rename.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import BaseFileLock
+
+from batch import Column, Per
+from data.storage.disk import describe_bytes
+from data.storage.hashes import HASHES_FILE, find_changed, write_hashes
+from data.storage.rows import RowPlan, Rows
+from data.storage.tokenized import column_file, load_summary
+from errors import UserError
+from filesystem import discard_folder, lock_file, make_temporary, publish_folder, write_atomically
+
+DESCRIPTION, PROGRESS = "description.json", "progress.json"
+_SECONDS_BETWEEN_COMMITS = 60.0
+
+
+def count_bytes(columns: Sequence[Column]) -> int:
+    """Return the bytes on disk of one value of each column."""
+    return sum(column.dtype.itemsize * int(np.prod(column.shape)) for column in columns)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The columns that a model scores in a tokenized folder, and the folder that holds them, or will."""
+
+    folder: Path
+    columns: tuple[Column, ...]
+    plan: RowPlan  # by which the samples become rows
+    num_values: int  # of each column
+    made_from: Mapping[str, Any]  # what the values depend on, JSON values
+
+    @property
+    def name(self) -> str:
+        return self.folder.name.partition("-")[0]
+
+    @property
+    def per(self) -> Per:
+        """The unit of the values: a target or a row, the same for all columns."""
+        return self.columns[0].per
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there is one value per row. Runs may then write the same ones at a time, and each host has a copy."""
+        return self.per is Per.row
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_values * count_bytes(self.columns)
+
+    def is_whole(self, compares_bytes: bool = True) -> bool:
+        """Return whether the folder holds all values, as they were written. compares_bytes: read all bytes."""
+        try:
+            sizes = [self.find_file(self.folder, column).stat().st_size for column in self.columns]
+            expected = [self.num_values * count_bytes([column]) for column in self.columns]
+            return sizes == expected and find_changed(self.folder, compares_bytes) is None
+        except (OSError, ValueError, TypeError, AttributeError):
+            return False
+
+    def read_description(self) -> dict[str, Any]:
+        """Return what was noted of the values."""
+        return json.loads((self.folder / DESCRIPTION).read_text())
+
+    def find_file(self, folder: Path, column: Column) -> Path:
+        """Return the file of a column. It has no prefix that is the folder's name too."""
+        return column_file(folder, column.name.removeprefix(f"{self.name}_"))
+
+    def map(self, folder: Path, column: Column, mode: str) -> np.ndarray:
+        """Return a column in `folder`, memory-mapped, [N, ...]. mode: as of `numpy.memmap`."""
+        dtype = torch.empty(0, dtype=column.dtype).numpy().dtype
+        values = np.memmap(self.find_file(folder, column), dtype, mode=mode)  # type: ignore[call-overload]
+        return values.reshape(-1, *column.shape)
+
+    def read_files(self) -> dict[str, bytes]:
+        """Return file name -> content, but for the hashes: a copy for another host."""
+        return {file.name: file.read_bytes() for file in self.folder.iterdir() if file.name != HASHES_FILE}
+
+    def write_files(self, content: Mapping[str, bytes]) -> None:
+        """Write the folder from what `read_files` has returned on another host."""
+        temporary = make_temporary(self.folder)
+        for name, written in content.items():
+            (temporary / name).write_bytes(written)
+        write_hashes(temporary)
+        discard_folder(self.folder)  # what is there is damaged
+        publish_folder(temporary, self.folder)
+
+
+def find_scores(
+    name: str, path: Path, plan: RowPlan, columns: tuple[Column, ...], model_id: str, **settings: Any
+) -> Scores:
+    """Return the scores of a tokenized folder.
+
+    They are looked for in the folder `path` and then in those beside it whose samples are the same: an update may
+    tokenize the same samples again under another key. Where there are none yet, their place is in `path`.
+
+    name: begins the name of their folder. model_id: a hash of the model, and of what it computes with. settings: what
+    else the values depend on, JSON values.
+    """
+    samples, rows = load_summary(path).fingerprints, Rows(path, plan, False, False)
+    made_from = {
+        "model": model_id,
+        "samples": samples,
+        "rows": "" if plan.is_trivial else plan.folder(path).name,
+        **settings,
+    }
+    digest = hashlib.sha256(repr(tuple(made_from.values())).encode()).hexdigest()[:16]
+    num_values = int(rows.num_targets.sum(dtype=np.int64)) if columns[0].per is Per.target else len(rows)
+    return Scores(_find_folder(path, f"{name}-{digest}", samples), columns, plan, num_values, made_from)
+
+
+def _find_folder(path: Path, name: str, samples: Sequence[str]) -> Path:
+    own = path / name
+    others = sorted(path.parent.glob(f"*/{name}")) if samples and not own.exists() else []
+    for other in others:
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # as in `find_damage`
+            if load_summary(other.parent).fingerprints == samples:
+                return other
+    return own
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Take the room of a file on its disk, where its file system can: a write to mapped memory that finds none ends the
+    process with SIGBUS."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+
+
+class ScoresWriter:
+    """Writes scores, rows in a fixed order. One process of the run has it.
+
+    rows_done: of an earlier pass that was interrupted. values: the columns, memory-mapped.
+    """
+
+    _lock: BaseFileLock | None = None
+
+    def __init__(self, scores: Scores, key: str) -> None:
+        """key: what messages call the data. Raises UserError where the disk has no room, or another run writes scores
+        that are not small, or has written them since this one looked; OSError where the disk fails."""
+        self._scores, self._key = scores, key
+        self._part = self._choose_part()
+        self._part.mkdir(exist_ok=True)
+        self.rows_done = self._read_progress()
+        self._check_room()
+        for column in scores.columns:
+            with open(scores.find_file(self._part, column), "ab") as stream:
+                nbytes = scores.num_values * count_bytes([column])
+                stream.truncate(nbytes)
+                _reserve(stream.fileno(), nbytes)
+        self.values = [scores.map(self._part, column, "r+") for column in scores.columns]
+        self._committed = time.monotonic()
+
+    def _choose_part(self) -> Path:
+        """Return the folder to write into: one of this process alone where another run is at the same small scores."""
+        folder = self._scores.folder
+        part = folder.with_name(f"{folder.name}.part")
+        try:
+            self._lock = lock_file(folder.with_name(f"{folder.name}.lock"))  # which is released however a process ends
+        except BlockingIOError:
+            error = UserError(
+                f"{self._key}: another run is writing the teacher's distributions into {part}; start this one again "
+                "when it has, and it finds them"
+            )
+        else:
+            # Only under the lock: the run that had it until now moves the folder to its name, and may already read it.
+            if not self._scores.is_whole():
+                return part
+            self._lock.release()
+            error = UserError(
+                f"{self._key}: another run has just written the teacher's distributions into {folder}; start this one "
+                "again, and it finds them"
+            )
+        if not self._scores.is_small:
+            raise error
+        return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
+
+    def _read_progress(self) -> int:
+        try:
+            return int(json.loads((self._part / PROGRESS).read_text())["rows"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def _check_room(self) -> None:
+        taken = sum(file.stat().st_blocks * 512 for file in self._part.iterdir())
+        missing, free = self._scores.num_bytes - taken, shutil.disk_usage(self._part).free
+        if missing > free and not self._scores.is_small:
+            raise UserError(
+                f"{self._key}: the teacher's distributions take {describe_bytes(self._scores.num_bytes)}, but "
+                f"{self._part} has {describe_bytes(free)} free; lower distill.top_k, make room, or choose another "
+                "folder with data.cache_dir"
+            )
+
+    def write(self, numbers: np.ndarray, values: Sequence[np.ndarray]) -> None:
+        """Write values, [n, ...] of each column, by their numbers."""
+        for column, written in zip(self.values, values, strict=True):
+            column[numbers] = written
+
+    def advance(self, rows: int) -> None:
+        """Note that so many more rows are done. Once a minute what is done is made to outlive this process."""
+        self.rows_done += rows
+        if time.monotonic() - self._committed >= _SECONDS_BETWEEN_COMMITS:
+            self._flush()
+            write_atomically(self._part / PROGRESS, json.dumps({"rows": self.rows_done}))
+            self._committed = time.monotonic()
+
+    def _flush(self) -> None:
+        for column in self.values:
+            assert isinstance(column, np.memmap)
+            column.flush()
+
+    def finish(self, notes: Mapping[str, Any]) -> None:
+        """Make the folder whole, with what is noted of its values; it is on the disk on return."""
+        self._flush()
+        (self._part / PROGRESS).unlink(missing_ok=True)
+        write_atomically(self._part / DESCRIPTION, json.dumps({"made_from": self._scores.made_from, **notes}))
+        write_hashes(self._part)
+        if not self._scores.is_whole():
+            discard_folder(self._scores.folder)  # what is there is damaged
+        publish_folder(self._part, self._scores.folder)
+        if self._lock is not None:
+            self._lock.release()

@@ -1,0 +1,208 @@
+"""The pass in which a model scores the data once, before training: a reference model, or the teacher of a distillation.
+
+It goes through the pipeline, each row once. The main rank writes the values next to the tokens
+(`data/storage/scores.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from batch import Targets
+from console import progress
+from data.loading.columns import NUMBERS
+from data.loading.loader import LoaderOptions, ScoringLoader
+from data.storage.scores import Scores, ScoresWriter
+from errors import UserError
+from models.weights.fingerprint import fingerprint_weights
+from models.weights.source import WeightSource
+from training.config.schema import RunConfig
+from training.distributed.process import broadcast_from_main
+from training.distributed.ranks import Ranks, raise_together
+from training.engine.engine import Engine
+from training.objectives.registry import describe_forward
+from training.pipeline.module import Kernels
+
+T = TypeVar("T")
+_VERSION = 4  # raise it when the same model gives other values, or their files change
+_CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """How a model scores data, and what messages say of it."""
+
+    what: str  # begins messages, before the key of the data
+    unit: str  # the rows that progress counts
+    # Computes the values of each column for a micro-batch, [n, ...], in place of a loss
+    measure: Callable[[tuple[Tensor, Tensor], Targets], tuple[Tensor, ...]]
+    # Returns the error for a value that is not finite, of a key of the data, by its number
+    refuse: Callable[[str, int, np.ndarray], UserError]
+    # Returns what is noted of the columns when they are complete, JSON values
+    note: Callable[[Sequence[np.ndarray]], dict[str, Any]] = lambda values: {}
+
+
+def compute_model_id(
+    source: WeightSource, config: RunConfig, kernels: Kernels, quantized: Sequence[str], ranks: Ranks
+) -> str:
+    """Return a hash of the weights, by content, and of all that decides what they make of tokens. All ranks call it;
+    the main rank reads the files.
+
+    kernels: with which it computes. quantized: the layers in 4 bits. Raises UserError.
+    """
+
+    def compute() -> str:
+        forward = sorted(describe_forward(config).items())
+        state = (_VERSION, fingerprint_weights(source), astuple(kernels), forward, list(quantized))
+        return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+    return broadcast_from_main(compute, ranks)
+
+
+def find_missing(
+    datasets: Mapping[str, Path], find: Callable[[str, Path], Scores], ranks: Ranks
+) -> tuple[dict[str, Scores], list[str]]:
+    """Return the scores of each key of the data, and the keys whose scores no earlier run has left, of several with the
+    same data one. All ranks call it; the main rank reads what is there.
+
+    datasets: key -> tokenized folder. find: returns the scores of a key, as `find_scores` does.
+    """
+
+    def look() -> tuple[dict[str, Scores], list[str]]:
+        found = {key: find(key, path) for key, path in datasets.items()}
+        return found, list({scores.folder: key for key, scores in found.items() if not scores.is_whole()}.values())
+
+    return broadcast_from_main(look, ranks)
+
+
+def share(found: Mapping[str, Scores], datasets: Mapping[str, Path], ranks: Ranks) -> dict[str, Scores]:
+    """Return the scores of each key as this rank reads them. A host that does not see those of the main rank gets a
+    copy of small ones. All ranks call it. Raises UserError for others.
+
+    datasets: key -> this host's tokenized folder.
+    """
+    return {key: _share(scores, datasets[key], key, ranks) for key, scores in found.items()}
+
+
+def _share(scores: Scores, path: Path, key: str, ranks: Ranks) -> Scores:
+    is_seen = scores.is_whole(compares_bytes=scores.is_small)
+    if not scores.is_small:
+        error = UserError(
+            f"distill.teacher: {scores.folder} was written by the main rank, and this host does not see it; put "
+            "data.cache_dir on a file system that all hosts share"
+        )
+        raise_together(None if is_seen else error)
+    own = scores if is_seen else replace(scores, folder=path / scores.folder.name)
+    needs_copy = not own.is_whole()
+    needed = [False] * ranks.world_size
+    dist.all_gather_object(needed, needs_copy)
+    if any(needed):
+        content = broadcast_from_main(scores.read_files, ranks)
+        copies = needs_copy and ranks.local_rank == 0
+        write_together(partial(own.write_files, content) if copies else lambda: None, f"scores of {key}", own.folder)
+    return own
+
+
+def score(
+    engine: Engine, path: Path, scores: Scores, options: LoaderOptions, *, key: str, scorer: Scorer, ranks: Ranks
+) -> None:
+    """Score the rows of a tokenized folder that are not done. All ranks call it. options: as its ranks read the data.
+    key: of the data. Raises UserError where the disk has no room, or a value is not finite."""
+    what = f"{scorer.what} {key}"
+    writer = write_together(lambda: ScoresWriter(scores, key) if ranks.is_main else None, what, scores.folder)
+    done = broadcast_from_main(lambda: writer.rows_done if writer is not None else 0, ranks)
+    if done:
+        ranks.say(f"{what}: {done:,} {scorer.unit} are done, the pass continues there")
+    options = replace(options, row_plan=scores.plan, columns=(NUMBERS[scores.per],))
+    loader = ScoringLoader(path, options, _CHUNK * engine.layout.num_stages, done)
+    kept = _KeptValues(scorer)
+    total = sum(map(loader.count_rows, range(len(loader))))
+    with progress(what, total, scorer.unit, shown=ranks.is_main) as bar:
+        for number in range(len(loader)):
+            batches, rows = loader.chunk(number)
+            engine.forward_only(batches, len(rows), kept)
+            error, found = None, kept.take()
+            for numbers, *values in _gather(found if engine.module.reports_loss else [], scores, engine.device):
+                if writer is not None:
+                    error = error or _find_wrong(numbers, values, key, scorer)
+                    writer.write(numbers, values)
+            raise_together(error)
+            num_rows = loader.count_rows(number)
+            write_together(partial(writer.advance, num_rows) if writer else lambda: None, what, scores.folder)
+            bar.advance(num_rows)
+    write_together(lambda: writer.finish(scorer.note(writer.values)) if writer else None, what, scores.folder)
+
+
+class _KeptValues:
+    """Keeps what a model measures of micro-batches, each with its numbers, until `take`."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._kept: list[tuple[Tensor, ...]] = []
+
+    def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
+        self._kept.append((targets.columns["numbers"], *self._scorer.measure(outputs, targets)))
+        return outputs[0].new_zeros(())
+
+    def take(self) -> list[tuple[Tensor, ...]]:
+        kept, self._kept = self._kept, []
+        return kept
+
+
+def _gather(found: Sequence[tuple[Tensor, ...]], scores: Scores, device: torch.device) -> Iterator[list[np.ndarray]]:
+    """Yield the numbers and values of all ranks, rank after rank. All ranks exhaust it. found: of this rank, with
+    negative numbers for rows that only fill a micro-batch."""
+    none = [torch.empty(0, dtype=torch.int64, device=device)]
+    none += [torch.empty(0, *column.shape, dtype=column.dtype, device=device) for column in scores.columns]
+    own = [torch.cat(parts) for parts in zip(none, *found)]
+    own = [part[own[0] >= 0] for part in own]
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(own[0])], device=device))
+    for source, count in enumerate(torch.cat(counts).tolist()):
+        if count:
+            parts = own if source == dist.get_rank() else [part.new_empty(count, *part.shape[1:]) for part in own]
+            # To all ranks, over their common connection: one from each to the main rank would take memory of its GPU.
+            for part in parts:
+                dist.broadcast(part, source)
+            yield [part.cpu().numpy() for part in parts]
+
+
+def _find_wrong(numbers: np.ndarray, values: Sequence[np.ndarray], key: str, scorer: Scorer) -> UserError | None:
+    """Return the error of the lowest number that has a value which is not finite; None without one."""
+    for column in values:
+        wrong = np.flatnonzero(~np.isfinite(column.reshape(len(column), -1)).all(axis=1))
+        if len(wrong):
+            first = wrong[numbers[wrong].argmin()]
+            return scorer.refuse(key, int(numbers[first]), column[first])
+    return None
+
+
+def write_together(write: Callable[[], T], what: str, where: Path) -> T:
+    """Return what `write` returns. All ranks call it, and it ends all of them where one could not write: a rank that
+    ended alone would leave the others in their next collective.
+
+    what: begins the message. where: named by it if the error names no file. Raises UserError.
+    """
+    written: list[T] = []
+    error = None
+    try:
+        written.append(write())
+    except UserError as mistake:
+        error = mistake
+    except OSError as mistake:
+        error = UserError(
+            f"{what}: {mistake.filename or where} cannot be written: {mistake.strerror or mistake}; make room, or "
+            "choose another folder with data.cache_dir"
+        )
+    raise_together(error)
+    return written[0]
