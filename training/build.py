@@ -53,10 +53,11 @@ from training.scoring.teacher import say_found, score_as_teacher
 from training.setup import Run, RunSetup
 
 
-def build_stage(run: Run, trains: bool = True) -> StageModule:
+def build_stage(run: Run, trains: bool = True, teacher: OnlineTeacher | None = None) -> StageModule:
     """Return this rank's stage, its weights loaded. All ranks call it, in a process group.
 
-    trains: False for a stage that is only evaluated. Raises UserError when a tensor is missing or has a wrong shape.
+    trains: False for a stage that is only evaluated. teacher: of the run, if it is in memory. Raises UserError when a
+    tensor is missing or has a wrong shape.
     """
     config, setup, ranks = run.config, run.setup, run.ranks
     ranks_of_stage = StageRanks(
@@ -81,7 +82,8 @@ def build_stage(run: Run, trains: bool = True) -> StageModule:
         neftune_noise_alpha=config.neftune_noise_alpha,
         weight_sharding=_choose_weight_sharding(config) if trains else None,
     )
-    loss = build_run_loss(config, LastStage(setup.architecture, parallel, sequence_part))
+    head = None if teacher is None else teacher.head
+    loss = build_run_loss(config, LastStage(setup.architecture, parallel, sequence_part, head))
     with ranks.phase("building the stages and loading their weights"):
         module = StageModule(setup.layers, setup.bounds, setup.source, loss, ranks_of_stage, options)
     if trains and module.deferred_share is not None:
@@ -110,9 +112,9 @@ def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
     return WeightSharding(config.offload_parameters is Offload.cpu, pins=has_accelerator())
 
 
-def build_engine(run: Run, trains: bool = True) -> Engine:
+def build_engine(run: Run, trains: bool = True, teacher: OnlineTeacher | None = None) -> Engine:
     """Start the engine of this rank's stage; see `build_stage`."""
-    stage = build_stage(run, trains)
+    stage = build_stage(run, trains, teacher)
     with run.ranks.phase("starting the engine"):
         return start_engine(stage, run.config, run.setup.layout, trains)
 

@@ -148,7 +148,7 @@ def train(run: Run, uploader: Uploader | None = None) -> int:
         data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
         memory = MemoryPeak(process.current_device())
         teacher = build_online_teacher(run)
-        engine = build_engine(run)
+        engine = build_engine(run, teacher=teacher)
         loaders = build_loaders(run, engine, data, budget, teacher)
         watchdog.limit_collectives()
         if setup.resume_from is not None:
@@ -211,7 +211,7 @@ def evaluate_only(run: Run) -> int:
             reporters = open_evaluation_reporters(config, folder, hosts)
         data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
         teacher = build_online_teacher(run)
-        engine = build_engine(run, trains=False)
+        engine = build_engine(run, trains=False, teacher=teacher)
         loaders = build_eval_loaders(run, engine, data, sizes, teacher)
         metrics = get_objective(config).metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config, teacher))

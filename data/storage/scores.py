@@ -1,5 +1,5 @@
-"""The scores that a model gives the data once: a reference's log-probabilities, a teacher's distributions. They are kept
-next to the tokens.
+"""The scores that a model gives the data once, such as a reference's log-probabilities or a teacher's distributions.
+They are kept next to the tokens.
 
 `KEY/NAME-ID/`, for N values of each column: one per target, numbered row by row, or one per row.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -80,18 +81,26 @@ class TeacherHead:
 class OnlineTeacherTerm(TeacherTerm):
     """A teacher that is in memory, and has run over the micro-batches that come next."""
 
-    _head: TeacherHead | None = None
+    def __init__(self, options: DistillOptions, head: TeacherHead | None) -> None:
+        """head: None for a loss that nothing is computed with."""
+        super().__init__(options)
+        self._head = head
+        self._waiting: deque[torch.Tensor] = deque()
 
-    def take_states(self, head: TeacherHead, states: Sequence[torch.Tensor]) -> None:
+    @property
+    def head(self) -> TeacherHead:
+        assert self._head is not None
+        return self._head
+
+    def take_states(self, states: Sequence[torch.Tensor], *_: Any) -> None:
         """Take the teacher's hidden states at the targets of the micro-batches that come next, [N, D] of each, in their
-        order."""
-        self._head, self._waiting = head, deque(states)
+        order: what `TeacherHead.take` has returned."""
+        self._waiting = deque(states)
 
     def find(self, targets: Targets) -> Callable[[slice], Known]:
-        head = self._head
-        assert head is not None, "the teacher's pass comes first, and micro-batches in the same order"
+        assert self._waiting, "the teacher's pass comes first, and micro-batches in the same order"
         states = self._waiting.popleft()
-        return lambda chunk: head.find(states[chunk])
+        return lambda chunk: self.head.find(states[chunk])
 
 
 def compute_softened(

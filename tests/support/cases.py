@@ -91,7 +91,7 @@ def build_all(case: Case) -> tuple[Engine, Loaders, RunConfig, Layout, list[int]
     datasets = tokenize(config, tokenizer)
     data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
     teacher = build_online_teacher(run)
-    engine = build(run)
+    engine = build(run, teacher=teacher)
     num_rows = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
     budget = StepBudget(num_rows, case.steps, case.steps)
     loaders = build_loaders(run, engine, data, budget, teacher)

@@ -11,6 +11,7 @@ from training.costs.hardware import GB
 from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
 from training.costs.time import PassCost
+from training.objectives.objective import PassOver
 from training.objectives.registry import get_objective
 
 # Bytes read and written of a logit: made in bf16, its log-softmax in fp32 with two looks at it, its exponential in
@@ -143,8 +144,9 @@ def compute_loss_cost(chunk: Chunk) -> PassCost:
 
 
 def compute_first_pass(chunk: Chunk) -> PassCost:
-    """Return the time of a forward pass over as many tokens before the step, for an objective that needs one."""
-    if get_objective(chunk.run.config).pass_over is None:
+    """Return the time of the model's own forward pass over as many tokens before the step, for an objective that needs
+    one."""
+    if get_objective(chunk.run.config).pass_over(chunk.run.config) in (None, PassOver.as_teacher):
         return PassCost()
     return PassCost(
         forward_flops=sum(layer.forward_flops for layer in chunk.layers),

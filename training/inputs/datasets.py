@@ -157,7 +157,7 @@ def prepare_file(
         raise UserError(
             f"{key}: data={data.name} needs a label of each sample, of as many numbers; data.encoder must set it"
         )
-    if get_objective(config).pass_over is PassOver.mismatched:
+    if get_objective(config).pass_over(config) is PassOver.mismatched:
         per_record = find_kind(data.name).count_samples(data.num_negatives)
         check_labels(path, key, per_record, trains=key == "train_file")
         prepare_mismatched(path, plan, key, per_record, log, compares_bytes)

@@ -170,12 +170,12 @@ def _choose_first(
 ) -> tuple[Path, loaders.LoaderOptions] | None:
     """Return what the pass before a step or an evaluation reads: the same samples, of the student or as its teacher
     reads them, or mismatched answers; None where there is no such pass."""
-    path = data.datasets[key]
-    if teacher_options is not None:
-        return path, teacher_options(key)
-    pass_over = get_objective(config).pass_over
+    path, pass_over = data.datasets[key], get_objective(config).pass_over(config)
     if pass_over is None:
         return None
+    if pass_over is PassOver.as_teacher:
+        assert teacher_options is not None
+        return path, teacher_options(key)
     if pass_over is PassOver.samples:
         return path, options
     columns = tuple(_list_columns(config, module, data, name_mismatched(key)))
@@ -189,6 +189,6 @@ def name_mismatched(key: str) -> str:
 
 def list_scored(config: RunConfig, datasets: Mapping[str, Path]) -> dict[str, Path]:
     """Return the folders that a reference model has to score: key, or `name_mismatched` of it -> tokenized folder."""
-    if get_objective(config).pass_over is not PassOver.mismatched:
+    if get_objective(config).pass_over(config) is not PassOver.mismatched:
         return dict(datasets)
     return {**datasets, **{name_mismatched(key): mismatched_path(path) for key, path in datasets.items()}}

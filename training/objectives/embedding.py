@@ -125,7 +125,6 @@ class Embedding(Objective):
     head = EMBEDDING
     row_targets = RowTargets.last_tokens
     columns = (LABELS,)
-    pass_over = PassOver.samples
 
     def group_size(self, data: DataConfig) -> int:
         return 2 + data.num_negatives
@@ -160,7 +159,10 @@ class Embedding(Objective):
         check_repeatable(stage.architecture)
         return EmbeddingLoss(keys.pooling, build_contrast(keys), self.group_size(config.data))
 
-    def before_step(self, loss: EmbeddingLoss) -> FirstPass:
+    def pass_over(self, config: RunConfig) -> PassOver:
+        return PassOver.samples
+
+    def before_step(self, config: RunConfig, loss: EmbeddingLoss) -> FirstPass:
         return FirstPass(loss.make_vectors, loss.compare_batch, loss.compare_all)
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...]:

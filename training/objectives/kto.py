@@ -112,7 +112,6 @@ class KTO(Objective):
     mean_over = MeanOver.samples
     columns = (DESIRABLE,)
     scored = (REFERENCE,)
-    pass_over = PassOver.mismatched
     remakes_logits = True
 
     def loss(self, config: RunConfig, stage: LastStage) -> Loss:
@@ -126,7 +125,10 @@ class KTO(Objective):
             sequence_part=stage.sequence_part,
         )
 
-    def before_step(self, loss: KTOLoss) -> FirstPass:
+    def pass_over(self, config: RunConfig) -> PassOver:
+        return PassOver.mismatched
+
+    def before_step(self, config: RunConfig, loss: KTOLoss) -> FirstPass:
         return FirstPass(loss.sum_log_ratios, loss.take_first_sums)
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...]:

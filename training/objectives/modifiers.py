@@ -17,7 +17,7 @@ from models.losses.further_tokens import FurtherTokenLoss
 from models.losses.token_loss import TokenLoss
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig
-from training.objectives.objective import LastStage, Modifier
+from training.objectives.objective import FirstPass, LastStage, Modifier, PassOver
 
 
 class LabelSmoothing(Modifier):
@@ -60,10 +60,16 @@ class Teacher(Modifier):
 
     def change(self, loss: TokenLoss, config: RunConfig, stage: LastStage) -> Loss:
         keys = config.distill
-        term = (OnlineTeacherTerm if keys.online else KeptTeacherTerm)(
-            DistillOptions(keys.coef, keys.temperature, keys.divergence)
-        )
+        options = DistillOptions(keys.coef, keys.temperature, keys.divergence)
+        term = OnlineTeacherTerm(options, stage.teacher) if keys.online else KeptTeacherTerm(options)
         return replace(loss, terms=(term, *loss.terms))
+
+    def pass_over(self, config: RunConfig) -> PassOver | None:
+        return PassOver.as_teacher if config.distill.online else None
+
+    def before_step(self, loss: TokenLoss) -> FirstPass:
+        (term,) = (each for each in loss.terms if isinstance(each, OnlineTeacherTerm))
+        return FirstPass(term.head.take, term.take_states, by_group=True)
 
 
 class FurtherTokens(Modifier):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from models.losses.cross_entropy import Loss
 from models.losses.token_loss import TokenAccuracy, TokenLoss
 from training.config.schema import RunConfig
 from training.objectives.modifiers import NEXT_TOKEN_MODIFIERS
-from training.objectives.objective import LastStage, Modifier, Objective
+from training.objectives.objective import FirstPass, LastStage, Modifier, Objective, PassOver
 
 
 class NextToken(Objective):
@@ -28,6 +29,15 @@ class NextToken(Objective):
         for modifier in self._list_active(config):
             changed = modifier.change(changed, config, stage)
         return changed
+
+    def pass_over(self, config: RunConfig) -> PassOver | None:
+        return next((each.pass_over(config) for each in self._list_passing(config)), None)
+
+    def before_step(self, config: RunConfig, loss: Any) -> FirstPass:
+        return self._list_passing(config)[0].before_step(loss)
+
+    def _list_passing(self, config: RunConfig) -> list[Modifier]:
+        return [each for each in self._list_active(config) if each.pass_over(config) is not None]
 
     def identity(self, config: RunConfig) -> dict[str, str]:
         return {key: value for each in self._list_active(config) for key, value in each.identity(config).items()}

@@ -25,6 +25,7 @@ from errors import UserError
 from models.heads.head import Head, Labels
 from models.heads.sentence_transformers import SentenceModel
 from models.losses.cross_entropy import Loss
+from models.losses.distill_loss import TeacherHead
 from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.incompatible import write_value
@@ -38,6 +39,7 @@ class LastStage:
     architecture: PretrainedConfig
     parallel: TensorParallel = NO_TP  # the ranks that share the head
     sequence_part: ContextParallel = NO_CP  # the ranks that share each sequence
+    teacher: TeacherHead | None = None  # of a teacher that is in memory next to the model
 
 
 class Metrics:
@@ -100,6 +102,7 @@ class PassOver(Enum):
 
     samples = "samples"  # the samples of the step
     mismatched = "mismatched"  # their prompts with other samples' answers (`data/storage/mismatched.py`)
+    as_teacher = "as_teacher"  # the samples of the step, by a teacher in memory: its stages read and measure them
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,14 @@ class Modifier:
     def scored(self, config: RunConfig) -> tuple[Column, ...]:
         """Return what a model of its own scores once before training, as `Objective.scored`."""
         return ()
+
+    def pass_over(self, config: RunConfig) -> PassOver | None:
+        """Return what a forward pass before each step reads; see `before_step`."""
+        return None
+
+    def before_step(self, loss: Any) -> FirstPass:
+        """Return the forward pass before each step, as `Objective.before_step`."""
+        raise NotImplementedError
 
     def change(self, loss: Any, config: RunConfig, stage: LastStage) -> Loss:
         """Return the changed loss. loss: a `TokenLoss`, or what the modifiers before this one have made of it."""
@@ -172,7 +183,6 @@ class Objective:
     takes_user_loss = False  # a user-defined loss may replace its own
     # The logits are computed again in the backward pass: the gradient of a token is not known in the forward pass.
     remakes_logits = False
-    pass_over: PassOver | None = None  # what a forward pass before each step reads; see `before_step`
 
     def loss(self, config: RunConfig, stage: LastStage) -> Loss:
         """Build the loss. Raises UserError for what keys and model cannot be together."""
@@ -186,7 +196,11 @@ class Objective:
         """Return the outputs of its head. It is called if there is one."""
         raise NotImplementedError
 
-    def before_step(self, loss: Any) -> FirstPass:
+    def pass_over(self, config: RunConfig) -> PassOver | None:
+        """Return what a forward pass before each step reads; None without one."""
+        return None
+
+    def before_step(self, config: RunConfig, loss: Any) -> FirstPass:
         """Return the forward pass before each step. It is called if `pass_over` says that there is one. loss: what
         `loss` has returned."""
         raise NotImplementedError

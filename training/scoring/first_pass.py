@@ -1,5 +1,5 @@
-"""The forward pass that comes before a step, or an evaluation: of an objective whose loss needs something of all of its
-samples (`Objective.pass_over`), or of a teacher that is in memory next to its student (`distill.online`).
+"""The forward pass that comes before a step, or an evaluation, of an objective whose loss needs something of all of its
+samples (`Objective.pass_over`). With `distill.online` it is that of a teacher that is in memory next to its student.
 
 It is an engine's evaluation: in eval mode, so without dropout, with the adapter on. What it finds stays on the
 devices, so the host does not wait for it.
@@ -14,8 +14,7 @@ from typing import Any
 from data.encoders.kinds import find_kind
 from data.options import Packing
 from models.layers.documents import DocumentBounds
-from models.losses.distill_loss import OnlineTeacherTerm, TeacherHead
-from models.losses.token_loss import TokenLoss
+from models.losses.distill_loss import TeacherHead
 from training.config.schema import RunConfig
 from training.engine.engine import Engine
 from training.engine.steps import forward_in_groups
@@ -79,24 +78,16 @@ class OnlineTeacher:
     engine: Engine
     head: TeacherHead
 
-    def plan_pass(self, loss: TokenLoss) -> FirstPass:
-        """Return the pass before a step of the student. loss: of its last stage."""
-        (term,) = (each for each in loss.terms if isinstance(each, OnlineTeacherTerm))
-        return FirstPass(
-            self.head.take, lambda states, num_samples, replicas: term.take_states(self.head, states), by_group=True
-        )
-
 
 def build_first_pass(engine: Engine, config: RunConfig, teacher: OnlineTeacher | None = None) -> RunFirstPass | None:
-    """Build the first pass of the run's objective, or of its teacher; None where there is none."""
+    """Build the first pass of the run's objective; None where there is none. teacher: what runs it, if any."""
     objective = get_objective(config)
+    if objective.pass_over(config) is None:
+        return None
     # The documents that a user-defined collator makes of rows are unknown; those of packed rows are read from them.
     is_packed = find_kind(config.data.name).choose_packing(config.data.packing) is not Packing.NONE
     is_known = config.data.collator is None and not is_packed
     rows = engine.layout.micro_batch_size * objective.group_size(config.data)
     bounds = DocumentBounds(rows, config.max_seq_length) if is_known else None
-    if teacher is not None:
-        return RunFirstPass(teacher.engine, teacher.plan_pass(engine.module.loss_fn), bounds)
-    if objective.pass_over is None:
-        return None
-    return RunFirstPass(engine, objective.before_step(engine.module.loss_fn), bounds)
+    plan = objective.before_step(config, engine.module.loss_fn)
+    return RunFirstPass(engine if teacher is None else teacher.engine, plan, bounds)

@@ -114,10 +114,10 @@ def test_a_teacher_in_memory_is_compared_over_the_whole_vocabulary(
     target_ids[0, 2] = target_ids[1, 4:] = -100
     indices = (target_ids.flatten() != -100).nonzero().squeeze(1)
     targets = Targets(target_ids, indices, torch.tensor(4.0, dtype=torch.float64))
-    term = OnlineTeacherTerm(DistillOptions(COEF, temperature, divergence))
-    loss_fn = TokenLoss(build_config(softcap), terms=(term,))
     head = TeacherHead(build_config(None), temperature, None, V)
-    term.take_states(head, [head.take(teacher_outputs, targets)])
+    term = OnlineTeacherTerm(DistillOptions(COEF, temperature, divergence), head)
+    loss_fn = TokenLoss(build_config(softcap), terms=(term,))
+    term.take_states([head.take(teacher_outputs, targets)])
     found = torch.autograd.grad(loss_fn((hidden, weight), targets), (hidden, weight))
 
     logits = (hidden @ weight.T).flatten(0, 1)[indices]

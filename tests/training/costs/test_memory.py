@@ -336,10 +336,10 @@ def test_what_a_teacher_in_memory_adds_to_the_loss(
     states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, 128), (vocabulary, 128)))
     teacher_outputs = (torch.randn(1, tokens, 64), torch.randn(vocabulary, 64))
     targets = Targets.find(torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0))
-    term = OnlineTeacherTerm(DistillOptions(0.5, temperature, divergence))
-    loss = TokenLoss(config, terms=(term,))
     head = TeacherHead(config, temperature, top_k, vocabulary)
-    term.take_states(head, [head.take(teacher_outputs, targets)])
+    term = OnlineTeacherTerm(DistillOptions(0.5, temperature, divergence), head)
+    loss = TokenLoss(config, terms=(term,))
+    term.take_states([head.take(teacher_outputs, targets)])
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(loss((states, weight), targets), (states, weight))
     keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=True, divergence=divergence)
