@@ -15,6 +15,8 @@ import torch
 from transformers import PretrainedConfig
 
 from data.loading.loader import LoaderOptions
+from data.storage.disk import describe_bytes
+from data.storage.rows import RowPlan
 from data.storage.scores import Scores, find_scores
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle
@@ -47,9 +49,14 @@ from training.pipeline.schedules import build_schedule
 from training.pipeline.weight_sharding import WeightSharding
 from training.resolution.user_loss import build_run_loss
 from training.scoring.first_pass import OnlineTeacher, build_first_pass
-from training.scoring.reference import prepare_reference
-from training.scoring.scored import compute_model_id, find_missing, share
-from training.scoring.teacher import say_found, score_as_teacher
+from training.scoring.scored import compute_model_id, find_missing, score, share
+from training.scoring.scorers import (
+    REFERENCE,
+    build_reference_scorer,
+    build_teacher_scorer,
+    describe_covered,
+    hold_reference,
+)
 from training.setup import Run, RunSetup
 
 
@@ -181,18 +188,23 @@ def prepare_teacher(run: Run, data: RankData) -> RankData:
         return find_scores("teacher", path, build_row_plan(config, key), columns, model_id, **settings)
 
     found, missing = find_missing(data.datasets, find, ranks)
-    say_found(found, missing, ranks)
+    folders = [scores.folder for scores in missing.values()]
+    for key, scores in found.items():
+        if scores.folder not in folders and ranks.is_main:
+            ranks.say(f"teacher of {key}: found next to the tokens, {describe_covered(scores)}")
     if missing:
         ranks.say(f"teacher: {setup.architecture.model_type} from {setup.source.path}")
         engine = build_engine(teacher, trains=False)
         own = dataclasses.replace(data, layout=setup.layout)
-        options = loaders.build_options(setup.config, engine.module, own, missing[0])
+        options = loaders.build_options(setup.config, engine.module, own, next(iter(missing)))
         parallel = engine.module.parallel
         measure = TeacherTop(setup.architecture, keys.temperature, keys.top_k, num_tokens, parallel)
-        for key in missing:
-            score_as_teacher(engine, data.datasets[key], found[key], options, measure, key=key, ranks=ranks)
+        for key, scores in missing.items():
+            size = f"{scores.num_values:,} targets, {describe_bytes(scores.num_bytes)} on disk"
+            ranks.say(f"teacher of {key}: {keys.top_k} tokens at each of {size}")
+            score(engine, data.datasets[key], scores, options, build_teacher_scorer(measure), key, ranks)
         _release(engine.module)
-    return data.add_scores(share(found, data.datasets, ranks))
+    return data.add_scores({key: share(scores, data.datasets[key], key, ranks) for key, scores in found.items()})
 
 
 def _count_shared_tokens(run: Run, teacher: Run) -> int:
@@ -215,19 +227,22 @@ def _identify(source: WeightSource, setup: RunSetup, ranks: Ranks) -> str:
 
 def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> RankData:
     """Return `data` with what the reference of an objective has scored."""
+    config, module, ranks = setup.config, engine.module, data.ranks
     if setup.reference is None:
         return data
-    config = setup.config
-    key = next(iter(data.datasets))  # rows are scored one by one, so what is particular to a file does not count
-    scores = prepare_reference(
-        engine,
-        _identify(setup.reference, setup, data.ranks),
-        loaders.list_scored(config, data.datasets),
-        columns=setup.objective.scored,
-        options=loaders.build_options(config, engine.module, data, key),
-        reference=setup.reference,
-        own=setup.source,
-        architecture=setup.architecture,
-        ranks=data.ranks,
+    datasets, columns = loaders.list_scored(config, data.datasets), setup.objective.scored
+    model_id, plan = _identify(setup.reference, setup, ranks), RowPlan(config.max_seq_length)
+    found, missing = find_missing(
+        datasets, lambda _, path: find_scores("reference", path, plan, columns, model_id), ranks
     )
-    return data.add_scores(scores)
+    if not missing:
+        ranks.say(f"{REFERENCE}: found next to the tokens ({model_id})")
+    else:
+        # Rows are scored one by one, so what is particular to a file does not count.
+        options = loaders.build_options(config, module, data, next(iter(data.datasets)))
+        rows = dataclasses.replace(options, micro_batch_size=options.micro_batch_size * options.group_size)
+        scorer = build_reference_scorer(module, setup.architecture, options.group_size)
+        with hold_reference(module, setup.reference, setup.source):
+            for key, scores in missing.items():
+                score(engine, datasets[key], scores, rows, scorer, key, ranks)
+    return data.add_scores({key: share(scores, datasets[key], key, ranks) for key, scores in found.items()})

@@ -22,7 +22,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,11 @@ from filelock import BaseFileLock
 
 from batch import Column, Per
 from data.storage.disk import describe_bytes
-from data.storage.hashes import HASHES_FILE, find_changed, write_hashes
+from data.storage.hashes import find_changed, write_hashes
 from data.storage.rows import RowPlan, Rows
 from data.storage.tokenized import column_file, load_summary
 from errors import UserError
-from filesystem import discard_folder, lock_file, make_temporary, publish_folder, write_atomically
+from filesystem import discard_folder, lock_file, publish_folder, write_atomically
 
 DESCRIPTION, PROGRESS = "description.json", "progress.json"
 _SECONDS_BETWEEN_COMMITS = 60.0
@@ -85,10 +84,6 @@ class Scores:
         except (OSError, ValueError, TypeError, AttributeError):
             return False
 
-    def read_description(self) -> dict[str, Any]:
-        """Return what was noted of the values."""
-        return json.loads((self.folder / DESCRIPTION).read_text())
-
     def find_file(self, folder: Path, column: Column) -> Path:
         """Return the file of a column. It has no prefix that is the folder's name too."""
         return column_file(folder, column.name.removeprefix(f"{self.name}_"))
@@ -99,18 +94,9 @@ class Scores:
         values = np.memmap(self.find_file(folder, column), dtype, mode=mode)  # type: ignore[call-overload]
         return values.reshape(-1, *column.shape)
 
-    def read_files(self) -> dict[str, bytes]:
-        """Return file name -> content, but for the hashes: a copy for another host."""
-        return {file.name: file.read_bytes() for file in self.folder.iterdir() if file.name != HASHES_FILE}
-
-    def write_files(self, content: Mapping[str, bytes]) -> None:
-        """Write the folder from what `read_files` has returned on another host."""
-        temporary = make_temporary(self.folder)
-        for name, written in content.items():
-            (temporary / name).write_bytes(written)
-        write_hashes(temporary)
-        discard_folder(self.folder)  # what is there is damaged
-        publish_folder(temporary, self.folder)
+    def load(self) -> list[np.ndarray]:
+        """Return a copy of all values."""
+        return [np.array(self.map(self.folder, column, "r")) for column in self.columns]
 
 
 def find_scores(
@@ -125,25 +111,14 @@ def find_scores(
     else the values depend on, JSON values.
     """
     samples, rows = load_summary(path).fingerprints, Rows(path, plan, False, False)
-    made_from = {
-        "model": model_id,
-        "samples": samples,
-        "rows": "" if plan.is_trivial else plan.folder(path).name,
-        **settings,
-    }
+    rows_name = "" if plan.is_trivial else plan.folder(path).name
+    made_from = {"model": model_id, "samples": samples, "rows": rows_name, **settings}
     digest = hashlib.sha256(repr(tuple(made_from.values())).encode()).hexdigest()[:16]
     num_values = int(rows.num_targets.sum(dtype=np.int64)) if columns[0].per is Per.target else len(rows)
-    return Scores(_find_folder(path, f"{name}-{digest}", samples), columns, plan, num_values, made_from)
-
-
-def _find_folder(path: Path, name: str, samples: Sequence[str]) -> Path:
-    own = path / name
-    others = sorted(path.parent.glob(f"*/{name}")) if samples and not own.exists() else []
-    for other in others:
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # as in `find_damage`
-            if load_summary(other.parent).fingerprints == samples:
-                return other
-    return own
+    own = path / f"{name}-{digest}"
+    others = sorted(path.parent.glob(f"*/{own.name}")) if samples else []
+    folder = next((each for each in (own, *others) if each.exists()), own)
+    return Scores(folder, columns, plan, num_values, made_from)
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
@@ -250,3 +225,10 @@ class ScoresWriter:
         publish_folder(self._part, self._scores.folder)
         if self._lock is not None:
             self._lock.release()
+
+
+def write_scores(scores: Scores, key: str, values: Sequence[np.ndarray]) -> None:
+    """Write all values of the columns, in their order, as a `ScoresWriter` does."""
+    writer = ScoresWriter(scores, key)
+    writer.write(np.arange(scores.num_values), values)
+    writer.finish({})

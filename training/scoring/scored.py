@@ -22,7 +22,7 @@ from batch import Targets
 from console import progress
 from data.loading.columns import NUMBERS
 from data.loading.loader import LoaderOptions, ScoringLoader
-from data.storage.scores import Scores, ScoresWriter
+from data.storage.scores import Scores, ScoresWriter, write_scores
 from errors import UserError
 from models.weights.fingerprint import fingerprint_weights
 from models.weights.source import WeightSource
@@ -48,6 +48,7 @@ class Scorer:
     measure: Callable[[tuple[Tensor, Tensor], Targets], tuple[Tensor, ...]]
     # Returns the error for a value that is not finite, of a key of the data, by its number
     refuse: Callable[[str, int, np.ndarray], UserError]
+    describe: Callable[[Scores], str]  # Returns in words what it has left
     # Returns what is noted of the columns when they are complete, JSON values
     note: Callable[[Sequence[np.ndarray]], dict[str, Any]] = lambda values: {}
 
@@ -71,30 +72,22 @@ def compute_model_id(
 
 def find_missing(
     datasets: Mapping[str, Path], find: Callable[[str, Path], Scores], ranks: Ranks
-) -> tuple[dict[str, Scores], list[str]]:
-    """Return the scores of each key of the data, and the keys whose scores no earlier run has left, of several with the
-    same data one. All ranks call it; the main rank reads what is there.
+) -> tuple[dict[str, Scores], dict[str, Scores]]:
+    """Return the scores of each key of the data, and those that no earlier run has left, of several keys with the same
+    data for one. All ranks call it; the main rank reads what is there.
 
     datasets: key -> tokenized folder. find: returns the scores of a key, as `find_scores` does.
     """
 
-    def look() -> tuple[dict[str, Scores], list[str]]:
-        found = {key: find(key, path) for key, path in datasets.items()}
-        return found, list({scores.folder: key for key, scores in found.items() if not scores.is_whole()}.values())
-
-    return broadcast_from_main(look, ranks)
-
-
-def share(found: Mapping[str, Scores], datasets: Mapping[str, Path], ranks: Ranks) -> dict[str, Scores]:
-    """Return the scores of each key as this rank reads them. A host that does not see those of the main rank gets a
-    copy of small ones. All ranks call it. Raises UserError for others.
-
-    datasets: key -> this host's tokenized folder.
-    """
-    return {key: _share(scores, datasets[key], key, ranks) for key, scores in found.items()}
+    found = broadcast_from_main(lambda: {key: find(key, path) for key, path in datasets.items()}, ranks)
+    keys = {scores.folder: key for key, scores in found.items()}
+    whole = broadcast_from_main(lambda: [folder for folder in keys if found[keys[folder]].is_whole()], ranks)
+    return found, {key: found[key] for folder, key in keys.items() if folder not in whole}
 
 
-def _share(scores: Scores, path: Path, key: str, ranks: Ranks) -> Scores:
+def share(scores: Scores, path: Path, key: str, ranks: Ranks) -> Scores:
+    """Return the scores of a key as this rank reads them. A host that does not see those of the main rank gets a copy
+    of small ones in its own tokenized folder, `path`. All ranks call it. Raises UserError for others."""
     is_seen = scores.is_whole(compares_bytes=scores.is_small)
     if not scores.is_small:
         error = UserError(
@@ -102,19 +95,19 @@ def _share(scores: Scores, path: Path, key: str, ranks: Ranks) -> Scores:
             "data.cache_dir on a file system that all hosts share"
         )
         raise_together(None if is_seen else error)
+        return scores
     own = scores if is_seen else replace(scores, folder=path / scores.folder.name)
-    needs_copy = not own.is_whole()
     needed = [False] * ranks.world_size
-    dist.all_gather_object(needed, needs_copy)
+    dist.all_gather_object(needed, not own.is_whole())
     if any(needed):
-        content = broadcast_from_main(scores.read_files, ranks)
-        copies = needs_copy and ranks.local_rank == 0
-        write_together(partial(own.write_files, content) if copies else lambda: None, f"scores of {key}", own.folder)
+        values = broadcast_from_main(scores.load, ranks)
+        copies = needed[ranks.rank] and ranks.local_rank == 0
+        write_together(lambda: write_scores(own, key, values) if copies else None, f"scores of {key}", own.folder)
     return own
 
 
 def score(
-    engine: Engine, path: Path, scores: Scores, options: LoaderOptions, *, key: str, scorer: Scorer, ranks: Ranks
+    engine: Engine, path: Path, scores: Scores, options: LoaderOptions, scorer: Scorer, key: str, ranks: Ranks
 ) -> None:
     """Score the rows of a tokenized folder that are not done. All ranks call it. options: as its ranks read the data.
     key: of the data. Raises UserError where the disk has no room, or a value is not finite."""
@@ -141,6 +134,8 @@ def score(
             write_together(partial(writer.advance, num_rows) if writer else lambda: None, what, scores.folder)
             bar.advance(num_rows)
     write_together(lambda: writer.finish(scorer.note(writer.values)) if writer else None, what, scores.folder)
+    if ranks.is_main:
+        ranks.say(f"{what}: done, {scorer.describe(scores)}")
 
 
 class _KeptValues:

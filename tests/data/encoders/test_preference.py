@@ -18,7 +18,7 @@ from data.order import GlobalOrder
 from data.sources.mixture import Mixture
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, count_rows, prepare_rows
-from data.storage.scores import Scores, ScoresWriter, find_scores
+from data.storage.scores import Scores, find_scores, write_scores
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -178,9 +178,7 @@ def test_one_answer_is_not_a_pair(tmp_path: Path, tokenizer) -> None:
 def reference_of(path: Path) -> Scores:
     """A reference whose value for sample i is -i - 1."""
     scores = find_scores("reference", path, RowPlan(64), (REFERENCE,), "0")
-    writer = ScoresWriter(scores, "train_file")
-    writer.write(np.arange(22), [-1.0 - np.arange(22)])
-    writer.finish({})
+    write_scores(scores, "train_file", [-1.0 - np.arange(22)])
     return scores
 
 

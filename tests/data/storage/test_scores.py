@@ -16,11 +16,12 @@ from data.options import Packing
 from data.storage.encoding import Encoding
 from data.storage.hashes import write_hashes
 from data.storage.rows import RowPlan, prepare_rows
-from data.storage.scores import Scores, ScoresWriter, find_scores
+from data.storage.scores import DESCRIPTION, Scores, ScoresWriter, find_scores, write_scores
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 from filesystem import lock_file
+from training.scoring.scorers import describe_covered
 
 NUM_ROWS, TOP_K = 11, 3
 
@@ -62,8 +63,7 @@ def test_scores_are_whole_or_absent(path: Path) -> None:
     assert scores.num_values == NUM_ROWS and scores.num_bytes == 8 * NUM_ROWS
     assert scores.is_whole() and not replace(scores, num_values=10).is_whole()
     assert not find_reference(path, "1").is_whole()
-    description = scores.read_description()
-    assert description["noted"] == 1 and description["made_from"] == scores.made_from
+    assert json.loads((scores.folder / DESCRIPTION).read_text()) == {"made_from": scores.made_from, "noted": 1}
     with open(scores.find_file(scores.folder, REFERENCE), "r+b") as stream:
         stream.truncate(8)
     assert not scores.is_whole() and not scores.is_whole(compares_bytes=False)
@@ -88,9 +88,10 @@ def test_scores_are_found_beside_the_same_samples(tmp_path: Path, tokenizer: Any
     scores = write(find_reference(first))
     assert first != again and find_reference(again).folder == scores.folder and find_reference(again).is_whole()
     assert find_reference(again, "1").folder.parent == again and find_reference(others).folder.parent == others
-    (first / "summary.json").write_text("{")
-    assert find_reference(again).folder.parent == again
-    assert find_reference(write(find_reference(again)).folder.parent).folder.parent == again
+    own = replace(scores, folder=again / scores.folder.name)
+    write_scores(own, "train_file", scores.load())
+    assert find_reference(again).folder == own.folder and find_reference(first).folder == scores.folder
+    assert own.load()[0].tolist() == scores.load()[0].tolist()
 
 
 def test_scores_are_found_by_all_that_they_depend_on(tmp_path: Path, tokenizer: Any) -> None:
@@ -112,10 +113,10 @@ def test_what_a_teacher_wrote_before_columns_had_one_format_is_found(path: Path)
     """Its folder has the same name and files, and another description."""
     scores = write(find_teacher(path))
     described = {"num_targets": scores.num_values, "top_k": TOP_K, "covered": 0.5}
-    (scores.folder / "description.json").write_text(json.dumps(described))
+    (scores.folder / DESCRIPTION).write_text(json.dumps(described))
     (scores.folder / "hashes.json").unlink()
     write_hashes(scores.folder)
-    assert scores.is_whole() and scores.read_description()["covered"] == 0.5
+    assert scores.is_whole() and describe_covered(scores) == "3 tokens cover 50.00% of its probability"
     assert sorted(file.stem for file in scores.folder.glob("*.bin")) == ["log_probabilities", "token_ids"]
     state = ("0", load_summary(path).fingerprints, "", TOP_K, 2.0)
     assert tuple(scores.made_from.values()) == state
@@ -127,17 +128,6 @@ def test_columns_have_the_shape_and_dtype_that_they_declare(path: Path) -> None:
     assert token_ids.shape == (scores.num_values, TOP_K) and token_ids.dtype == np.int32 and (token_ids == 7).all()
     assert logs.shape == (scores.num_values, TOP_K + 1) and logs.dtype == np.float32 and (logs == 6).all()
     assert [each.column for each in list_scored_columns(scores)] == list(scores.columns)
-
-
-def test_another_host_gets_a_copy(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "other").mkdir()
-    scores = write(find_reference(tokenize(tmp_path, tokenizer)))
-    copy = replace(scores, folder=tokenize(tmp_path / "other", tokenizer) / scores.folder.name)
-    assert not copy.is_whole()
-    for _ in range(2):  # one that is damaged is replaced
-        copy.write_files(scores.read_files())
-        assert copy.is_whole() and copy.read_files() == scores.read_files()
-        copy.find_file(copy.folder, REFERENCE).write_bytes(b"")
 
 
 def test_a_pass_that_another_run_has_done_meanwhile_is_not_repeated(

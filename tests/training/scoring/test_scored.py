@@ -18,7 +18,7 @@ from data.encoders.sft import SFTEncoder
 from data.loading.columns import REFERENCE, list_teacher_columns
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan
-from data.storage.scores import Scores, ScoresWriter, find_scores
+from data.storage.scores import Scores, find_scores, write_scores
 from data.storage.tokenizing import prepare_dataset
 
 
@@ -47,13 +47,12 @@ def share_scores(hosts: list[Path], columns: tuple[Column, ...], seen: bool) -> 
 
     found, missing = find_missing(datasets, find, ranks)
     if rank == 0 and missing:
-        writer = ScoresWriter(found["train_file"], "train_file")
-        writer.write(np.arange(5), [np.full((5, *column.shape), -1) for column in columns])
-        writer.finish({})
+        values = [np.full((found["train_file"].num_values, *column.shape), -1) for column in columns]
+        write_scores(found["train_file"], "train_file", values)
     dist.barrier()
     if rank and not seen:  # as where there is no such path
         found = {key: replace(scores, folder=Path("/nowhere") / scores.folder.name) for key, scores in found.items()}
-    scores = share(found, datasets, ranks)["train_file"]
+    scores = share(found["train_file"], hosts[rank], "train_file", ranks)
     return scores, scores.find_file(scores.folder, columns[0]).read_bytes()
 
 
