@@ -48,7 +48,8 @@ class Scorer:
     measure: Callable[[tuple[Tensor, Tensor], Targets], tuple[Tensor, ...]]
     # Returns the error for a value that is not finite, of a key of the data, by its number
     refuse: Callable[[str, int, np.ndarray], UserError]
-    describe: Callable[[Scores], str]  # Returns in words what it has left
+    # Returns in words what is in a whole folder
+    describe: Callable[[Scores], str]
     # Returns what is noted of the columns when they are complete, JSON values
     note: Callable[[Sequence[np.ndarray]], dict[str, Any]] = lambda values: {}
 
@@ -78,7 +79,6 @@ def find_missing(
 
     datasets: key -> tokenized folder. find: returns the scores of a key, as `find_scores` does.
     """
-
     found = broadcast_from_main(lambda: {key: find(key, path) for key, path in datasets.items()}, ranks)
     keys = {scores.folder: key for key, scores in found.items()}
     whole = broadcast_from_main(lambda: [folder for folder in keys if found[keys[folder]].is_whole()], ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,9 @@ def test_columns_have_the_shape_and_dtype_that_they_declare(path: Path) -> None:
     token_ids, logs = (scores.map(scores.folder, column, "r") for column in scores.columns)
     assert token_ids.shape == (scores.num_values, TOP_K) and token_ids.dtype == np.int32 and (token_ids == 7).all()
     assert logs.shape == (scores.num_values, TOP_K + 1) and logs.dtype == np.float32 and (logs == 6).all()
-    assert [each.column for each in list_scored_columns(scores)] == list(scores.columns)
+    read = list_scored_columns(scores)
+    assert [each.column for each in read] == list(scores.columns)
+    assert pickle.loads(pickle.dumps(read[1])).column == scores.columns[1]  # as worker processes get it
 
 
 def test_a_pass_that_another_run_has_done_meanwhile_is_not_repeated(
