@@ -28,7 +28,7 @@ from models.losses.pairs import PairFormula, WithNLL
 from training.config.schema import RunConfig, to_typed
 from training.objectives.cpo import CPOFormula
 from training.objectives.dpo import DPOFormula
-from training.objectives.objective import LastStage, Metrics, Objective
+from training.objectives.objective import LastStage, Metrics, Objective, PassOver
 from training.objectives.orpo import OddsRatioFormula
 from training.objectives.preference import PreferenceObjective
 from training.objectives.registry import (
@@ -247,6 +247,27 @@ def test_losses_of_routers_are_kept_where_there_are_any() -> None:
     assert "moe.aux_loss_coef" not in describe_objective(build_config())
     config = build_config("moe.aux_loss_coef=0.01", "moe.update_router_bias=0.001")
     assert describe_objective(config) == {"moe.aux_loss_coef": "0.01"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "pass_over", "scored"),
+    [
+        ((), None, []),
+        (("distill.teacher=a",), None, ["teacher_token_ids", "teacher_log_probabilities"]),
+        (("distill.teacher=a", "distill.online=true"), PassOver.as_teacher, []),
+        (("data=preference", "task=kto"), PassOver.mismatched, ["reference"]),
+        (("data=preference", "task=dpo"), None, ["reference"]),
+        (("data=embedding", "task=embedding"), PassOver.samples, []),
+    ],
+)
+def test_what_is_scored_before_training_and_before_each_step(
+    overrides: tuple[str, ...], pass_over: PassOver | None, scored: list[str]
+) -> None:
+    config = build_config(*overrides)
+    objective = get_objective(config)
+    assert objective.pass_over(config) is pass_over
+    columns = [*objective.scored, *(column for each in objective.modifiers for column in each.scored(config))]
+    assert [column.name for column in columns] == scored
 
 
 PREFERENCES = [objective for objective in OBJECTIVES.values() if is_trained_on(objective, KINDS["preference"])]
