@@ -52,7 +52,8 @@ from models.further.layers import FurtherDecoderLayer  # noqa: E402
 from models.further.speculative import SpeculativeDecoder  # noqa: E402
 from models.heads.table import find_head  # noqa: E402
 from models.storage.tensor_files import load_json  # noqa: E402
-from models.weights.further import add_further  # noqa: E402
+from models.weights.edits import edit_weights  # noqa: E402
+from models.weights.further import choose_further  # noqa: E402
 from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from models.weights.vocabulary import add_end, open_tokenizer  # noqa: E402
@@ -151,7 +152,7 @@ class Generator:
         if speculative and temperature > 0:
             raise UserError("--speculative decodes greedily; omit --temperature")
         if speculative:
-            source = add_further(source, trains=True)
+            source = edit_weights(source, choose_further(source, trains=True))
         self.model = load_model(source)
         self.decoder = SpeculativeDecoder(self.model, load_further(source, self.model)) if speculative else None
         if ignored := list_processing(self.model.generation_config) if speculative else []:

@@ -24,16 +24,17 @@ from models.layers.fused_kernels import find_triton_obstacle
 from models.parallel.shard import find_length_multiple
 from models.storage.hub import describe_place
 from models.weights.config_file import parse_config
+from models.weights.edits import edit_weights
 from models.weights.fingerprint import check_base, fingerprint_as_1_1, fingerprint_weights, is_of_1_1
-from models.weights.further import add_further
-from models.weights.new_head import add_head
+from models.weights.further import choose_further
+from models.weights.new_head import choose_head
 from models.weights.random_weights import RandomWeights
-from models.weights.resized_vocab import ResizedVocabWeights
+from models.weights.resized_vocab import ResizedVocabulary
 from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 from models.weights.trained_adapter import check_same_adapter, read_trained_adapter
 from models.weights.vocabulary import fingerprint_tokenizer, resize_config
-from training.checkpoint.master_weights import MasterWeights, SourceInFp32
+from training.checkpoint.master_weights import MasterWeights
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, read_state
@@ -188,9 +189,10 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks) -> RunSet
 def _build_own_setup(config: RunConfig, source: WeightSource, target: Target) -> RunSetup:
     config = complete_labels(config, source.config)
     resolved = resolve(config, source, target)
+    edits = choose_further(source, trains=config.mtp.loss_coef > 0)
     if (head := resolved.objective.head) is not None:
-        source = add_head(source, head, resolved.objective.name_labels(config.data), config.seed)
-    source = add_further(source, trains=config.mtp.loss_coef > 0)
+        edits += choose_head(source, head, resolved.objective.name_labels(config.data), config.seed)
+    source = edit_weights(source, edits)
     source.check_complete(resolved.layers)
     return RunSetup(
         config=resolved.config,
@@ -248,7 +250,7 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
 def _open_resized(config: RunConfig, path: str) -> WeightSource:
     source = open_weights(path, config.trust_remote_code, config.trust_checkpoint)
     rows = count_added_rows(config, source.config, str(source.path))
-    return ResizedVocabWeights(source, resize_config(source, rows)) if rows else source
+    return edit_weights(source, [ResizedVocabulary(resize_config(source, rows))] if rows else [])
 
 
 def open_reference(setup: RunSetup, resume_from: Path | None) -> WeightSource | None:
@@ -281,12 +283,11 @@ def load_resumed(setup: RunSetup, say: Callable[[str], None]) -> RunSetup:
     starts = starts_from_base(_find_saved_init(step_dir))
     masters = MasterWeights(step_dir, starts) if continues_in_fp32 else None
     if setup.adapter is not None:
-        restore = None if masters is None else masters.restore
-        tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint, restore)
+        tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint, masters)
         adapter = dataclasses.replace(setup.adapter, tensors=tensors)
         return dataclasses.replace(setup, resume_from=step_dir, adapter=adapter)
-    source = _open_resized(config, str(step_dir))
-    return dataclasses.replace(setup, resume_from=step_dir, source=SourceInFp32(source, masters) if masters else source)
+    source = edit_weights(_open_resized(config, str(step_dir)), [masters] if masters else [])
+    return dataclasses.replace(setup, resume_from=step_dir, source=source)
 
 
 def describe_identity(setup: RunSetup, tokenizer: PreTrainedTokenizerBase) -> dict[str, Identity]:

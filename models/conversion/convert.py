@@ -46,7 +46,7 @@ from models.storage.tensor_files import open_tensors
 from models.storage.torch_writer import own_storage, save_torch, without_crc32
 from models.weights.passthrough import write_passthrough
 from models.weights.pipeline_checkpoint import layer_file
-from models.weights.source import StoredWeights
+from models.weights.source import WeightSource
 from models.weights.vocabulary import (
     SpecialTokens,
     grow_vocabulary,
@@ -94,7 +94,7 @@ class WriteOptions:
 
 
 def convert_to_pipeline(
-    source: StoredWeights,
+    source: WeightSource,
     output_dir: Path,
     options: WriteOptions = WriteOptions(),
     *,
@@ -162,7 +162,7 @@ def convert_to_pipeline(
 
 
 def export_hugging_face(
-    source: StoredWeights,
+    source: WeightSource,
     output_dir: Path,
     options: WriteOptions = WriteOptions(),
     *,
@@ -210,7 +210,7 @@ def export_hugging_face(
             _for_each(lambda file: _verify(file, named[file], weights), named, options.workers)
 
 
-def _open_converted(source: StoredWeights, config: PretrainedConfig, options: WriteOptions) -> ConvertedWeights:
+def _open_converted(source: WeightSource, config: PretrainedConfig, options: WriteOptions) -> ConvertedWeights:
     return ConvertedWeights(
         source,
         config,

@@ -15,7 +15,7 @@ from models.storage.safetensors_writer import TensorInfo
 from models.weights.hugging_face_folder import HuggingFaceFolder
 from models.weights.passthrough import find_passthrough
 from models.weights.resized_vocab import resize_copies, resize_rows
-from models.weights.source import StoredWeights
+from models.weights.source import WeightSource
 
 PASSTHROUGH = -1  # instead of a layer's index: a tensor that is copied unchanged
 Progress = Callable[[int, int], None]  # bytes written (and verified) so far, bytes in all
@@ -26,7 +26,7 @@ class ConvertedWeights:
 
     def __init__(
         self,
-        source: StoredWeights,
+        source: WeightSource,
         config: PretrainedConfig,
         *,
         dtype: torch.dtype | None,

@@ -1,4 +1,4 @@
-"""The weights of a base model with an adapter merged in."""
+"""The edit that merges an adapter into its base model."""
 
 from __future__ import annotations
 
@@ -20,50 +20,36 @@ from models.adapters.folder import ReadAdapter
 from models.adapters.targets import is_saved, list_targets
 from models.layers.layer import Layer
 from models.storage.folders import has_tokenizer
-from models.storage.safetensors_writer import TensorInfo
-from models.weights.source import StoredWeights
+from models.weights.edits import Edit, EditedWeights, Order
+from models.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 
-class AdaptedWeights:
-    """The weights of a base model with an adapter merged in, one layer at a time: `StoredWeights`. names: the tensors
-    of a peft folder."""
+class MergedAdapter(Edit):
+    """Merges an adapter into a model, one layer at a time."""
+
+    order = Order.ADAPTER
 
     def __init__(
-        self,
-        base: StoredWeights,
-        path: Path,
-        config: LoraConfig,
-        *,
-        read_adapter: ReadAdapter,
-        adapter_files: list[Path],
-        names: Collection[str] = (),
+        self, folder: Path, lora: LoraConfig, read_adapter: ReadAdapter, files: list[Path], names: Collection[str] = ()
     ) -> None:
-        self.base, self.config, self.wrapper, self._names = base, base.config, base.wrapper, names
-        self.config_dir = path if (path / "config.json").is_file() else base.config_dir
-        self.path = path if has_tokenizer(path) or path == self.config_dir else base.path
-        self._lora, self._read_adapter, self._adapter_files = config, read_adapter, adapter_files
+        """folder: of the adapter, whose tokenizer and config.json, where it has them, come before those of the model.
+        files: the adapter's own. names: the tensors of a peft folder."""
+        self._folder, self._lora, self._read_adapter, self._names = folder, lora, read_adapter, names
+        self.files = files
 
-    def files(self) -> list[Path]:
-        return [*self.base.files(), *self._adapter_files]
+    def find_folders(self, before: WeightSource) -> tuple[Path, Path]:
+        config_dir = self._folder if (self._folder / "config.json").is_file() else before.config_dir
+        return self._folder if has_tokenizer(self._folder) or self._folder == config_dir else before.path, config_dir
 
-    def check_complete(self, layers: list[Layer]) -> None:
-        self.base.check_complete(layers)
+    def check(self, edited: EditedWeights, layers: list[Layer]) -> None:
         check_all_taken(self._names, self._lora, layers)
 
-    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        return self.base.describe_layer(index, layer)
-
-    def list_passthrough(self) -> list[TensorInfo]:
-        return self.base.list_passthrough()
-
-    def read_passthrough(self, name: str) -> torch.Tensor:
-        return self.base.read_passthrough(name)
-
-    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        tensors = self.base.read_layer(index, layer)
+    def edit_layer(self, index: int, layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if any(tensor.is_meta for tensor in tensors.values()):  # merging keeps shapes and dtypes
+            return tensors
         module = layer.build_on_meta()
         if tensors and is_saved(layer, self._lora):
             names = [name for name, _ in module.named_parameters()]

@@ -42,6 +42,9 @@ class RandomWeights:
             )
         return tensors
 
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        return dict(layer.build_on_meta().state_dict()) if layer.owns_weights else {}
+
     def check_complete(self, layers: list[Layer]) -> None:
         """Do nothing: every layer can be drawn."""
 

@@ -1,65 +1,53 @@
-"""The weights of a model whose vocabulary grows while they are read, for tokens that a run adds."""
+"""The edit that gives a vocabulary more rows while its weights are read, for tokens that a run adds."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
-from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
+from models.weights.edits import Edit, EditedWeights, Order
 from models.weights.passthrough import find_passthrough
-from models.weights.source import StoredWeights
+from models.weights.source import WeightSource
 
 COLUMNS_AT_A_TIME = 64  # bounds the fp32 copy that the mean of a bf16 matrix needs
 
 
-class ResizedVocabWeights:
-    """`StoredWeights` with more rows in the embedding and the head, each the mean of the old ones.
+class ResizedVocabulary(Edit):
+    """Gives the embedding and the head more rows, each the mean of the old ones.
 
     A row depends on the old ones alone, so it is the same on every rank that reads it, at every layout. Only the matrix
     that grows is ever in memory.
     """
 
-    def __init__(self, base: StoredWeights, config: PretrainedConfig) -> None:
-        """config: the base's, with another `vocab_size`."""
-        self.base, self.config, self.wrapper, self.path = base, config, base.wrapper, base.path
-        self.config_dir = base.config_dir
-        self._layers = build_layers(base.config, base.wrapper)
+    order = Order.VOCABULARY
 
-    def files(self) -> list[Path]:
-        return self.base.files()
+    def __init__(self, config: PretrainedConfig) -> None:
+        """config: that of the model, with another `vocab_size`."""
+        self._config = config
 
-    def check_complete(self, layers: list[Layer]) -> None:
-        self.base.check_complete(self._layers)
+    def edit_config(self, before: WeightSource) -> PretrainedConfig:
+        return self._config
 
-    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        shapes = layer.shapes()
-        described = self.base.describe_layer(index, self._layers[index])
-        return {name: tensor.new_empty(shapes[name]) for name, tensor in described.items()}
+    def find_layer(self, edited: EditedWeights, index: int, layer: Layer) -> tuple[int, Layer]:
+        return index, replace(edited.layers_before[index], experts=layer.experts)
 
-    def list_passthrough(self) -> list[TensorInfo]:
-        return list(self._passthrough.values())
-
-    def read_passthrough(self, name: str) -> torch.Tensor:
-        return resize_rows(self.base.read_passthrough(name), self._passthrough[name].shape)
-
-    @cached_property
-    def _passthrough(self) -> dict[str, TensorInfo]:
-        passthrough = find_passthrough(self.base)
-        resized = resize_copies(passthrough.unused, self.base.config, self.config)
-        return {info.name: resized.get(info.name, info) for info in passthrough.kept}
-
-    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        tensors = self.base.read_layer(index, replace(self._layers[index], experts=layer.experts))
+    def edit_layer(self, index: int, layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shapes = layer.shapes() if tensors else {}
         return {name: resize_rows(tensor, shapes[name]) for name, tensor in tensors.items()}
+
+    def list_passthrough(self, edited: EditedWeights) -> list[TensorInfo]:
+        passthrough = find_passthrough(edited.before)
+        resized = resize_copies(passthrough.unused, edited.before.config, self._config)
+        return [resized.get(info.name, info) for info in passthrough.kept]
+
+    def edit_passthrough(self, edited: EditedWeights, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return resize_rows(tensor, edited.passthrough[name].shape)
 
 
 def with_rows(config: PretrainedConfig, rows: int) -> PretrainedConfig:
@@ -95,7 +83,7 @@ def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
     The mean keeps a new token's first logit in the range of the others, where zeros or noise would not.
     """
     old_rows = weight.shape[0]
-    grown = torch.empty((rows, *weight.shape[1:]), dtype=weight.dtype)
+    grown = weight.new_empty((rows, *weight.shape[1:]))
     grown[:old_rows] = weight
     if weight.dim() == 1:
         grown[old_rows:] = weight.float().mean()

@@ -39,6 +39,9 @@ class WeightSource(DescribedModel, Protocol):
         """Return the tensors of `layer`, named as in its module, checked against its shapes. Empty if the layer owns
         none."""
 
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        """Return the tensors of `read_layer` on the meta device: names, shapes and dtypes, without reading values."""
+
     def check_complete(self, layers: list[Layer]) -> None:
         """Check that all tensors of the layers are there and no others. Raises UserError otherwise."""
 
@@ -51,13 +54,6 @@ class WeightSource(DescribedModel, Protocol):
 
     def read_passthrough(self, name: str) -> torch.Tensor:
         """Return one tensor of `list_passthrough` by its name on disk, memory-mapped."""
-
-
-class StoredWeights(WeightSource, Protocol):
-    """A source of weights in files: a conversion plans its output before it reads them."""
-
-    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        """Return the tensors of `read_layer` on the meta device: names, shapes and dtypes, without reading values."""
 
 
 def get_whole_config(source: DescribedModel) -> PretrainedConfig:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers import PretrainedConfig
+
 from errors import UserError
 from models.adapters.folder import (
     ADAPTER_CONFIG,
@@ -28,15 +30,16 @@ from models.storage.hub import split_revision
 from models.storage.manifest import find_wrong_size
 from models.storage.steps import LATEST_NAME, find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest
 from models.storage.tensor_files import load_json
-from models.weights.adapted import AdaptedWeights
+from models.weights.adapted import MergedAdapter
 from models.weights.config_file import load_config
+from models.weights.edits import Edit, edit_weights
 from models.weights.fingerprint import check_base, read_base_fingerprint
-from models.weights.further import FurtherWeights
+from models.weights.further import FurtherLayers
 from models.weights.hugging_face_folder import WEIGHT_FILES, HuggingFaceFolder
-from models.weights.new_head import StoredWithNewHead, UntiedWeights
+from models.weights.new_head import NewHead, UntiedHead
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
-from models.weights.resized_vocab import ResizedVocabWeights, with_rows
-from models.weights.source import StoredWeights
+from models.weights.resized_vocab import ResizedVocabulary, with_rows
+from models.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
@@ -54,7 +57,7 @@ HUB_FORMATS = (
 )
 
 
-def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> StoredWeights:
+def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> WeightSource:
     """Open a Hugging Face folder, a hub id, a pipeline checkpoint (of several steps the one that `latest` names), or
     one `global_stepN`. For an adapter (a peft folder, or the checkpoint of a LoRA run) return the base model's weights
     with the adapter merged in. A folder with weights and a checkpoint of something else next to them, as the Trainer of
@@ -99,7 +102,7 @@ def _find_fault_of_latest(path: Path) -> str | None:
     return None
 
 
-def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool, trust_checkpoint: bool) -> StoredWeights:
+def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool, trust_checkpoint: bool) -> WeightSource:
     checkpoint = PipelineCheckpoint(path, tag, trust_checkpoint)
     if not checkpoint.is_adapter:
         return checkpoint
@@ -108,7 +111,7 @@ def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool, trust_checkp
 
 def _open_adapted(
     path: Path, checkpoint: PipelineCheckpoint | None, trust_remote_code: bool, trust_checkpoint: bool
-) -> AdaptedWeights:
+) -> WeightSource:
     """Return the base model with the adapter merged in. checkpoint: whose layer files hold the adapter; None for a peft
     folder."""
     lora = load_lora_config(path)
@@ -120,7 +123,7 @@ def _open_adapted(
     tensors = {} if checkpoint else load_adapter_tensors(path)
     files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
     try:
-        base: StoredWeights = open_weights(_name_base(lora), trust_remote_code, trust_checkpoint)
+        base = open_weights(_name_base(lora), trust_remote_code, trust_checkpoint)
     except UserError as error:
         raise UserError(
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
@@ -128,22 +131,28 @@ def _open_adapted(
     expected = read_base_fingerprint(checkpoint.step_dir) if checkpoint else read_fingerprint(path)
     if expected is not None and not trust_checkpoint:
         check_base(base, expected, path)
-    if (path / "config.json").is_file():  # of a run that may have added tokens, or stretched positions
-        own_config, _ = load_config(path, trust_remote_code)
-        copy_positions(own_config, base.config)
-        if own_config.vocab_size > base.config.vocab_size:
-            base = ResizedVocabWeights(base, with_rows(base.config, own_config.vocab_size))
-        if (head := find_head(own_config)) is not None and find_head(base.config) is None:
-            labels = Labels(list_labels(own_config), own_config.num_labels, own_config.problem_type)
-            base = StoredWithNewHead(base, head, labels)  # the adapter brings the trained head
-            base.config.pad_token_id = own_config.pad_token_id
-        if count_trained(own_config):  # the adapter is on further layers too
-            base = FurtherWeights(base)
-    if has_own_head(tensors, build_layers(base.config, base.wrapper)):
-        base = UntiedWeights(base)
+    if (path / "config.json").is_file():
+        base = edit_weights(base, _follow_run(base, load_config(path, trust_remote_code)[0]))
+    untied = [UntiedHead()] if has_own_head(tensors, build_layers(base.config, base.wrapper)) else []
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
-    files = [path / ADAPTER_CONFIG, *files]
-    return AdaptedWeights(base, path, lora, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())
+    adapter = MergedAdapter(path, lora, read_adapter, [path / ADAPTER_CONFIG, *files], tensors.keys())
+    return edit_weights(base, [*untied, adapter])
+
+
+def _follow_run(base: WeightSource, config: PretrainedConfig) -> list[Edit]:
+    """Return the edits that a run has made to its base model before it trained an adapter; what its config alone says,
+    positions and the pad token of its head, is copied. config: that of the trained model."""
+    copy_positions(config, base.config)
+    edits: list[Edit] = []
+    if (head := find_head(config)) is not None and find_head(base.config) is None:
+        base.config.pad_token_id = config.pad_token_id
+        labels = Labels(list_labels(config), config.num_labels, config.problem_type)
+        edits.append(NewHead(head, labels, seed=0))  # the adapter brings the trained one
+    if config.vocab_size > base.config.vocab_size:
+        edits.append(ResizedVocabulary(with_rows(base.config, config.vocab_size)))
+    if count_trained(config):  # the adapter is on further layers too
+        edits.append(FurtherLayers())
+    return edits
 
 
 def _check_chain(path: Path) -> None:

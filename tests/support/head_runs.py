@@ -21,7 +21,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
 from models.architecture.lookup import build_layers
-from models.weights.new_head import add_head
+from models.weights.edits import edit_weights
+from models.weights.new_head import choose_head
 from models.weights.sources import open_weights
 from training.inputs.datasets import build_row_plan, complete_labels
 from training.objectives.registry import get_objective
@@ -39,7 +40,7 @@ def load_oracle(case: Case) -> PreTrainedModel:
     objective = get_objective(config)
     assert objective.head is not None
     labels = objective.name_labels(config.data)
-    with_head = add_head(source, objective.head, labels, config.seed)
+    with_head = edit_weights(source, choose_head(source, objective.head, labels, config.seed))
     tensors = {
         layer.hf_prefix + name: tensor.clone()
         for index, layer in enumerate(build_layers(with_head.config))

@@ -181,11 +181,12 @@ def test_the_fp32_weights_of_a_run_in_bf16_are_for_a_run_that_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluate_only: bool
 ) -> None:
     """An evaluation is of the weights that are exported."""
-    weights = Mock()
+    weights, masters = Mock(), Mock()
     monkeypatch.setattr(setups, "choose_whole", lambda resumable, say: tmp_path)
-    monkeypatch.setattr(setups, "MasterWeights", Mock())
+    monkeypatch.setattr(setups, "MasterWeights", lambda *step: masters)
+    monkeypatch.setattr(setups, "edit_weights", lambda source, edits: (source, edits))
     monkeypatch.setattr(setups, "_open_resized", lambda config, path: weights)
     config = build_config("precision=fp32", f"evaluate_only={str(evaluate_only).lower()}")
     monkeypatch.setattr(dataclasses, "replace", lambda setup, **found: found)
     found = setups.load_resumed(Mock(adapter=None, config=config), print)
-    assert (found["source"] is weights) is evaluate_only
+    assert found["source"] == (weights, [] if evaluate_only else [masters])

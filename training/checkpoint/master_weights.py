@@ -4,7 +4,6 @@ layer files have them rounded."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,15 +11,17 @@ from safetensors import safe_open
 
 from errors import UserError
 from models.layers.layer import Layer
-from models.storage.safetensors_writer import TensorInfo
-from models.weights.source import WeightSource
+from models.weights.edits import Edit, Order
 from training.checkpoint.optimizer_state import FILE_PATTERN, WEIGHT, list_overlaps, parse_key
 
 _RANK_DIMS = {".lora_A.": 0, ".lora_B.": 1}  # the dimension that the rank is
 
 
-class MasterWeights:
-    """The master weights in the optimizer's files of a step; none of a run in fp32."""
+class MasterWeights(Edit):
+    """The master weights in the optimizer's files of a step; none of a run in fp32. As an edit they take the place of
+    the rounded ones."""
+
+    order = Order.MASTER_WEIGHTS
 
     def __init__(self, step_dir: Path, starts_from_base: bool = False) -> None:
         """starts_from_base: the adapter of the run did, so that a layer file has what it started as behind what is
@@ -37,7 +38,7 @@ class MasterWeights:
     def __bool__(self) -> bool:
         return bool(self._places)
 
-    def restore(self, layer: Layer, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def edit_layer(self, index: int, layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer, named as in its module, with the master weights in place of those that have
         some. Raises UserError where a part is missing."""
         return {name: self._restore(layer.hf_prefix + name, tensor) for name, tensor in tensors.items()}
@@ -52,6 +53,8 @@ class MasterWeights:
     def _read(self, name: str, rounded: torch.Tensor) -> torch.Tensor:
         if name not in self._places:
             return rounded
+        if rounded.is_meta:
+            return rounded.float()
         flat, missing = torch.empty(rounded.numel()), rounded.numel()
         for file, key in self._places[name]:
             with safe_open(file, framework="pt") as saved:
@@ -66,26 +69,3 @@ class MasterWeights:
                 "another one"
             )
         return flat.view(rounded.shape)
-
-
-class SourceInFp32:
-    """A `WeightSource`: the weights of a checkpoint with its master weights in place of the rounded ones."""
-
-    def __init__(self, base: WeightSource, masters: MasterWeights) -> None:
-        self._base, self._masters = base, masters
-        self.path, self.config_dir, self.config, self.wrapper = base.path, base.config_dir, base.config, base.wrapper
-
-    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        return self._masters.restore(layer, self._base.read_layer(index, layer))
-
-    def check_complete(self, layers: list[Layer]) -> None:
-        self._base.check_complete(layers)
-
-    def files(self) -> list[Path]:
-        return self._base.files()
-
-    def list_passthrough(self) -> list[TensorInfo]:
-        return self._base.list_passthrough()
-
-    def read_passthrough(self, name: str) -> torch.Tensor:
-        return self._base.read_passthrough(name)

@@ -24,7 +24,8 @@ from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
 from models.layers.wrapped import Wrapper
 from models.weights.config_file import load_config, parse_config
-from models.weights.further import add_further
+from models.weights.edits import edit_weights
+from models.weights.further import choose_further
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import CheckedConfig
@@ -307,7 +308,8 @@ def find_passthrough_bytes(config: RunConfig) -> int:
         return 0
     try:
         source = open_weights(config.model_name_or_path, config.trust_remote_code, config.trust_checkpoint)
-        return measure_passthrough(add_further(source, config.mtp.loss_coef > 0), config)
+        source = edit_weights(source, choose_further(source, config.mtp.loss_coef > 0))
+        return measure_passthrough(source, config)
     except UserError:
         return 0
 

@@ -19,7 +19,9 @@ from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from models.losses.further_tokens import FurtherTokenLoss
 from models.losses.token_loss import TokenLoss
-from models.weights.further import FurtherWeights
+from models.weights.edits import edit_weights
+from models.weights.further import FurtherLayers
+from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 
 COEF, BOUND = 0.4, 1e-5  # norms of transformers compute in fp32
@@ -27,7 +29,7 @@ LENGTHS = ((9, 4, 7), (12, 6))  # of the documents of two rows, of which the sec
 WIDTH = 20
 
 
-def build_modules(source: FurtherWeights) -> list[tuple[Layer, nn.Module]]:
+def build_modules(source: WeightSource) -> list[tuple[Layer, nn.Module]]:
     shared: dict[str, nn.Module] = {}
     chain = []
     for index, layer in enumerate(build_layers(source.config)):
@@ -64,7 +66,7 @@ def list_documents(rows: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, to
     return [(rows["ids"][row, mask], rows["labels"][row, mask]) for row, mask in masks]
 
 
-def run(source: FurtherWeights, rows: dict[str, torch.Tensor], depths: int) -> tuple[Any, dict[str, torch.Tensor]]:
+def run(source: WeightSource, rows: dict[str, torch.Tensor], depths: int) -> tuple[Any, dict[str, torch.Tensor]]:
     source.config._attn_implementation = "sdpa"
     chain = build_modules(source)
     values: Any = (rows["ids"], rows["positions"], rows["segments"], rows["ids"])
@@ -92,7 +94,7 @@ def run(source: FurtherWeights, rows: dict[str, torch.Tensor], depths: int) -> t
 def test_they_equal_plain_modules(tmp_path: Path, family: str, depths: int, tied: bool) -> None:
     save_with_further(tmp_path, family, depths, tied)
     rows = draw_rows()
-    (loss, losses, counts), gradients = run(FurtherWeights(open_weights(str(tmp_path))), rows, depths)
+    (loss, losses, counts), gradients = run(edit_weights(open_weights(str(tmp_path)), [FurtherLayers()]), rows, depths)
 
     plain, documents = PlainFurther(tmp_path, family).double(), list_documents(rows)
     totals = [sum(each) for each in zip(*(plain.compute_losses(*document) for document in documents), strict=True)]

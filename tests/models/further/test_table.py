@@ -15,7 +15,8 @@ from support.tiny import save_llama, save_tokenizer
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.further.table import count_tail, set_trained
-from models.weights.further import FurtherWeights, add_further
+from models.weights.edits import edit_weights
+from models.weights.further import FurtherLayers, choose_further
 from models.weights.sources import open_weights
 
 
@@ -29,7 +30,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_they_are_between_the_norm_and_the_head_and_stay_with_it(root: Path) -> None:
-    source = FurtherWeights(open_weights(str(root / "deepseek_v3")))
+    source = edit_weights(open_weights(str(root / "deepseek_v3")), [FurtherLayers()])
     layers = build_layers(source.config)
     assert [layer.hf_prefix for layer in layers[-5:]] == [
         "model.norm.", "model.embed_tokens.", "model.layers.4.", "model.layers.5.", "model.embed_tokens.",
@@ -41,7 +42,7 @@ def test_they_are_between_the_norm_and_the_head_and_stay_with_it(root: Path) -> 
 @pytest.mark.parametrize("form", ["deepseek_v3", "converted"])
 def test_their_weights_are_read_from_what_is_passed_through(root: Path, form: str) -> None:
     published = load_file(root / "deepseek_v3/model.safetensors")
-    source = FurtherWeights(open_weights(str(root / form)))
+    source = edit_weights(open_weights(str(root / form)), [FurtherLayers()])
     layers = build_layers(source.config)
     source.check_complete(layers)
     assert source.list_passthrough() == []
@@ -76,7 +77,7 @@ def test_weights_that_do_not_fit_are_refused(root: Path, tmp_path: Path, change:
         tensors["model.layers.5.shared_head.head.weight"] += 1
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((root / "deepseek_v3/config.json").read_text())
-    source = FurtherWeights(open_weights(str(tmp_path)))
+    source = edit_weights(open_weights(str(tmp_path)), [FurtherLayers()])
     with pytest.raises(UserError) as raised:
         source.check_complete(build_layers(source.config))
     assert message in str(raised.value)
@@ -103,7 +104,7 @@ def test_a_model_without_known_layers_is_refused(family: str, fields: dict, mess
 def test_a_model_that_does_not_train_them_is_as_it_was(tmp_path: Path) -> None:
     save_llama(tmp_path)
     source = open_weights(str(tmp_path))
-    assert add_further(source, trains=False) is source
+    assert choose_further(source, trains=False) == []
     config = build_family_config(NUMBERED[0], num_nextn_predict_layers=1)
     names = [layer.hf_prefix for layer in build_layers(config)]
     set_trained(config, trains=True)

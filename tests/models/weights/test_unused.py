@@ -24,10 +24,11 @@ from models.architecture.unused import FURTHER_LAYERS
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.storage.safetensors_writer import INDEX_NAME
-from models.weights.new_head import add_head
+from models.weights.edits import edit_weights
+from models.weights.new_head import NewHead
 from models.weights.passthrough import find_passthrough
 from models.weights.quantized import dequantize_fp8
-from models.weights.resized_vocab import ResizedVocabWeights, grow_rows
+from models.weights.resized_vocab import ResizedVocabulary, grow_rows
 from models.weights.sources import open_weights
 from models.weights.vocabulary import resize_config
 
@@ -144,7 +145,7 @@ def test_copies_of_the_vocabulary_get_its_new_rows(tmp_path: Path) -> None:
     assert_same_bits(exported, load_file(tmp_path / "hf" / "model.safetensors"))
 
     base = open_weights(str(tmp_path / "hf"))
-    source = ResizedVocabWeights(base, resize_config(base, VOCAB_SIZE + 7))  # of a run that adds tokens
+    source = edit_weights(base, [ResizedVocabulary(resize_config(base, VOCAB_SIZE + 7))])  # of a run that adds tokens
     source.check_complete(build_layers(source.config))
     for info in source.list_passthrough():
         tensor = source.read_passthrough(info.name)
@@ -197,7 +198,8 @@ def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
 def test_a_reward_model_keeps_them(tmp_path: Path) -> None:
     """Its own folder, and one that a run makes a reward model of."""
     unused = save_with_unused(tmp_path / "hf", FIRST)
-    new = add_head(open_weights(str(tmp_path / "hf")), SEQUENCE_CLASSIFICATION, Labels(num_labels=1), seed=0)
+    new_head = NewHead(SEQUENCE_CLASSIFICATION, Labels(num_labels=1), seed=0)
+    new = edit_weights(open_weights(str(tmp_path / "hf")), [new_head])
     assert_same_bits({info.name: new.read_passthrough(info.name) for info in new.list_passthrough()}, unused)
     fields = read_config(tmp_path / "hf") | {"architectures": ["DeepseekV3ForSequenceClassification"], "num_labels": 1}
     file = tmp_path / "hf" / "model.safetensors"
