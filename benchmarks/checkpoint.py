@@ -39,8 +39,9 @@ from data.collator import shift_labels  # noqa: E402
 from models.layers.layer import Layer  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from training.checkpoint.resume import find_damage  # noqa: E402
+from training.checkpoint.share import plan_share  # noqa: E402
 from training.checkpoint.state import TrainerState, load_checkpoint  # noqa: E402
-from training.checkpoint.writer import CheckpointWriter, plan_share  # noqa: E402
+from training.checkpoint.writer import CheckpointWriter  # noqa: E402
 
 # What, its time's counterpart, the counterpart in words, and the ratio that is allowed.
 COMPARED = (

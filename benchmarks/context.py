@@ -120,7 +120,7 @@ def repeat_part(engine: Any, context_parallel_size: int, seq_length: int) -> Ite
     """The rank's part of the same micro-batch, forever."""
     whole = next(repeat_batch(1, seq_length, VOCAB_SIZE))
     assert whole.inputs is not None and whole.targets is not None
-    take = engine.module.sequence_part.take
+    take = engine.module.ranks.sequence_part.take
     inputs = replace(whole.inputs, input_ids=take(whole.inputs.input_ids).contiguous())
     denominator = whole.targets.denominator / context_parallel_size
     return itertools.repeat(Batch(inputs, Targets.find(take(whole.targets.ids).contiguous(), denominator)))

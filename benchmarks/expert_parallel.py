@@ -175,7 +175,7 @@ def measure_steps(sizes: tuple[int, int, int], precision: str, rounds: int) -> t
     former in exchanges."""
 
     runs, clock = {size: build(size, sizes, precision) for size in (1, RANKS)}, Clock()
-    runs[RANKS][0].module.expert_parallel.exchanges.observer = clock
+    runs[RANKS][0].module.ranks.expert_parallel.exchanges.observer = clock
     ratios, shares = [], []
     for _ in range(1 + rounds):
         seconds = {}

@@ -85,7 +85,9 @@ def measure(
         nonlocal in_sums
         start = time.perf_counter()
         work = plain_sum(*args, **kwargs)
-        in_sums += (time.perf_counter() - start) * (kwargs.get("group") is engine.module.parallel.group is not None)
+        in_sums += (time.perf_counter() - start) * (
+            kwargs.get("group") is engine.module.ranks.parallel.group is not None
+        )
         return work
 
     seconds, shares = [], []

@@ -36,16 +36,10 @@ from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.modifiers import TEACHER
 from training.objectives.objective import LastStage
 from training.pipeline.activation_checkpoint import KEEP_ALL
-from training.pipeline.module import (
-    Kernels,
-    StageModule,
-    StageOptions,
-    StageRanks,
-    join_context_parallel,
-    join_expert_parallel,
-    join_tensor_parallel,
-)
+from training.pipeline.module import StageModule
+from training.pipeline.preparation import Kernels, StageOptions
 from training.pipeline.schedules import build_schedule
+from training.pipeline.stage_ranks import join_stage_ranks
 from training.pipeline.weight_sharding import WeightSharding
 from training.resolution.user_loss import build_run_loss
 from training.scoring.first_pass import OnlineTeacher, build_first_pass
@@ -67,19 +61,15 @@ def build_stage(run: Run, trains: bool = True, teacher: OnlineTeacher | None = N
     tensor is missing or has a wrong shape.
     """
     config, setup, ranks = run.config, run.setup, run.ranks
-    ranks_of_stage = StageRanks(
-        topology=setup.layout.topology,
-        schedule=build_schedule(setup.layout),
-        parallel=join_tensor_parallel(setup.layout.topology, ranks.rank, config.sequence_parallel),
-        sequence_part=join_context_parallel(setup.layout.topology, ranks.rank, setup.parts),
-        expert_parallel=join_expert_parallel(setup.layout.topology, ranks.rank),
+    schedule = build_schedule(setup.layout)
+    stage_ranks = join_stage_ranks(
+        setup.layout.topology, schedule, ranks.rank, setup.parts, splits_sequence=config.sequence_parallel
     )
     kernels = choose_kernels(config, setup.architecture)
     if kernels.flash_attention_3:
         spared = count_spared(setup.layout, setup.parts.is_ring)
         use_flash_attention_3(spared)
         ranks.say(f"flash_kernels=fa3: FlashAttention-3; {spared} multiprocessors are left to transfers")
-    parallel, sequence_part = ranks_of_stage.parallel, ranks_of_stage.sequence_part
     options = StageOptions(
         kernels=kernels,
         checkpointing=setup.checkpointing if trains else KEEP_ALL,
@@ -90,9 +80,10 @@ def build_stage(run: Run, trains: bool = True, teacher: OnlineTeacher | None = N
         weight_sharding=_choose_weight_sharding(config) if trains else None,
     )
     head = None if teacher is None else teacher.head
-    loss = build_run_loss(config, LastStage(setup.architecture, parallel, sequence_part, head))
+    last = LastStage(setup.architecture, stage_ranks.parallel, stage_ranks.sequence_part, head)
+    loss = build_run_loss(config, last)
     with ranks.phase("building the stages and loading their weights"):
-        module = StageModule(setup.layers, setup.bounds, setup.source, loss, ranks_of_stage, options)
+        module = StageModule(setup.layers, setup.bounds, setup.source, loss, stage_ranks, options)
     if trains and module.deferred_share is not None:
         ranks.say(
             f"schedule={config.schedule}: {module.deferred_share:.0%} of the trained matrices' gradients can wait"
@@ -168,7 +159,7 @@ def build_online_teacher(run: Run) -> OnlineTeacher | None:
     architecture = teacher.setup.architecture
     run.ranks.say(f"teacher: {architecture.model_type} from {teacher.setup.source.path}, next to the student")
     engine = build_engine(teacher, trains=False)
-    num_tokens, parallel = _count_shared_tokens(run, teacher), engine.module.parallel
+    num_tokens, parallel = _count_shared_tokens(run, teacher), engine.module.ranks.parallel
     return OnlineTeacher(engine, TeacherHead(architecture, keys.temperature, keys.top_k, num_tokens, parallel))
 
 
@@ -197,7 +188,7 @@ def prepare_teacher(run: Run, data: RankData) -> RankData:
         engine = build_engine(teacher, trains=False)
         own = dataclasses.replace(data, layout=setup.layout)
         options = loaders.build_options(setup.config, engine.module, own, next(iter(missing)))
-        parallel = engine.module.parallel
+        parallel = engine.module.ranks.parallel
         measure = TeacherTop(setup.architecture, keys.temperature, keys.top_k, num_tokens, parallel)
         for key, scores in missing.items():
             size = f"{scores.num_values:,} targets, {describe_bytes(scores.num_bytes)} on disk"

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.order import GlobalOrder
 from data.storage.rows import count_rows
 from data.storage.tokenized import TokenizedDataset
-from models.sharding.shards import read_shards
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
@@ -110,17 +109,17 @@ def hf_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
     module = engine.module
     weights = {}
-    for index, layer, layer_module in module.local_layers():
-        if module.owns(index):
-            shards = read_shards(layer_module, module.parallel, module.expert_parallel)
-            with whole_weights(layer_module):
-                for name, tensor in layer_module.state_dict().items():
+    for layer in module.local_layers:
+        if layer.is_own:
+            shards = module.ranks.read_shards(layer.module)
+            with whole_weights(layer.module):
+                for name, tensor in layer.module.state_dict().items():
                     whole = shards.gather(name, tensor.detach())
                     if name in shards.expert_specs:  # on one rank after the other
-                        owners = range(module.expert_parallel.size)
+                        owners = range(module.ranks.expert_parallel.size)
                         found = [shards.gather_experts(name, whole, owner) for owner in owners]
-                        whole = found[module.expert_parallel.rank]
-                    weights[layer.hf_prefix + name] = whole.detach().float().cpu().clone()
+                        whole = found[module.ranks.expert_parallel.rank]
+                    weights[layer.spec.hf_prefix + name] = whole.detach().float().cpu().clone()
     return weights
 
 

@@ -178,7 +178,7 @@ class _Rank:
 class _Module(torch.nn.Module):
     """A stage whose passes record themselves, with a weight in each layer."""
 
-    parallel = SimpleNamespace(rank=0)
+    ranks = SimpleNamespace(parallel=SimpleNamespace(rank=0))
 
     def __init__(
         self, stage_id: int, chunks: Sequence[int], run_pass: Callable[[], None], has_expert: bool, has_tokens: bool

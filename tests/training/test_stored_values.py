@@ -32,7 +32,7 @@ from training.config.schema import DataConfig
 from training.distributed.ranks import SINGLE_PROCESS
 from training.inputs.datasets import build_encoding
 from training.objectives.registry import describe_objective
-from training.pipeline.module import StageOptions
+from training.pipeline.preparation import StageOptions
 from training.scoring import scored
 
 MODULES = {

@@ -35,10 +35,9 @@ from models.storage.manifest import STATE_NAME, FileRecord, HashedFile, write_ma
 from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
 from models.storage.steps import LATEST_NAME, TEMPORARY_PREFIX
 from models.storage.torch_writer import save_torch
-from models.weights.pipeline_checkpoint import layer_file
 from training.checkpoint import optimizer_state
-from training.checkpoint.coverage import check_coverage
 from training.checkpoint.retention import KEEP_ALL, Retention, prune_checkpoints
+from training.checkpoint.share import plan_share, plan_whole_share
 from training.checkpoint.share_file import ShareFile
 from training.checkpoint.state import TrainerState
 from training.distributed.host_memory import measure_available_memory
@@ -46,50 +45,11 @@ from training.distributed.leaving import saving
 from training.distributed.process import make_group_with_timeout, synchronize
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
-from training.pipeline.module import LayerWriter
 
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
 _SHARE_OF_MEMORY = 0.8  # of the memory that this host or container has left, for copies
 _SECONDS_BETWEEN_POLLS = 0.2  # of the progress of a save that is waited for
 _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
-
-
-def plan_share(engine: Engine, weights_only: bool = False) -> list[ShareFile]:
-    """Return the files that this rank writes, with the engine's own tensors. All ranks call it: a layer or a weight
-    that is sharded over ranks is gathered, one at a time, in the host memory of the rank that writes it."""
-    module, topology, num_replicas = engine.module, engine.layout.topology, engine.layout.num_weight_replicas
-    files = []
-    for index, _, layer_module in module.local_layers():
-        writer = LayerWriter(index % num_replicas, index // num_replicas % module.parallel.size)
-        if not module.owns(index) or not module.takes_part(layer_module, writer):
-            continue
-        name = layer_file(Path(), index).name
-        if module.holds_whole(layer_module):
-            files.append(ShareFile(name, module.saved_tensors(layer_module)))
-        elif (tensors := module.gather_tensors(layer_module, writer)) is not None:
-            files.append(ShareFile(name, tensors, is_copy=True))
-    if not weights_only and (state := optimizer_state.collect_state(engine)):
-        files.append(ShareFile(optimizer_state.file_name(topology, engine.rank), state))
-    return files
-
-
-def plan_whole_share(
-    engine: Engine, step: int, group: dist.ProcessGroup | None, weights_only: bool = False
-) -> list[ShareFile]:
-    """Return `plan_share` for a save of this step. Raises UserError, together on all ranks, where it would omit state
-    of a trained parameter."""
-    share: list[ShareFile] = []
-    error = None
-    try:
-        share = plan_share(engine, weights_only)
-    except UserError as mistake:
-        error = mistake
-    raise_together(error)
-    if weights_only:
-        return share
-    state = {name: tensor for file in share if file.is_optimizer_state for name, tensor in file.tensors.items()}
-    check_coverage(engine, state, step, group)
-    return share
 
 
 class CheckpointWriter:

@@ -184,7 +184,7 @@ class GradientSums:
         """Returns whether this rank counts a parameter in the norm: other stages and tensor-parallel ranks may have
         the same one."""
         is_copy = getattr(parameter, "ds_pipe_replicated", False)
-        return not is_copy and (self._module.parallel.rank == 0 or getattr(parameter, "model_parallel", False))
+        return not is_copy and (self._module.ranks.parallel.rank == 0 or getattr(parameter, "model_parallel", False))
 
     def start_step(self) -> None:
         self._number = 0

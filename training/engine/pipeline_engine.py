@@ -72,12 +72,12 @@ def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
     groups = group_trained(module, config)
     if keeps_blocks(config):
         groups = separate_copies(groups, module)
-    if module.expert_parallel.size > 1:
+    if module.ranks.expert_parallel.size > 1:
         groups = separate_experts(groups, module)
     for group in groups:
         if not group["params"]:
             placeholder = module.add_placeholder()
-            placeholder.allreduce = "moe" not in group  # type: ignore[attr-defined]  # as `_mark_parameters` does
+            placeholder.allreduce = "moe" not in group  # type: ignore[attr-defined]  # as `mark_parameters` does
             group["params"].append(placeholder)
     return groups
 

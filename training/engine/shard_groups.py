@@ -57,10 +57,11 @@ class ExpertGroups:
 
 def join_expert_groups(module: StageModule) -> ExpertGroups | None:
     """Create this rank's groups; None where each rank has all experts. All ranks call it."""
-    own = module.expert_parallel.group
+    ranks = module.ranks
+    own = ranks.expert_parallel.group
     if own is None:
         return None
-    _, replicas = module.rank_topology.split_replicas(module.expert_parallel.size)
+    _, replicas = ranks.topology.split_replicas(ranks.expert_parallel.size)
     return ExpertGroups(own, dist.new_subgroups_by_enumeration(replicas)[0])
 
 

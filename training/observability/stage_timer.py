@@ -112,8 +112,8 @@ class StageTimer:
             exchanges.observer = None
 
     def _list_exchanges(self) -> tuple[Exchanges, Exchanges]:
-        module = self._engine.module
-        return module.sequence_part.exchanges, module.expert_parallel.exchanges
+        ranks = self._engine.module.ranks
+        return ranks.sequence_part.exchanges, ranks.expert_parallel.exchanges
 
     def before(self, unit: str) -> None:
         if unit == OPTIMIZER and self._is_running:  # else it is an evaluation

@@ -96,7 +96,7 @@ def separate_copies(groups: list[dict[str, Any]], module: StageModule) -> list[d
     tied = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
 
     def find_kind(parameter: torch.Tensor) -> tuple[bool, bool]:
-        is_replicated = module.parallel.size > 1 and not parameter.model_parallel  # type: ignore[attr-defined]
+        is_replicated = module.ranks.parallel.size > 1 and not parameter.model_parallel  # type: ignore[attr-defined]
         return is_replicated, id(parameter) in tied
 
     kinds = list(product((False, True), repeat=2))

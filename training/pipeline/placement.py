@@ -11,11 +11,16 @@ along `pipe` it is in one stage, or *tied*: replicated in several. From this fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from models.parallel.shard import ShardLayout
-from training.distributed.topology import PIPE, Topology
+from torch import nn
+
+from models.layers.layer import Layer
+from models.parallel.shard import ShardLayout, sum_over_ranks
+from models.sharding.tensor_parallel import list_partial_gradients
+from training.distributed.topology import PIPE, TENSOR, Topology
+from training.pipeline.stage_ranks import StageRanks
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,45 @@ class Placement:
         """Returns whether the rank saves its optimizer's state of this parameter."""
         alike = [axis for axis in self.replicated if axis not in (PIPE, *self.topology.weight_replica_axes)]
         return self.topology.index(rank, PIPE) == self.stages[0] and self.topology.index(rank, *alike) == 0
+
+
+@dataclass(frozen=True)
+class StageLayer:
+    """A layer on this rank. index: in the model, of the layer that owns its weights; spec: its description. stages:
+    those that hold its weights, the owner's first. is_own: whether the owner is on this stage too."""
+
+    index: int
+    spec: Layer
+    module: nn.Module
+    stages: tuple[int, ...]
+    is_own: bool
+
+
+def place_parameters(layer: StageLayer, ranks: StageRanks) -> Iterator[tuple[str, nn.Parameter, Placement]]:
+    """Yield name, parameter and placement of the parameters of a layer."""
+    shards, partial = ranks.read_shards(layer.module), list_partial_gradients(layer.module)
+    for name, parameter in layer.module.named_parameters():
+        placement = Placement(
+            ranks.topology,
+            layer.stages,
+            sharded=(TENSOR,) if name in shards.tensor_specs else (),
+            shard=shards.locate(name, parameter.shape),
+            partial=(TENSOR,) if name in partial else (),
+            divided=name in shards.expert_specs,
+        )
+        yield name, parameter, placement
+
+
+def mark_parameters(layer: StageLayer, ranks: StageRanks) -> None:
+    """Mark for DeepSpeed's norm which ranks count for a parameter, and sum gradients of which each rank has a share.
+    Called once the weights are loaded."""
+    for _, parameter, placement in place_parameters(layer, ranks):
+        # For `is_model_parallel_parameter` of deepspeed/runtime/utils.py
+        parameter.model_parallel = TENSOR in placement.norm_axes  # type: ignore[attr-defined]
+        # For `is_moe_param` of deepspeed/moe/utils.py
+        parameter.allreduce = not placement.divided  # type: ignore[attr-defined]
+        if TENSOR in placement.gradient_axes and parameter.requires_grad:
+            parameter.register_hook(lambda gradient: sum_over_ranks(gradient, ranks.parallel))
 
 
 def render_shard(shard: ShardLayout | None) -> str:

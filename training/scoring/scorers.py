@@ -40,22 +40,22 @@ def build_reference_scorer(module: StageModule, architecture: PretrainedConfig, 
             f"{REFERENCE} of {key}: that of {named} {record} (counted from 0) is {value}; look at the weights"
         )
 
-    measure = RowScore(architecture, module.parallel, module.sequence_part)
+    measure = RowScore(architecture, module.ranks.parallel, module.ranks.sequence_part)
     return Scorer(f"{REFERENCE} of", "answers", measure, refuse, lambda scores: f"{scores.num_values:,} answers")
 
 
 @contextmanager
 def hold_reference(module: StageModule, reference: WeightSource, own: WeightSource) -> Iterator[None]:
     """Make the stage compute as the reference model does. own: the source of its weights, which may be the same."""
-    if module.adapter is not None:
+    if module.options.adapter is not None:
         with adapter_off(module):
             yield
     elif own is reference:
         yield
     else:
-        module.copy_weights(reference)
+        copy_weights(module.local_layers, reference, module.ranks)
         yield
-        module.copy_weights(own)
+        copy_weights(module.local_layers, own, module.ranks)
 
 
 def build_teacher_scorer(measure: TeacherTop) -> Scorer:

@@ -15,7 +15,8 @@ from support.workers import WorkerGroup
 from errors import UserError
 from training.checkpoint.coverage import Coverage, find_gap
 from training.checkpoint.optimizer_state import load_state
-from training.checkpoint.writer import plan_share, plan_whole_share, write_share
+from training.checkpoint.share import plan_share, plan_whole_share
+from training.checkpoint.writer import write_share
 
 TRAINED = {"a": 10, "b[8:0+4]": 6}
 FIRST = {"weight/a@0": 4, "exp_avg/a@0": 4, "scalar/step@0": 1}

@@ -341,7 +341,7 @@ def sum_two_steps(shards: bool, reduce_dtype: torch.dtype) -> tuple[list[torch.T
     layer = torch.nn.ParameterList(parameters)
     module: Any = SimpleNamespace(
         chunk_numbers=[0], list_modules=lambda chunk: [layer], parameters=layer.parameters,
-        get_tied_weights_and_groups=list, parallel=SimpleNamespace(rank=0),
+        get_tied_weights_and_groups=list, ranks=SimpleNamespace(parallel=SimpleNamespace(rank=0)),
         mpu=lambda: SimpleNamespace(get_model_parallel_group=lambda: alone),
     )  # fmt: skip
     passes = [Unit(0, number, UnitKind.backward) for number in range(2)]

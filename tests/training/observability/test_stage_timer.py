@@ -145,7 +145,7 @@ def train_on_slow_links(case: Case) -> RankTimes:
         clock.finish_step()
         evaluate(engine, loader.iterate(1, 2), MICRO_BATCHES, 1)  # not counted: it is not a training step
     clock.detach()
-    assert engine.module.sequence_part.exchanges.observer is None
+    assert engine.module.ranks.sequence_part.exchanges.observer is None
     return clock.gather()[engine.rank]
 
 

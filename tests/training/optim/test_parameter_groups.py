@@ -173,11 +173,12 @@ def test_copies_are_apart_from_what_this_rank_alone_has() -> None:
     shard, alike, tied = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)
     shard.model_parallel = tied.model_parallel = True  # type: ignore[attr-defined]
     alike.model_parallel = False  # type: ignore[attr-defined]
-    module: Any = SimpleNamespace(parallel=SimpleNamespace(size=2), get_tied_weights_and_groups=lambda: [(tied, None)])
+    ranks = SimpleNamespace(parallel=SimpleNamespace(size=2))
+    module: Any = SimpleNamespace(ranks=ranks, get_tied_weights_and_groups=lambda: [(tied, None)])
     groups = separate_copies([{"params": [alike, shard, tied], "lr": 0.5}, {"params": [], "lr": 0.25}], module)
     found = [[id(each) for each in group["params"]] for group in groups]
     assert found == [[id(shard)], [id(tied)], [id(alike)], [], [], [], [], []]
     assert [group["lr"] for group in groups] == [0.5] * 4 + [0.25] * 4
-    module.parallel.size = 1
+    ranks.parallel.size = 1
     (first, second, *_) = separate_copies([{"params": [alike, shard, tied]}], module)
     assert len(first["params"]) == 2 and second["params"][0] is tied

@@ -1,0 +1,218 @@
+"""Prepares the layers of a stage before it runs: loads their weights, shards, quantizes and freezes them, attaches the
+adapter and what watches routers, and compiles them.
+
+DeepSpeed's class builds each layer in fp32 with random weights and casts it later. Here a layer is built on the meta
+device and takes over the tensors that are read for it, in the training dtype and on this rank's device: nothing is
+initialised that will be loaded, and no rank touches a layer that is not its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from console import progress
+from errors import UserError
+from models.adapters.adapter import Adapter
+from models.adapters.freeze import choose_trained
+from models.experts.router import RouterOptions
+from models.layers.decoder import Embedding, PipelineDecoderLayer
+from models.layers.fused_kernels import fuse_kernels
+from models.layers.neftune import EmbeddingNoise
+from models.sharding.context_parallel import share_sequence
+from models.sharding.expert_parallel import divide_experts, find_own_experts
+from models.sharding.tensor_parallel import shard_module
+from models.weights.source import WeightSource
+from training.distributed.ranks import raise_together
+from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing, may_draw
+from training.pipeline.compilation import compile_layers
+from training.pipeline.placement import StageLayer, mark_parameters
+from training.pipeline.routers import StageRouters
+from training.pipeline.stage_ranks import StageRanks
+from training.pipeline.weight_gradients import DeferredGradients, split_projections
+from training.pipeline.weight_sharding import WeightSharding, shard_weights, whole_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """How layers compute: all that changes, at least by rounding, what the same weights make of the same inputs, except
+    the layout. What a model has computed is stored under a name that covers every field (`compute_model_id`).
+
+    dtype: of weights and activations. attention: the implementation that the layers' config names.
+    flash_attention_3: in place of torch's own. compiles: the decoder layers, each by itself. fuses: parts of layers
+    (`models.layers.fused_kernels`).
+    """
+
+    dtype: torch.dtype
+    attention: str
+    flash_attention_3: bool = False
+    compiles: bool = False
+    fuses: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """How a stage computes, and which of its parameters are trained.
+
+    adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
+    trained. routers: None for a dense model. neftune_noise_alpha: see `models.layers.neftune`; 0: no noise.
+    weight_sharding: over the replicas, each layer as soon as it is loaded.
+    """
+
+    kernels: Kernels
+    checkpointing: ActivationCheckpointing = KEEP_ALL
+    adapter: Adapter | None = None
+    freeze: Sequence[str] = ()
+    routers: RouterOptions | None = None
+    neftune_noise_alpha: float = 0.0
+    weight_sharding: WeightSharding | None = None
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.weight_sharding is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The objects that a stage runs with besides its layers, and facts about these that are reported.
+
+    routers: None for a dense model. noise: on the embeddings; None without it. deferred: the gradients of weights that
+    are put off. deferred_share: of all stages' trained matrices, those whose gradients can be; None where the schedule
+    puts none off. fused: names of kernels.
+    """
+
+    routers: StageRouters | None
+    noise: EmbeddingNoise | None
+    deferred: DeferredGradients
+    deferred_share: float | None
+    fused: set[str]
+
+
+def prepare_layers(
+    layers: Sequence[StageLayer], source: WeightSource, ranks: StageRanks, options: StageOptions, device: torch.device
+) -> Prepared:
+    """Prepare the layers of a stage, which are on the meta device. All ranks call it. device: this rank's.
+
+    Raises UserError, together on all ranks, when a tensor is missing or has another shape than config.json makes it.
+    """
+    mistake = None
+    try:
+        _load_layers(layers, source, ranks, options, device)
+    except UserError as error:  # in a file that no other rank may have opened
+        mistake = error
+    raise_together(mistake)
+    decoder_layers = [each.module for each in layers if isinstance(each.module, PipelineDecoderLayer)]
+    routers = None
+    if options.routers is not None:
+        routers = StageRouters(
+            options.routers, decoder_layers, topology=ranks.topology, parallel=ranks.parallel, device=device
+        )
+    noise = _add_noise(layers, ranks, options.neftune_noise_alpha)
+    fused: set[str] = set()
+    if options.kernels.fuses:
+        fused = fused.union(*(fuse_kernels(each.module) for each in layers))
+    deferred, share = DeferredGradients(), None
+    if ranks.schedule.splits_backward:
+        share = _split_projections(layers, deferred, device)
+    if options.kernels.compiles:
+        _compile(decoder_layers, options.checkpointing, may_draw(each.module for each in layers), ranks.rank)
+    return Prepared(routers=routers, noise=noise, deferred=deferred, deferred_share=share, fused=fused)
+
+
+def copy_weights(layers: Sequence[StageLayer], source: WeightSource, ranks: StageRanks) -> None:
+    """Load the weights of another source of the same model in place; the optimizer's master weights stay. All ranks
+    call it.
+
+    Raises UserError when a tensor is missing or has another shape. Not for layers with an adapter.
+    """
+    mistake = None
+    try:
+        for layer in layers:
+            tensors = _read(layer, source, ranks)
+            with whole_weights(layer.module, changes=True):
+                for name, held in layer.module.state_dict().items():
+                    held.copy_(tensors[name])
+    except UserError as error:
+        mistake = error
+    raise_together(mistake)
+
+
+def _load_layers(
+    layers: Sequence[StageLayer], source: WeightSource, ranks: StageRanks, options: StageOptions, device: torch.device
+) -> None:
+    with progress("loading weights", len(layers), "layers", shown=ranks.rank == 0) as bar:
+        for layer in bar.follow(layers):
+            _load(layer, source, ranks, options, device)
+            if options.weight_sharding is not None:
+                shard_weights(layer.module, options.kernels.dtype, options.weight_sharding)
+
+
+def _load(
+    layer: StageLayer, source: WeightSource, ranks: StageRanks, options: StageOptions, device: torch.device
+) -> None:
+    module = layer.module
+    shard_module(module, layer.spec.styles, ranks.parallel)
+    divide_experts(module, ranks.expert_parallel)
+    tensors = _read(layer, source, ranks)
+    kept = layer.spec.buffer_names()
+    copies = {
+        name: tensor.to(device=device, dtype=tensor.dtype if name in kept else options.kernels.dtype, copy=True)
+        for name, tensor in tensors.items()
+    }
+    module.load_state_dict(copies, strict=True, assign=True)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))  # what follows from the config is in no file
+    if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
+        raise UserError(
+            f"layer {layer.index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded"
+        )
+    if ranks.sequence_part.size > 1:
+        share_sequence(module, ranks.sequence_part)
+    places = ranks.parallel, ranks.expert_parallel
+    choose_trained(module, layer.index, layer.spec, options.adapter, options.freeze, *places)
+    mark_parameters(layer, ranks)
+
+
+def _read(layer: StageLayer, source: WeightSource, ranks: StageRanks) -> dict[str, torch.Tensor]:
+    """Return this rank's shards of the layer's tensors: views of mapped files, so only what is copied is read."""
+    shards = ranks.read_shards(layer.module)
+    described = replace(layer.spec, experts=find_own_experts(layer.module, ranks.expert_parallel))
+    return {name: shards.take(name, tensor) for name, tensor in source.read_layer(layer.index, described).items()}
+
+
+def _add_noise(layers: Sequence[StageLayer], ranks: StageRanks, alpha: float) -> EmbeddingNoise | None:
+    """Return the noise, put on the embedding where this stage has it; every stage counts its steps."""
+    if not alpha:
+        return None
+    noise = EmbeddingNoise(alpha, ranks.sequence_part)
+    for layer in layers:
+        if layer.index == 0 and layer.is_own:
+            assert isinstance(layer.module, Embedding), type(layer.module)
+            noise.attach(layer.module)
+    return noise
+
+
+def _split_projections(layers: Sequence[StageLayer], deferred: DeferredGradients, device: torch.device) -> float:
+    """Return the share of all stages' trained matrices whose gradients can be deferred: with adapters there is little
+    to gain. All ranks call it."""
+    counts = [split_projections(layer.module, deferred) for layer in layers]
+    totals = torch.tensor(counts, dtype=torch.float64, device=device).sum(dim=0)
+    dist.all_reduce(totals)
+    can, matrices = totals.tolist()
+    return can / max(1, matrices)
+
+
+def _compile(
+    layers: Sequence[PipelineDecoderLayer], checkpointing: ActivationCheckpointing, draws: bool, rank: int
+) -> None:
+    """Compile each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step to
+    step make it general once. draws: whether a layer of the stage may draw random numbers."""
+    # One object, or each layer has its own code
+    recompute = checkpointing.build_function(draws) if checkpointing.in_layers else None
+    for layer in layers:
+        layer.recompute = recompute
+    compile_layers(layers, rank)
