@@ -283,7 +283,8 @@ def load_resumed(setup: RunSetup, say: Callable[[str], None]) -> RunSetup:
     starts = starts_from_base(_find_saved_init(step_dir))
     masters = MasterWeights(step_dir, starts) if continues_in_fp32 else None
     if setup.adapter is not None:
-        tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint, masters)
+        restore = None if masters is None else masters.restore
+        tensors = read_trained_adapter(step_dir, setup.layers, config.trust_checkpoint, restore)
         adapter = dataclasses.replace(setup.adapter, tensors=tensors)
         return dataclasses.replace(setup, resume_from=step_dir, adapter=adapter)
     source = edit_weights(_open_resized(config, str(step_dir)), [masters] if masters else [])

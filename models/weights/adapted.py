@@ -20,7 +20,7 @@ from models.adapters.folder import ReadAdapter
 from models.adapters.targets import is_saved, list_targets
 from models.layers.layer import Layer
 from models.storage.folders import has_tokenizer
-from models.weights.edits import Edit, EditedWeights, Order
+from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
 from models.weights.source import WeightSource
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ class MergedAdapter(Edit):
     def check(self, edited: EditedWeights, layers: list[Layer]) -> None:
         check_all_taken(self._names, self._lora, layers)
 
-    def edit_layer(self, index: int, layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
+        tensors = read(index, layer)
         if any(tensor.is_meta for tensor in tensors.values()):  # merging keeps shapes and dtypes
             return tensors
         module = layer.build_on_meta()

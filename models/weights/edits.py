@@ -53,27 +53,18 @@ class Edit:
         """Return `path` and `config_dir` of the edited weights (`WeightSource`)."""
         return before.path, before.config_dir
 
-    def find_layer(self, edited: EditedWeights, index: int, layer: Layer) -> tuple[int, Layer] | None:
-        """Return index and description of the layer before the edit that has the weights of `layer`, the layer `index`
-        after it; None where there was no such layer, and `make_layer` returns its tensors."""
-        return index, layer
-
-    def make_layer(self, edited: EditedWeights, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        """Return the tensors of a layer that was not there before the edit."""
-        raise NotImplementedError
-
-    def edit_layer(self, index: int, layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of `layer`. tensors: those before the edit; on the meta device where only their shapes and
-        dtypes are asked for."""
-        return tensors
+    def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
+        """Return the tensors of `layer`, the layer `index` after the edit. read: returns those of a layer before it; on
+        the meta device where only shapes and dtypes are asked for."""
+        return read(index, layer)
 
     def list_passthrough(self, edited: EditedWeights) -> list[TensorInfo]:
         """Return the passthrough tensors of the edited weights."""
         return edited.before.list_passthrough()
 
-    def edit_passthrough(self, edited: EditedWeights, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a passthrough tensor. tensor: the one before the edit."""
-        return tensor
+    def read_passthrough(self, edited: EditedWeights, name: str) -> torch.Tensor:
+        """Return a passthrough tensor of the edited weights."""
+        return edited.before.read_passthrough(name)
 
     def check(self, edited: EditedWeights, layers: list[Layer]) -> None:
         """Check that the edit can be made to all weights, which were complete before it. layers: of the edited model.
@@ -105,10 +96,10 @@ class EditedWeights:
         return {info.name: info for info in self._edit.list_passthrough(self)}
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        return self._read_layer(index, layer, self.before.read_layer)
+        return self._edit.read_layer(self, index, layer, self.before.read_layer)
 
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        tensors = self._read_layer(index, layer, self.before.describe_layer)
+        tensors = self._edit.read_layer(self, index, layer, self.before.describe_layer)
         return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
     def check_complete(self, layers: list[Layer]) -> None:
@@ -122,13 +113,7 @@ class EditedWeights:
         return list(self.passthrough.values())
 
     def read_passthrough(self, name: str) -> torch.Tensor:
-        return self._edit.edit_passthrough(self, name, self.before.read_passthrough(name))
-
-    def _read_layer(self, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
-        found = self._edit.find_layer(self, index, layer)
-        if found is None:
-            return self._edit.make_layer(self, index, layer)
-        return self._edit.edit_layer(index, layer, read(*found))
+        return self._edit.read_passthrough(self, name)
 
 
 def edit_weights(source: WeightSource, edits: Iterable[Edit]) -> WeightSource:

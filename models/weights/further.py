@@ -17,7 +17,7 @@ from errors import UserError
 from models.further.table import count_trained, list_copies, set_trained
 from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
-from models.weights.edits import Edit, EditedWeights, Order
+from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
 from models.weights.source import WeightSource, check_shape, check_tensors
 
 
@@ -31,12 +31,9 @@ class FurtherLayers(Edit):
         set_trained(config, trains=True)
         return config
 
-    def find_layer(self, edited: EditedWeights, index: int, layer: Layer) -> tuple[int, Layer] | None:
-        if edited.layers[index].is_further:
-            return None
-        return index - sum(each.is_further for each in edited.layers[:index]), layer
-
-    def make_layer(self, edited: EditedWeights, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+    def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
+        if not edited.layers[index].is_further:
+            return read(index - sum(each.is_further for each in edited.layers[:index]), layer)
         if not layer.owns_weights:
             return {}
         tensors = {name: _read_tensor(edited, layer, name, shape) for name, shape in layer.shapes().items()}

@@ -13,7 +13,7 @@ from models.heads.head import Head, Labels
 from models.heads.table import describe_head, find_head
 from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
-from models.weights.edits import Edit, EditedWeights, Order
+from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
 from models.weights.random_weights import RandomWeights
 from models.weights.source import WeightSource
 
@@ -30,15 +30,11 @@ class NewHead(Edit):
     def edit_config(self, before: WeightSource) -> PretrainedConfig:
         return describe_head(before.config, self._head, self._labels)
 
-    def find_layer(self, edited: EditedWeights, index: int, layer: Layer) -> tuple[int, Layer] | None:
-        """Return the layer with the names that its tensors have in the model before."""
+    def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
         if layer.hf_prefix == self._head.prefix:
-            return None
-        named = edited.layers_before[index]
-        return index, replace(layer, hf_prefix=named.hf_prefix, pieces=named.pieces)
-
-    def make_layer(self, edited: EditedWeights, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        return RandomWeights(edited.config, self._seed).read_layer(index, layer) if self._head.has_weights else {}
+            return RandomWeights(edited.config, self._seed).read_layer(index, layer) if self._head.has_weights else {}
+        named = edited.layers_before[index]  # its tensors have other names in the model before
+        return read(index, replace(layer, hf_prefix=named.hf_prefix, pieces=named.pieces))
 
     def list_passthrough(self, edited: EditedWeights) -> list[TensorInfo]:
         return super().list_passthrough(edited) if self._head.has_weights else []  # their names are of another class
@@ -65,6 +61,6 @@ class UntiedHead(Edit):
         config.tie_word_embeddings = False
         return config
 
-    def find_layer(self, edited: EditedWeights, index: int, layer: Layer) -> tuple[int, Layer]:
-        embedding, *_ = edited.layers_before
-        return (0, embedding) if edited.layers_before[index].is_tied_head else (index, layer)
+    def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
+        is_head = edited.layers_before[index].is_tied_head
+        return read(0, edited.layers_before[0]) if is_head else read(index, layer)

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
-from models.weights.edits import Edit, EditedWeights, Order
+from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
 from models.weights.passthrough import find_passthrough
 from models.weights.source import WeightSource
 
@@ -34,10 +34,8 @@ class ResizedVocabulary(Edit):
     def edit_config(self, before: WeightSource) -> PretrainedConfig:
         return self._config
 
-    def find_layer(self, edited: EditedWeights, index: int, layer: Layer) -> tuple[int, Layer]:
-        return index, replace(edited.layers_before[index], experts=layer.experts)
-
-    def edit_layer(self, index: int, layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
+        tensors = read(index, replace(edited.layers_before[index], experts=layer.experts))
         shapes = layer.shapes() if tensors else {}
         return {name: resize_rows(tensor, shapes[name]) for name, tensor in tensors.items()}
 
@@ -46,8 +44,8 @@ class ResizedVocabulary(Edit):
         resized = resize_copies(passthrough.unused, edited.before.config, self._config)
         return [resized.get(info.name, info) for info in passthrough.kept]
 
-    def edit_passthrough(self, edited: EditedWeights, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return resize_rows(tensor, edited.passthrough[name].shape)
+    def read_passthrough(self, edited: EditedWeights, name: str) -> torch.Tensor:
+        return resize_rows(edited.before.read_passthrough(name), edited.passthrough[name].shape)
 
 
 def with_rows(config: PretrainedConfig, rows: int) -> PretrainedConfig:

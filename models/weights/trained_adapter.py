@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from models.adapters.base_inits import describe_trained
 from models.adapters.folder import ADAPTER_CONFIG, fold_weights, load_lora_config, to_peft_name
 from models.adapters.options import starts_from_base
 from models.layers.layer import Layer
-from models.weights.edits import Edit
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 
 if TYPE_CHECKING:
@@ -28,10 +27,10 @@ def read_trained_adapter(
     step_dir: Path,
     layers: Sequence[Layer],
     trust_checkpoint: bool = False,
-    edit: Edit | None = None,
+    restore: Callable[[Layer, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the adapter's tensors that a LoRA run has saved in `step_dir`, by peft's names. edit: made to each
-    layer's tensors, by their names in its module.
+    """Returns the adapter's tensors that a LoRA run has saved in `step_dir`, by peft's names. restore: maps a layer's
+    tensors as they were saved, by their names in its module, to those that are returned.
 
     Raises UserError for a file that cannot be read or is damaged, and without `trust_checkpoint` for a checkpoint
     without a manifest."""
@@ -40,7 +39,7 @@ def read_trained_adapter(
     for index, layer in enumerate(layers):
         if layer.owns_weights:
             parameters = checkpoint.read_parameters(index)
-            parameters = parameters if edit is None else edit.edit_layer(index, layer, parameters)
+            parameters = parameters if restore is None else restore(layer, parameters)
             tensors |= {to_peft_name(name, layer): tensor.contiguous() for name, tensor in parameters.items()}
     return tensors
 

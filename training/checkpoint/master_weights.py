@@ -4,6 +4,7 @@ layer files have them rounded."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from safetensors import safe_open
 
 from errors import UserError
 from models.layers.layer import Layer
-from models.weights.edits import Edit, Order
+from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
 from training.checkpoint.optimizer_state import FILE_PATTERN, WEIGHT, list_overlaps, parse_key
 
 _RANK_DIMS = {".lora_A.": 0, ".lora_B.": 1}  # the dimension that the rank is
@@ -38,7 +39,10 @@ class MasterWeights(Edit):
     def __bool__(self) -> bool:
         return bool(self._places)
 
-    def edit_layer(self, index: int, layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
+        return self.restore(layer, read(index, layer))
+
+    def restore(self, layer: Layer, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer, named as in its module, with the master weights in place of those that have
         some. Raises UserError where a part is missing."""
         return {name: self._restore(layer.hf_prefix + name, tensor) for name, tensor in tensors.items()}

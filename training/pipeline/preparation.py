@@ -100,7 +100,11 @@ def prepare_layers(
     """
     mistake = None
     try:
-        _load_layers(layers, source, ranks, options, device)
+        with progress("loading weights", len(layers), "layers", shown=ranks.rank == 0) as bar:
+            for layer in bar.follow(layers):
+                _load(layer, source, ranks, options, device)
+                if options.weight_sharding is not None:
+                    shard_weights(layer.module, options.kernels.dtype, options.weight_sharding)
     except UserError as error:  # in a file that no other rank may have opened
         mistake = error
     raise_together(mistake)
@@ -138,16 +142,6 @@ def copy_weights(layers: Sequence[StageLayer], source: WeightSource, ranks: Stag
     except UserError as error:
         mistake = error
     raise_together(mistake)
-
-
-def _load_layers(
-    layers: Sequence[StageLayer], source: WeightSource, ranks: StageRanks, options: StageOptions, device: torch.device
-) -> None:
-    with progress("loading weights", len(layers), "layers", shown=ranks.rank == 0) as bar:
-        for layer in bar.follow(layers):
-            _load(layer, source, ranks, options, device)
-            if options.weight_sharding is not None:
-                shard_weights(layer.module, options.kernels.dtype, options.weight_sharding)
 
 
 def _load(

@@ -1,4 +1,4 @@
-"""The ranks of a stage: which of them share its layers, its sequences and its experts, and which have the same weights."""
+"""The ranks of a stage: which of them share its layers, its sequences and its experts."""
 
 from __future__ import annotations
 

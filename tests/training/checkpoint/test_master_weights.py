@@ -30,7 +30,7 @@ def test_what_an_adapter_has_started_as_stays(tmp_path: Path) -> None:
     pairs = zip(names, (first[:2], second[:, :2]), strict=True)
     save(tmp_path, 0, **{f"weight/model.head.{name}@0": half.flatten() for name, half in pairs})
     rounded = dict(zip(names, (first.bfloat16(), second.bfloat16()), strict=True))
-    found = MasterWeights(tmp_path, starts_from_base=True).edit_layer(0, LAYER, rounded)
+    found = MasterWeights(tmp_path, starts_from_base=True).restore(LAYER, rounded)
     assert torch.equal(found[names[0]], torch.cat([first[:2], first[2:].bfloat16()]))
     assert torch.equal(found[names[1]], torch.cat([second[:, :2], second[:, 2:].bfloat16()], dim=1))
 
@@ -41,14 +41,14 @@ def test_fragments_and_shards_make_up_the_weights(tmp_path: Path) -> None:
     save(tmp_path, 1, **{"weight/model.head.weight@10": weight.flatten()[10:]})
     masters = MasterWeights(tmp_path)
     rounded = {"weight": weight.bfloat16(), "bias": bias.bfloat16()}
-    found = masters.edit_layer(0, LAYER, rounded)
+    found = masters.restore(LAYER, rounded)
     assert torch.equal(found["weight"], weight) and found["bias"] is rounded["bias"]
     halves = {f"weight/model.head.weight[4:{first}+2]@0": weight[:, first : first + 2].flatten() for first in (0, 2)}
     save(tmp_path, 0, **halves)
     (tmp_path / "optimizer-stage_00-dp_01.safetensors").unlink()
-    assert torch.equal(MasterWeights(tmp_path).edit_layer(0, LAYER, rounded)["weight"], weight)
+    assert torch.equal(MasterWeights(tmp_path).restore(LAYER, rounded)["weight"], weight)
     save(tmp_path, 0, **{"weight/model.head.weight@0": weight.flatten()[:10]})
     with pytest.raises(UserError, match=r"lacks 14 fp32 weights of 'model.head.weight'"):
-        MasterWeights(tmp_path).edit_layer(0, LAYER, rounded)
+        MasterWeights(tmp_path).restore(LAYER, rounded)
     save(tmp_path, 0, **{"exp_avg/model.head.weight@0": weight.flatten()})
     assert not MasterWeights(tmp_path)  # of a run in fp32
