@@ -31,7 +31,7 @@ from training.distributed.process import broadcast_from_main
 from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
 from training.objectives.registry import describe_forward
-from training.pipeline.module import Kernels
+from training.pipeline.preparation import Kernels
 
 T = TypeVar("T")
 _VERSION = 4  # raise it when the same model gives other values, or their files change

@@ -24,6 +24,7 @@ from models.losses.distill_loss import TeacherTop
 from models.weights.source import WeightSource
 from training.objectives.dpo import RowScore
 from training.pipeline.module import StageModule
+from training.pipeline.preparation import copy_weights
 from training.scoring.scored import Scorer
 
 REFERENCE = "reference log-probabilities"
