@@ -70,6 +70,12 @@ def check_output(file: Path | None) -> None:
         raise UserError(f"--output {file}: a config is found by the ending .yaml; give {file}.yaml")
 
 
+def choose_words(file: Path) -> str:
+    """Return the words of a command that choose a config."""
+    place = file.resolve().parent
+    return f"-cn {file.stem}" if place == CONF else f"--config-dir {place} -cn {file.stem}"
+
+
 def list_notes(refusal: str, proposal: str) -> list[str]:
     return [*([proposal] if proposal else []), *([f"a run would refuse it: {refusal}"] if refusal else [])]
 
@@ -92,22 +98,20 @@ def main() -> None:
         proposal = ""
         if arguments.num_gpus is not None:
             imported, proposal = propose_layout(imported, arguments.num_gpus, arguments.hardware)
-        text = imported.render((arguments.output or Path("mine")).stem, arguments.theirs.name)
+        chosen = choose_words(arguments.output or CONF / "mine.yaml")
+        text = imported.render(chosen, arguments.theirs.name)
         if arguments.output is None:
             print(text, end="")
             for note in list_notes(refusal, proposal):
                 print(note, file=sys.stderr)
             return
         arguments.output.write_text(text, encoding="utf-8")
-    print(f"{arguments.output}: {len(imported.keys) + len(imported.groups)} keys of a {imported.project} config")
+    print(f"{arguments.output}: {len(imported.keys) + len(imported.groups)} keys, from a config of {imported.project}")
     for key, why in imported.left.items():
         print(f"  not carried over: {key}: {why}")
     for note in list_notes(refusal, proposal):
         print(note)
-    place = arguments.output.resolve().parent
-    directory = "" if place == CONF else f"--config-dir {place} "
-    plan = f"python trainer_base_ds_mp.py {directory}-cn {arguments.output.stem} plan=true world_size=N hardware=NAME"
-    print(f"look at it, then: {plan}")
+    print(f"look at it, then: python trainer_base_ds_mp.py {chosen} plan=true world_size=N hardware=NAME")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,8 @@ KEYS = {
     ),
     "stages beyond the layers": (
         ("num_stages=6",),
-        "num_stages=6 exceeds the model's 5 layers; set num_stages to 5 or less",
+        "num_stages=6 exceeds the model's 5 layers (embedding, norm and head count as one each); "
+        "set num_stages to 5 or less",
     ),
     "fp16 without a GPU": (
         ("precision=fp16",),

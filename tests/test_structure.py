@@ -74,7 +74,7 @@ CONFIGURATION_FILES = {
     "training/config/ranges.py",
     "training/config/schema.py",
     "training/entry.py",
-    "training/export.py",
+    "training/config/changed_keys.py",
     "training/observability/reporters.py",
 }
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -7,13 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from console import progress, say
 from errors import UserError
 from filesystem import publish_changed, write_atomically
-from masking import mask
 from models.adapters.folder import load_adapter_tensors
 from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import WriteOptions, export_hugging_face
@@ -30,6 +28,7 @@ from models.weights.sources import open_weights
 from models.weights.trained_adapter import read_trained_adapter
 from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
 from training.checkpoint.state import remove_leftovers
+from training.config.changed_keys import write_config
 from training.hub.upload import Uploader
 from training.inputs.datasets import build_chat_template
 from training.objectives.registry import get_objective
@@ -56,9 +55,7 @@ def prepare_folder(run: Run, tokenizer: PreTrainedTokenizerBase, stop_tokens: Co
         folder.clear()
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)
-    write_atomically(
-        folder.path / "config.yaml", OmegaConf.to_yaml(mask(OmegaConf.to_container(OmegaConf.structured(config))))
-    )
+    write_atomically(folder.path / "config.yaml", write_config(config))
     staged = folder.checkpoints / f"{TEMPORARY_PREFIX}shared"
     staged.mkdir()
     tokenizer.save_pretrained(staged)

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from errors import UserError
 from models.adapters.options import UNSUPPORTED
-from training.config.foreign_keys import find_hint
+from training.config.foreign_keys import FOREIGN_CHOICES, find_hint
 from training.config.schema import CONF, RunConfig
 
 CheckNames = Callable[[DictConfig], None]
@@ -202,7 +202,8 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
         )
     full_key = _first(r"full_key: (\S+)", text)
     if unknown := _first(r"Key '([^']+)' (?:is not in struct|not in )", text):
-        return _unknown_key(full_key or unknown)
+        others = [key for word in overrides if _is_unknown(key := word.partition("=")[0])]
+        return " ".join(map(_unknown_key, dict.fromkeys([full_key or unknown, *others])))
     if full_key is None:
         return f"{reason} (in: {' '.join(overrides)})"
     if full_key.isdecimal():  # OmegaConf (2.3.1) names an entry of a list of lists without its key
@@ -220,11 +221,21 @@ def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
     group, _, name = file.removesuffix(".yaml").rpartition("/")
     known = sorted({option.stem for folder in dirs for option in (folder / group).glob("*.yaml")} - {"base"})
     asked = f"{group}={name}" if group else f"-cn {config_name}"
+    if meaning := FOREIGN_CHOICES.get(asked):
+        return f"{asked}: no such choice; write {meaning}"
     if group == "adapter" and (reason := UNSUPPORTED.get(name)):
         return f"{asked} is not supported: {reason}; give adapter=lora"
     near = [each for each in known if each.startswith(name)][:3] or difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml; {meant}there are {', '.join(known)}"
+    missing = f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml"
+    if not group:
+        return f"{missing}; {meant}conf/ has {len(known)} others; one in another folder needs --config-dir FOLDER"
+    return f"{missing}; {meant}there are {', '.join(known)}"
+
+
+def _is_unknown(key: str) -> bool:
+    """Return whether an override names a key that there is not; one that adds or deletes a key does not."""
+    return key[:1] not in "+~" and key.partition(".")[0] not in _open_groups() and key not in _known_keys()
 
 
 def _unknown_key(key: str) -> str:

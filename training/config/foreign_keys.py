@@ -15,6 +15,18 @@ BATCH, EPOCHS = "micro_batch_size", "num_train_epochs"
 RECOMPUTED, LORA = "activation_checkpoint_interval=1", "adapter=lora"
 WORKERS, TOKENS, FUSED = "data.num_proc", "data.special_tokens", "fused_kernels=auto"
 HELD_OUT = "data.eval_fraction or data.eval_samples"
+# Choices of groups that others name, and what is written here
+FOREIGN_CHOICES: dict[str, str] = {
+    "adapter=qlora": "adapter=lora adapter.load_in_4bit=true", "adapter=dora": "adapter=lora adapter.use_dora=true",
+    "adapter=rslora": "adapter=lora adapter.use_rslora=true",
+    "adapter=pissa": "adapter=lora adapter.init_lora_weights=pissa",
+    "data=sharegpt": "data=chat, which reads ShareGPT's records", "data=messages": "data=chat",
+    "data=alpaca": "data=chat, which reads Alpaca's records", "data=conversations": "data=chat",
+    "data=text": "data=pretrain", "data=pt": "data=pretrain",
+    "data=dpo": "data=preference task=dpo", "data=kto": "data=unpaired_preference task=kto",
+    "optimizer=adamw_torch": "optimizer=adamw", "optimizer=adamw_torch_fused": "optimizer=adamw",
+    "optimizer=adamw_bnb_8bit": "optimizer=adamw_8bit", "optimizer=paged_adamw_8bit": "optimizer=adamw_8bit",
+}  # fmt: skip
 FOREIGN: dict[str, str] = {
     # model, tokenizer and data
     "base_model": "model_name_or_path", "model_id_or_path": "model_name_or_path", "model_path": "model_name_or_path",

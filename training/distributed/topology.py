@@ -313,7 +313,8 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
             raise UserError(f"{axis.size_key}={sizes[axis.name]}: at least 1")
     if sizes[PIPE] > num_layers:
         raise UserError(
-            f"num_stages={sizes[PIPE]} exceeds the model's {num_layers} layers; set num_stages to {num_layers} or less"
+            f"num_stages={sizes[PIPE]} exceeds the model's {num_layers} layers (embedding, norm and head count as "
+            f"one each); set num_stages to {num_layers} or less"
         )
     replica = math.prod(sizes.values())
     if world_size % replica:

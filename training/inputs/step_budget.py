@@ -26,6 +26,7 @@ from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, TrainerState, read_state
 from training.checkpoint.timeline import CONTINUES, find_last_step, find_own
+from training.config.changed_keys import list_changed_keys
 from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
@@ -155,6 +156,8 @@ def _resume(
     )
     for difference in differences:
         console.say(f"resume: {difference}")
+    if changed := list_changed_keys(resume_from.parent.parent / "config.yaml", config):
+        console.say(f"resume: keys that have changed since the last start: {'; '.join(changed)}")
     comparable = saved.evaluated_on in ("", start.evaluated_on)
     if saved.best is not None and not comparable:
         console.say("resume: the evaluation files are others than before; the search for the best starts again")

@@ -7,6 +7,7 @@ from typing import Any
 
 from training.migration import hugging_face
 from training.migration.draft import (
+    TEMPLATE_OF_PAIRS,
     Draft,
     Rule,
     at_least_one,
@@ -196,6 +197,8 @@ def _read_kind(draft: Draft, entry: Any) -> str:
     name = str(kind).partition(".")[0]
     if name not in KINDS and draft.their.get("rl") is None:
         draft.leave(f"datasets.type: {kind}", "none: records are read as chats, or with Alpaca's fields; docs/data.md")
+    elif draft.their.get("rl") is not None and name and kind not in ("chat_template", "chat_template.default"):
+        draft.leave(f"datasets.type: {kind}", TEMPLATE_OF_PAIRS)
     return str(kind)
 
 

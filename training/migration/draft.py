@@ -42,6 +42,11 @@ class Draft:
         self.left[key] = why
 
 
+# Why a template of theirs is left behind where preferences are learned
+TEMPLATE_OF_PAIRS = (
+    "lists of messages get the tokenizer's own chat template; a prompt and answers that are texts are trained as they "
+    "stand, without a template: make them messages"
+)
 Rule = Callable[[Draft, str, Any], None]
 
 

@@ -54,10 +54,11 @@ class Imported:
         yield from (f"{group}={choice}" for group, choice in self.groups.items())
         yield from (f"{key}={json.dumps(value)}" for key, value in self.keys.items())
 
-    def render(self, name: str, source: str) -> str:
-        """Return a file of `conf/`. name: its own, without the suffix. source: of theirs."""
+    def render(self, chosen: str, source: str) -> str:
+        """Return the text of a config. chosen: the words of a command that choose it, such as "-cn mine". source: the
+        name of their file."""
         lines = [
-            f"# deepspeed trainer_base_ds_mp.py -cn {name}",
+            f"# deepspeed trainer_base_ds_mp.py {chosen}",
             f"# Made of {source} ({self.project}) by scripts/import_config.py.",
         ]
         if self.left:
@@ -113,7 +114,7 @@ def _apply(rule: Rule, draft: Draft, key: str, value: Any) -> None:
 
 def write_config(imported: Imported, folder: str) -> list[str]:
     """Write the imported config into a folder, and return the words of a command line that choose it."""
-    (Path(folder) / "imported.yaml").write_text(imported.render("imported", "theirs"))
+    (Path(folder) / "imported.yaml").write_text(imported.render("-cn imported", "theirs"))
     return ["--config-dir", folder, "-cn", "imported"]
 
 

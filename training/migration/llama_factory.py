@@ -8,7 +8,18 @@ from typing import Any
 
 from models.storage.tensor_files import load_json
 from training.migration import hugging_face
-from training.migration.draft import Draft, Rule, if_true, left, read_list, set_targets, set_words, to, unneeded
+from training.migration.draft import (
+    TEMPLATE_OF_PAIRS,
+    Draft,
+    Rule,
+    if_true,
+    left,
+    read_list,
+    set_targets,
+    set_words,
+    to,
+    unneeded,
+)
 from training.migration.hugging_face import name_hub, set_attention, set_held_out, set_task
 
 HEADINGS = ("From LLaMA-Factory", "From the Hugging Face Trainer")
@@ -126,6 +137,8 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
     if task != "simpo":
         draft.drop("simpo.gamma")
     set_data(draft, folder)
+    if "template" in draft.their and draft.groups["data"] in ("preference", "unpaired_preference"):
+        draft.leave("template", TEMPLATE_OF_PAIRS)
     hugging_face.finish(draft)
 
 

@@ -16,6 +16,7 @@ from support.configs import CONF, build_config
 from errors import UserError
 from models.adapters.options import UNSUPPORTED
 from training.cli.command_line import IN_SWEEP, check_command_line, clean_arguments, compose_command, list_given
+from training.config.foreign_keys import FOREIGN_CHOICES
 from training.config.schema import RunConfig, register_schema
 
 BASE = "defaults: [base, _self_]\n"
@@ -163,12 +164,12 @@ def test_quotes_as_the_message_shows_them_work() -> None:
 
 
 def test_a_missing_config_or_option_comes_with_the_existing_ones() -> None:
-    configs = ", ".join(sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base"))
+    others = f"conf/ has {len(list(CONF.glob('*.yaml'))) - 1} others; one in another folder needs --config-dir FOLDER"
     assert message_of("-cn llama_9b") == (
-        f"-cn llama_9b: there is no conf/llama_9b.yaml; did you mean llama_8b_pp1? there are {configs}"
+        f"-cn llama_9b: there is no conf/llama_9b.yaml; did you mean llama_8b_pp1? {others}"
     )
-    assert "; did you mean llama_7b_pp4? there are " in message_of("-cn llama7b")
-    assert message_of("-cn xyzzy") == f"-cn xyzzy: there is no conf/xyzzy.yaml; there are {configs}"
+    assert "; did you mean llama_7b_pp4? conf/ has " in message_of("-cn llama7b")
+    assert message_of("-cn xyzzy") == f"-cn xyzzy: there is no conf/xyzzy.yaml; {others}"
     assert message_of("--config-dir /nowhere/at/all") == "--config-dir /nowhere/at/all: there is no such folder"
     assert message_of("optimizer=adam") == (
         "optimizer=adam: there is no conf/optimizer/adam.yaml; did you mean adamw or adamw_8bit? there are adamw, "
@@ -178,6 +179,9 @@ def test_a_missing_config_or_option_comes_with_the_existing_ones() -> None:
         assert message_of(f"adapter={name}") == (
             f"adapter={name} is not supported: {UNSUPPORTED[name]}; give adapter=lora"
         )
+    for choice, meaning in FOREIGN_CHOICES.items():
+        assert message_of(choice).endswith(f"; write {meaning}")
+        check(meaning.partition(",")[0])
     assert message_of("model=llama-7b").startswith(
         "model=llama-7b: there is no conf/model/llama-7b.yaml; did you mean llama_7b? there are bloom_7b1, "
     )

@@ -20,6 +20,7 @@ from scripts.import_config import find_refusal
 from training.cli.command_line import check_command_line
 from training.config.schema import RunConfig, register_schema
 from training.migration import hugging_face
+from training.migration.draft import TEMPLATE_OF_PAIRS
 from training.migration.explain import explain, list_documented, read_rows
 from training.migration.importer import PROJECTS, Imported, import_config, take_layout
 from training.planner.run import plan_run
@@ -38,7 +39,7 @@ def convert(tmp_path: Path, name: str) -> Imported:
 
 def compose(imported: Imported, tmp_path: Path, *overrides: str) -> RunConfig:
     """Compose the file that the importer writes, as `--config-dir` does."""
-    text = imported.render("mine", "theirs.yaml")
+    text = imported.render("-cn mine", "theirs.yaml")
     (tmp_path / "conf").mkdir(exist_ok=True)
     (tmp_path / "conf" / "mine.yaml").write_text(text)
     register_schema()
@@ -279,6 +280,17 @@ def test_what_is_left_is_said_with_the_nearest_key(tmp_path: Path) -> None:
     assert explain("mix_strategy", ("From LLaMA-Factory",)).endswith("data.mixture_by")
 
 
+def test_a_template_that_pairs_of_texts_do_not_get_is_named(tmp_path: Path) -> None:
+    for text, key in (
+        ("stage: dpo\nfinetuning_type: full\ntemplate: qwen\n", "template"),
+        ("base_model: a\nrl: dpo\ndatasets: [{path: a.jsonl, type: chatml.intel}]\n", "datasets.type: chatml.intel"),
+    ):
+        (tmp_path / "a.yaml").write_text(text)
+        assert import_config(tmp_path / "a.yaml").left[key] == TEMPLATE_OF_PAIRS
+    (tmp_path / "a.yaml").write_text(text.replace("chatml.intel", "chat_template.default"))
+    assert not any("type" in key for key in import_config(tmp_path / "a.yaml").left)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -303,7 +315,7 @@ def test_what_has_no_counterpart_has_a_reason_or_a_nearest_key(project: str) -> 
 
 
 def test_the_written_file_names_its_source_and_what_is_left(tmp_path: Path) -> None:
-    text = convert(tmp_path, "axolotl/lora_8b").render("mine", "lora-8b.yml")
+    text = convert(tmp_path, "axolotl/lora_8b").render("-cn mine", "lora-8b.yml")
     assert text.startswith("# deepspeed trainer_base_ds_mp.py -cn mine\n# Made of lora-8b.yml (axolotl) by ")
     assert "#   special_tokens.pad_token: data.special_tokens, convert2ckpt.py --pad_token\n" in text
     loaded = yaml.safe_load(text)
