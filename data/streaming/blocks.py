@@ -56,7 +56,7 @@ class Cursor:
 
 
 @dataclass
-class Block:
+class RecordBlock:
     """Consecutive records. shards: the number of the shard of each, as the list has them."""
 
     position: Position
@@ -72,7 +72,7 @@ def order_shards(num_shards: int, seed: int, pass_number: int) -> np.ndarray:
 
 def read_blocks(
     shards: Sequence[Shard], position: Position, *, seed: int, block_records: int, key: str
-) -> Iterator[Block]:
+) -> Iterator[RecordBlock]:
     """Yield the blocks from `position` on, pass after pass, without end.
 
     key: of the files, for messages. Raises UserError for a shard that cannot be read, and where none holds a record.
@@ -87,9 +87,9 @@ def read_blocks(
         position = position.next_pass
 
 
-def _read_pass(shards: Sequence[Shard], start: Position, seed: int, block_records: int) -> Iterator[Block]:
+def _read_pass(shards: Sequence[Shard], start: Position, seed: int, block_records: int) -> Iterator[RecordBlock]:
     order = order_shards(len(shards), seed, start.pass_number).tolist()
-    block = Block(start)
+    block = RecordBlock(start)
     for index in range(start.shard, len(order)):
         shard = shards[order[index]]
         offset = start.offset if index == start.shard else START
@@ -99,6 +99,6 @@ def _read_pass(shards: Sequence[Shard], start: Position, seed: int, block_record
             block.num_characters += len(record.text)
             if len(block.records) == block_records or block.num_characters >= MAX_BLOCK_CHARACTERS:
                 yield block
-                block = Block(replace(block.position, block=block.position.block + 1, shard=index, offset=after))
+                block = RecordBlock(replace(block.position, block=block.position.block + 1, shard=index, offset=after))
     if block.records:
         yield block

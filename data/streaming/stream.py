@@ -16,7 +16,7 @@ from data.order import permute
 from data.storage.encoding import Encoding, encode_batch
 from data.storage.rows import RowPlan
 from data.storage.summary import BatchCounts
-from data.streaming.blocks import Block, Cursor, Position, read_blocks
+from data.streaming.blocks import Cursor, Position, RecordBlock, read_blocks
 from data.streaming.row_block import RowBlock, join_rows, lay_rows
 from data.streaming.shards import Shard
 from data.worker_processes import iterate_dataset
@@ -37,7 +37,7 @@ class StreamPlan:
     block_records: int
     key: str = "train_file"
 
-    def encode(self, block: Block) -> "EncodedBlock":
+    def encode(self, block: RecordBlock) -> "EncodedBlock":
         """Return the rows of a block, shuffled. Raises UserError for a bad record, unless bad records are skipped."""
         encoded = encode_batch(block.records, self.encoding, block.shards)
         rows, position = None, block.position

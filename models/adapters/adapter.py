@@ -24,7 +24,7 @@ from errors import UserError
 from models.adapters.base_inits import describe_starts, restore_starts, start_from_base
 from models.adapters.folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
 from models.adapters.options import starts_from_base
-from models.adapters.targets import Targets, is_saved, list_projections, list_targets
+from models.adapters.targets import AdapterTargets, is_saved, list_projections, list_targets
 from models.layers.layer import Layer
 from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
 from models.sharding.expert_parallel import divide_adapter
@@ -285,7 +285,7 @@ def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
     use_grouped_products(module)
 
 
-def _name_in_layer(pattern: Mapping[str, Any], targets: Targets, layer: Layer) -> dict[str, Any]:
+def _name_in_layer(pattern: Mapping[str, Any], targets: AdapterTargets, layer: Layer) -> dict[str, Any]:
     """Returns `rank_pattern` or `alpha_pattern` for one layer's module: peft matches the names in the whole model."""
     from peft.utils.other import get_pattern_key
 

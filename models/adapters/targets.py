@@ -27,7 +27,7 @@ ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
-class Targets:
+class AdapterTargets:
     """Parts of a layer, by their names in its module. stacks: the experts' stacked parameters. routers: the
     routers' weights."""
 
@@ -87,7 +87,7 @@ def _list_routers(module: nn.Module) -> list[str]:
     ]
 
 
-def list_adaptable(module: nn.Module) -> Targets:
+def list_adaptable(module: nn.Module) -> AdapterTargets:
     """Returns all parts of a layer's module that can have an adapter."""
     stacks = (
         f"{name}.{stack}"
@@ -96,18 +96,18 @@ def list_adaptable(module: nn.Module) -> Targets:
         for stack, parameter in child.named_parameters(recurse=False)
         if parameter.ndim == 3
     )
-    return Targets(
+    return AdapterTargets(
         tuple(list_projections(module)), tuple(stacks), tuple(f"{name}.weight" for name in _list_routers(module))
     )
 
 
-def list_targets(module: nn.Module, layer: Layer, config: LoraConfig) -> Targets:
+def list_targets(module: nn.Module, layer: Layer, config: LoraConfig) -> AdapterTargets:
     """Returns the parts of the layer's module that the config puts an adapter on. A projection may also be named as a
     parameter, by its weight. Lists that peft has written may name parts of a single layer.
     """
     modules, parameters = config.target_modules or (), config.target_parameters or ()
     known, prefix = list_adaptable(module), layer.hf_prefix
-    return Targets(
+    return AdapterTargets(
         tuple(
             name
             for name in known.projections

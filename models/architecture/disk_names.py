@@ -18,7 +18,7 @@ from transformers.conversion_mapping import extract_weight_conversions_for_model
 from transformers.core_model_loading import revert_weight_conversion
 
 from errors import UserError
-from models.layers.layer import Layer, Piece
+from models.layers.layer import Layer, TensorPiece
 from models.layers.wrapped import Wrapper
 
 _SIDE = 12  # of a small tensor: divisible by the numbers of pieces that tensors are cut into, 2, 3 and 4
@@ -59,7 +59,7 @@ def name_wrapped_pieces(config: PretrainedConfig, layers: Sequence[Layer], wrapp
     return chosen
 
 
-def _mean_the_same(some: Sequence[Piece], others: Sequence[Piece], wrapper: Wrapper) -> bool:
+def _mean_the_same(some: Sequence[TensorPiece], others: Sequence[TensorPiece], wrapper: Wrapper) -> bool:
     """Return whether both name the same parts of the same tensors in memory."""
     return [(wrapper.name_in_memory(piece.hf_name), piece.index) for piece in some] == [
         (wrapper.name_in_memory(piece.hf_name), piece.index) for piece in others
@@ -67,7 +67,7 @@ def _mean_the_same(some: Sequence[Piece], others: Sequence[Piece], wrapper: Wrap
 
 
 def _name_pieces(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
-    known: dict[object, dict[str, list[Piece]]] = {}
+    known: dict[object, dict[str, list[TensorPiece]]] = {}
     named = []
     for layer in layers:
         shapes = layer.shapes() if layer.owns_weights else {}
@@ -85,7 +85,7 @@ def _split_number(prefix: str) -> tuple[str, str]:
     return (f"{prefix[: match.start(1)]}{_NUMBER}.", match[1]) if match else (prefix, "")
 
 
-def _fill_in(pieces: Sequence[Piece], number: str) -> list[Piece]:
+def _fill_in(pieces: Sequence[TensorPiece], number: str) -> list[TensorPiece]:
     return [replace(piece, hf_name=piece.hf_name.replace(_NUMBER, number)) for piece in pieces] if number else [*pieces]
 
 
@@ -101,7 +101,9 @@ def wrap_module(config: PretrainedConfig, module: nn.Module | None = None) -> Pr
     return model
 
 
-def _find_pieces(model: PreTrainedModel, layer: Layer, shapes: Mapping[str, torch.Size]) -> dict[str, list[Piece]]:
+def _find_pieces(
+    model: PreTrainedModel, layer: Layer, shapes: Mapping[str, torch.Size]
+) -> dict[str, list[TensorPiece]]:
     """Return the pieces by the names in the layer's module; only for tensors that are stored differently on disk."""
     wholes, first = {}, 0
     for name, shape in shapes.items():
@@ -109,15 +111,17 @@ def _find_pieces(model: PreTrainedModel, layer: Layer, shapes: Mapping[str, torc
         wholes[name] = torch.arange(first, first + small.numel()).view(small)
         first += small.numel()
     on_disk = revert_weight_conversion(model, {layer.hf_prefix + name: whole for name, whole in wholes.items()})
-    pieces: dict[str, list[Piece]] = {name: [] for name in wholes}
+    pieces: dict[str, list[TensorPiece]] = {name: [] for name in wholes}
     for hf_name, part in on_disk.items():
         refused = UserError(
             f"model_type '{model.config.model_type}': '{hf_name.replace(_NUMBER, 'N')}' is rearranged on disk in a way "
             "that is not supported"
         )
         name, piece = _locate(layer, hf_name, part, wholes, refused)
-        pieces[name].append(Piece(piece.hf_name, _enlarge(piece.index, wholes[name].shape, shapes[name], refused)))
-    return {name: found for name, found in pieces.items() if found != [Piece(layer.hf_prefix + name)]}
+        pieces[name].append(
+            TensorPiece(piece.hf_name, _enlarge(piece.index, wholes[name].shape, shapes[name], refused))
+        )
+    return {name: found for name, found in pieces.items() if found != [TensorPiece(layer.hf_prefix + name)]}
 
 
 def _shrink(shape: torch.Size) -> torch.Size:
@@ -128,7 +132,7 @@ def _shrink(shape: torch.Size) -> torch.Size:
 
 def _locate(
     layer: Layer, hf_name: str, part: torch.Tensor, wholes: Mapping[str, torch.Tensor], refused: UserError
-) -> tuple[str, Piece]:
+) -> tuple[str, TensorPiece]:
     """Return the name of the tensor that a part on disk belongs to, and the piece. Raises `refused` where it is not a
     piece of it."""
     lowest, highest = int(part.min()), int(part.max())
@@ -145,7 +149,7 @@ def _locate(
         )
     if (_NUMBER in layer.hf_prefix and _NUMBER not in hf_name) or not torch.equal(whole[index], part):
         raise refused
-    return name, Piece(hf_name, index)
+    return name, TensorPiece(hf_name, index)
 
 
 def _enlarge(

@@ -29,7 +29,7 @@ from models.layers.layer import Layer
 from models.parallel.shard import NO_CP, ContextParallel, sum_parts
 
 
-class Scores(Enum):
+class ScoreFunction(Enum):
     """The function that a router applies to its logits before it chooses."""
 
     softmax = "softmax"
@@ -43,14 +43,14 @@ SCORES = {
             "deepseek_v2", "ernie4_5_moe", "flex_olmo", "gpt_oss", "mixtral", "olmoe", "phimoe", "qwen2_moe",
             "qwen3_moe",
         ),
-        Scores.softmax,
+        ScoreFunction.softmax,
     ),
     **dict.fromkeys(
         (
             "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "llama4_text",
             "minimax_m2", "solar_open",
         ),
-        Scores.sigmoid,
+        ScoreFunction.sigmoid,
     ),
 }  # fmt: skip
 _BIAS = "e_score_correction_bias"
@@ -63,7 +63,7 @@ class RouterOptions:
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     update_router_bias: float = 0.0
-    scores: Scores | None = None
+    scores: ScoreFunction | None = None
 
     @property
     def has_losses(self) -> bool:
@@ -198,9 +198,9 @@ class RouterMonitor:
         return torch.stack([balance, z])
 
 
-def compute_probabilities(logits: torch.Tensor, scores: Scores) -> torch.Tensor:
+def compute_probabilities(logits: torch.Tensor, scores: ScoreFunction) -> torch.Tensor:
     """Return [N, E]: a router's scores of all experts, as a distribution."""
-    if scores is Scores.softmax:
+    if scores is ScoreFunction.softmax:
         return logits.softmax(dim=-1)
     affinities = logits.sigmoid()
     return affinities / affinities.sum(dim=-1, keepdim=True)

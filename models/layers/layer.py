@@ -35,7 +35,7 @@ def explain_config(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A Hugging Face tensor, by its whole name, that is a part of one of the module's tensors: `tensor[index]`."""
 
     hf_name: str
@@ -88,7 +88,7 @@ class Layer:
     args: tuple[Any, ...]
     tied_key: str | None = None
     forward_fn: Callable[[nn.Module, Any], Any] | None = None
-    pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    pieces: Mapping[str, Sequence[TensorPiece]] = field(default_factory=dict)
     styles: Styles = field(default_factory=dict)
     experts: Mapping[str, range] = field(default_factory=dict)
     is_further: bool = False
@@ -109,7 +109,7 @@ class Layer:
         with torch.device("meta"), explain_config(f"layer '{self.hf_prefix}'"):
             return self.module_class(*self.args).to("meta")  # buffers that follow from the config have storage
 
-    def with_pieces(self, pieces: Mapping[str, Sequence[Piece]]) -> Layer:
+    def with_pieces(self, pieces: Mapping[str, Sequence[TensorPiece]]) -> Layer:
         """Return the layer with other pieces."""
         return replace(self, pieces=pieces)
 
@@ -122,12 +122,12 @@ class Layer:
         module = self.build_on_meta()
         return module.state_dict().keys() - {name for name, _ in module.named_parameters()}
 
-    def get_pieces(self, name: str) -> list[Piece]:
+    def get_pieces(self, name: str) -> list[TensorPiece]:
         """Return the Hugging Face tensors, named in full, that make up the module's tensor `name`; usually a single
         one."""
-        return list(self.pieces.get(name, (Piece(self.hf_prefix + name),)))
+        return list(self.pieces.get(name, (TensorPiece(self.hf_prefix + name),)))
 
-    def reads(self, name: str, piece: Piece) -> bool:
+    def reads(self, name: str, piece: TensorPiece) -> bool:
         """Return whether a piece of the module's tensor `name` is read: not one of an expert that another rank has."""
         expert = piece.index[0] if piece.index else None
         return name not in self.experts or not isinstance(expert, int) or expert in self.experts[name]

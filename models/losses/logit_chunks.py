@@ -138,11 +138,11 @@ def count_chunk_logits(on_gpu: bool) -> int:
 
 def list_chunks(hidden: torch.Tensor, weight: torch.Tensor, sharing: VocabularyShard | None) -> list[slice]:
     """Return the chunks of targets, the same on all ranks that share the vocabulary, whatever their shards."""
-    rows = count_rows(weight.shape[0] if sharing is None else sharing.widest, is_on_gpu(hidden))
+    rows = count_chunk_rows(weight.shape[0] if sharing is None else sharing.widest, is_on_gpu(hidden))
     return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
 
-def count_rows(vocabulary: int, on_gpu: bool) -> int:
+def count_chunk_rows(vocabulary: int, on_gpu: bool) -> int:
     """Return the number of targets of a chunk."""
     return max(1, count_chunk_logits(on_gpu) // (vocabulary * ROWS)) * ROWS
 
@@ -151,7 +151,7 @@ def count_waiting(num_targets: int, hidden_size: int, vocabulary: int, on_gpu: b
     """Return how many targets' logit gradients are kept in 16 bits for one product: all N, or a few chunks where a sum
     [V, D] in fp32 takes less memory and the product of a few chunks is still one of large matrices.
     """
-    rows = count_rows(vocabulary, on_gpu)
+    rows = count_chunk_rows(vocabulary, on_gpu)
     few = max(1, hidden_size // (4 * rows)) * rows
     return few if num_targets * vocabulary > WAITING and num_targets > few + 2 * hidden_size else num_targets
 

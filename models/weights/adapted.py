@@ -20,7 +20,7 @@ from models.adapters.folder import ReadAdapter
 from models.adapters.targets import is_saved, list_targets
 from models.layers.layer import Layer
 from models.storage.folders import has_tokenizer
-from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
+from models.weights.edits import Edit, EditedWeights, EditOrder, ReadLayer
 from models.weights.source import WeightSource
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class MergedAdapter(Edit):
     """Merges an adapter into a model, one layer at a time."""
 
-    order = Order.ADAPTER
+    order = EditOrder.ADAPTER
 
     def __init__(
         self, folder: Path, lora: LoraConfig, read_adapter: ReadAdapter, files: list[Path], names: Collection[str] = ()

@@ -24,7 +24,7 @@ from models.weights.source import WeightSource
 ReadLayer = Callable[[int, Layer], dict[str, torch.Tensor]]
 
 
-class Order(IntEnum):
+class EditOrder(IntEnum):
     """The order of edits that are made together."""
 
     VOCABULARY = auto()  # first: all that follows is built with its rows
@@ -42,7 +42,7 @@ class Edit:
     `edit_config` and `find_folders`, with which these begin, get the weights before.
     """
 
-    order: ClassVar[Order]
+    order: ClassVar[EditOrder]
     files: Sequence[Path] = ()  # further files that determine the model's outputs
 
     def edit_config(self, before: WeightSource) -> PretrainedConfig:

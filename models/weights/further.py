@@ -17,14 +17,14 @@ from errors import UserError
 from models.further.table import count_trained, list_copies, set_trained
 from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
-from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
+from models.weights.edits import Edit, EditedWeights, EditOrder, ReadLayer
 from models.weights.source import WeightSource, check_shape, check_tensors
 
 
 class FurtherLayers(Edit):
     """Makes layers of the passthrough tensors that further layers read. Not for a text model inside another one."""
 
-    order = Order.FURTHER_LAYERS
+    order = EditOrder.FURTHER_LAYERS
 
     def edit_config(self, before: WeightSource) -> PretrainedConfig:
         config = copy.deepcopy(before.config)

@@ -16,7 +16,7 @@ from errors import UserError
 from models.architecture.lookup import build_layers
 from models.architecture.unused import find_unread
 from models.heads.table import find_head
-from models.layers.layer import Layer, Piece
+from models.layers.layer import Layer, TensorPiece
 from models.storage.declared_sizes import check_stored
 from models.storage.safetensors_writer import TensorInfo
 from models.storage.tensor_files import list_shapes, load_json, open_tensors
@@ -155,10 +155,10 @@ class HuggingFaceFolder:
                 'set "tie_word_embeddings" to false in config.json, or remove the tensor'
             )
 
-    def _get_pieces(self, layer: Layer, name: str) -> list[Piece]:
+    def _get_pieces(self, layer: Layer, name: str) -> list[TensorPiece]:
         """Return the pieces of a tensor as most checkpoints have them; or the whole, as `transformers` saves with
         `save_original_format=False`."""
-        pieces, whole = layer.get_pieces(name), Piece(layer.hf_prefix + name)
+        pieces, whole = layer.get_pieces(name), TensorPiece(layer.hf_prefix + name)
         if self.wrapper is not None:
             pieces = [replace(piece, hf_name=self.wrapper.name_in_memory(piece.hf_name)) for piece in pieces]
         return [whole] if whole.hf_name in self._files and pieces[0].hf_name not in self._files else pieces

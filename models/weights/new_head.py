@@ -13,7 +13,7 @@ from models.heads.head import Head, Labels
 from models.heads.table import describe_head, find_head
 from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
-from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
+from models.weights.edits import Edit, EditedWeights, EditOrder, ReadLayer
 from models.weights.random_weights import RandomWeights
 from models.weights.source import WeightSource
 
@@ -22,7 +22,7 @@ class NewHead(Edit):
     """Gives a model another head. It is drawn from the seed and its index in the model, as in a model that is trained
     from scratch, so it is the same at every layout. Not for a text model inside another one."""
 
-    order = Order.HEAD
+    order = EditOrder.HEAD
 
     def __init__(self, head: Head, labels: Labels, seed: int) -> None:
         self._head, self._labels, self._seed = head, labels, seed
@@ -48,7 +48,7 @@ def choose_head(source: WeightSource, head: Head, labels: Labels, seed: int) -> 
 class UntiedHead(Edit):
     """Makes a model that is tied one that is not: the head begins as a copy of the embedding."""
 
-    order = Order.UNTIED_HEAD
+    order = EditOrder.UNTIED_HEAD
 
     def edit_config(self, before: WeightSource) -> PretrainedConfig:
         """Raises UserError for a text model inside another one, whose config names the tie too."""

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
-from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
+from models.weights.edits import Edit, EditedWeights, EditOrder, ReadLayer
 from models.weights.passthrough import find_passthrough
 from models.weights.source import WeightSource
 
@@ -25,7 +25,7 @@ class ResizedVocabulary(Edit):
     that grows is ever in memory.
     """
 
-    order = Order.VOCABULARY
+    order = EditOrder.VOCABULARY
 
     def __init__(self, config: PretrainedConfig) -> None:
         """config: that of the model, with another `vocab_size`."""

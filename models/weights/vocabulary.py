@@ -135,7 +135,7 @@ def load_extended_tokenizer(path: Path, tokens: SpecialTokens) -> PreTrainedToke
     return tokenizer
 
 
-def count_rows(tokenizer: PreTrainedTokenizerBase) -> int:
+def count_token_rows(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of rows that an embedding needs. Not `len(tokenizer)`: ids may have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
@@ -187,7 +187,7 @@ def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | N
     spare rows; then nothing changes. Raises UserError for a multiple below 1."""
     if multiple < 1:
         raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
-    return resize_config(source, count_rows(tokenizer) if tokenizer else 0, multiple)
+    return resize_config(source, count_token_rows(tokenizer) if tokenizer else 0, multiple)
 
 
 def resize_config(source: WeightSource, needed: int, multiple: int = 1) -> PretrainedConfig:

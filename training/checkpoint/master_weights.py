@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from errors import UserError
 from models.layers.layer import Layer
-from models.weights.edits import Edit, EditedWeights, Order, ReadLayer
+from models.weights.edits import Edit, EditedWeights, EditOrder, ReadLayer
 from training.checkpoint.optimizer_state import FILE_PATTERN, WEIGHT, list_overlaps, parse_key
 
 _RANK_DIMS = {".lora_A.": 0, ".lora_B.": 1}  # the dimension that the rank is
@@ -22,7 +22,7 @@ class MasterWeights(Edit):
     """The master weights in the optimizer's files of a step; none of a run in fp32. As an edit they take the place of
     the rounded ones."""
 
-    order = Order.MASTER_WEIGHTS
+    order = EditOrder.MASTER_WEIGHTS
 
     def __init__(self, step_dir: Path, starts_from_base: bool = False) -> None:
         """starts_from_base: the adapter of the run did, so that a layer file has what it started as behind what is

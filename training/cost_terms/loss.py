@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.losses.logit_chunks import count_chunk_logits, count_rows, count_waiting
+from models.losses.logit_chunks import count_chunk_logits, count_chunk_rows, count_waiting
 from models.losses.options import Divergence
 from training.config.schema import Device, DistillConfig, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
@@ -65,7 +65,7 @@ def compute_loss_bytes(
     pass, log-softmax, its gradient, and the logits' gradient, in fp32.
     """
     num_logits = num_targets * vocabulary
-    chunk_logits = min(num_targets, count_rows(vocabulary, on_gpu)) * vocabulary
+    chunk_logits = min(num_targets, count_chunk_rows(vocabulary, on_gpu)) * vocabulary
     if precision is not Precision.bf16:
         return {Precision.fp32: 8 * chunk_logits, Precision.fp16: 12 * num_logits}[precision]
     if not weight_trains:

@@ -168,7 +168,7 @@ class Layout:
 
     global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size.
 
-    schedule: its name. num_chunks: chunks of layers per rank. memory_limit, pass_times: the inputs of schedules that
+    schedule: its name. num_chunks: chunks of layers per rank. max_in_flight, pass_times: the inputs of schedules that
     are ordered by them (`training/pipeline/schedules.py` sets them). sharding_parallel_size: see `num_shards`.
     """
 
@@ -177,7 +177,7 @@ class Layout:
     gradient_accumulation_steps: int
     num_chunks: int = 1
     schedule: str = "1f1b"
-    memory_limit: int | None = None
+    max_in_flight: int | None = None
     pass_times: tuple[Any, ...] = ()
     sharding_parallel_size: int | None = None
 

@@ -31,7 +31,7 @@ SHARE_TIED, REDUCE = REDUCTIONS
 LOAD, POST, FINISH = "LoadMicroBatch", "StartRecv", "FinishSends"
 
 
-class Kept(NamedTuple):
+class KeptPass(NamedTuple):
     """The tensors of a forward pass that its backward pass needs. hidden_states: received ones, which get a gradient;
     None for a first chunk. result: the loss, or the hidden states that were sent."""
 
@@ -114,7 +114,7 @@ class Runner:
         self._program = self._plan(schedule)  # of a step
         # Each micro-batch is loaded once: before the first chunk, on a rank that has it, else before the last.
         self._loads_at = next((chunk for chunk in (0, schedule.last_chunk) if chunk in self._chunks), None)
-        self._kept: dict[tuple[int, int], Kept] = {}  # by chunk and micro-batch, as those below
+        self._kept: dict[tuple[int, int], KeptPass] = {}  # by chunk and micro-batch, as those below
         self._products: dict[tuple[int, int], list[Deferred]] = {}
         self._targets: dict[int, Targets | None] = {}  # by micro-batch
         self._losses: list[Any] = []
@@ -175,7 +175,7 @@ class Runner:
             else:
                 outputs = self._model(inputs)
         if trains:
-            self._kept[unit.chunk, unit.micro_batch] = Kept(hidden_states, outputs[0])
+            self._kept[unit.chunk, unit.micro_batch] = KeptPass(hidden_states, outputs[0])
         return outputs
 
     def _backward(self, unit: Unit, gradients: Tensors) -> Tensors:

@@ -8,7 +8,7 @@ MOST_POINTS = 800  # about what a chart has pixels for
 
 
 @dataclass
-class Bucket:
+class CurveBucket:
     """The values of neighbouring reports. step: of the last of them."""
 
     step: int
@@ -17,7 +17,7 @@ class Bucket:
     total: float
     count: int
 
-    def merge(self, other: Bucket) -> None:
+    def merge(self, other: CurveBucket) -> None:
         self.step = other.step
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.total, self.count = self.total + other.total, self.count + other.count
@@ -29,18 +29,18 @@ class Curve:
 
     def __init__(self) -> None:
         self.width = 1
-        self.buckets: list[Bucket] = []
+        self.buckets: list[CurveBucket] = []
 
     def add(self, step: int, value: float) -> None:
         """Add the next value. step: not before that of the last one."""
-        self._append(Bucket(step, value, value, value, 1))
+        self._append(CurveBucket(step, value, value, value, 1))
         while len(self.buckets) > MOST_POINTS:
             self.width *= 2
             buckets, self.buckets = self.buckets, []
             for bucket in buckets:
                 self._append(bucket)
 
-    def _append(self, bucket: Bucket) -> None:
+    def _append(self, bucket: CurveBucket) -> None:
         if self.buckets and self.buckets[-1].step // self.width == bucket.step // self.width:
             self.buckets[-1].merge(bucket)
         else:

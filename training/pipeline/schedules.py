@@ -33,7 +33,7 @@ def build_schedule(layout: Layout) -> Schedule:
     """Return the schedule that a layout runs."""
     found = find_schedule(layout.schedule)
     sizes = layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks
-    return found(*sizes, *((layout.memory_limit, layout.pass_times) if found.splits_backward else ()))
+    return found(*sizes, *((layout.max_in_flight, layout.pass_times) if found.splits_backward else ()))
 
 
 def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layout:
@@ -43,6 +43,6 @@ def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layou
     read = {key: getattr(config, key) for key in SCHEDULE_KEYS.get(name, ())}
     num_chunks = found.count_chunks(read.get("virtual_stages_per_rank", 1))
     limit = read.get("schedule_memory_limit")
-    scheduled = replace(layout, schedule=name, num_chunks=num_chunks, memory_limit=limit)
+    scheduled = replace(layout, schedule=name, num_chunks=num_chunks, max_in_flight=limit)
     build_schedule(scheduled).check(num_layers)
     return scheduled

@@ -41,7 +41,7 @@ _ROUNDING = 1 + 1e-9  # of sums of the same seconds in another order
 _RESERVES = (1, 2)  # chunks of memory that a rank's first chunk leaves for its second
 
 
-def default_memory_limit(num_stages: int) -> int:
+def default_max_in_flight(num_stages: int) -> int:
     """Return the default number of micro-batches in flight: 1F1B's most, and enough more that uneven passes leave few
     gaps."""
     return num_stages + max(1, num_stages // 4)
@@ -49,11 +49,11 @@ def default_memory_limit(num_stages: int) -> int:
 
 @dataclass(frozen=True)
 class ZeroBubble(Schedule):
-    """memory_limit: micro-batches in flight on a rank, counted until their last weight pass; None for
-    `default_memory_limit`. pass_times: of each chunk [2 P]; empty where all are even."""
+    """max_in_flight: micro-batches in flight on a rank, counted until their last weight pass; None for
+    `default_max_in_flight`. pass_times: of each chunk [2 P]; empty where all are even."""
 
     num_chunks: int = CHUNKS
-    memory_limit: int | None = None
+    max_in_flight: int | None = None
     pass_times: tuple[PassTimes, ...] = ()
 
     splits_backward: ClassVar[bool] = True
@@ -65,7 +65,7 @@ class ZeroBubble(Schedule):
     @property
     def limit(self) -> int:
         """Micro-batches in flight."""
-        return self.memory_limit or default_memory_limit(self.num_stages)
+        return self.max_in_flight or default_max_in_flight(self.num_stages)
 
     def check(self, num_layers: int) -> None:
         stages, chunks = self.num_stages, self.num_stages * CHUNKS

@@ -324,14 +324,14 @@ def estimate_steps(config: RunConfig, global_batch_size: int, architecture: Pret
     """Return the result of `count_steps`, and a note where it is an estimate; empty where it is not."""
     if config.max_steps is not None:
         return config.max_steps, ""
-    rows = count_rows(config, architecture)
+    rows = estimate_num_rows(config, architecture)
     if rows is None:
         return None, ""
     steps = max(1, round(config.num_train_epochs * (rows.num_rows // global_batch_size)))
     return steps, "" if rows.is_exact else "steps: estimated from the first records of train_file"
 
 
-def count_rows(config: RunConfig, architecture: PretrainedConfig) -> RowEstimate | None:
+def estimate_num_rows(config: RunConfig, architecture: PretrainedConfig) -> RowEstimate | None:
     """Return the rows of train_file in the unit of `micro_batch_size`: its lines where each is one, else as the first
     records are tokenized and packed. None where they depend on tokens and there is no tokenizer."""
     if _takes_a_row_per_record(config):

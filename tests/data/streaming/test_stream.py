@@ -17,7 +17,7 @@ from data.options import LengthPolicy, OnBadRecord, Packing
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
-from data.streaming.blocks import Block, Cursor
+from data.streaming.blocks import Cursor, RecordBlock
 from data.streaming.row_block import RowBlock, join_rows
 from data.streaming.shards import list_shards
 from data.streaming.stream import RowStream, StreamPlan
@@ -124,7 +124,7 @@ def test_a_cursor_finds_any_row_and_nothing_before_its_block_is_tokenized(rows: 
     whole, stream, tail = list_rows(RowStream(plan, Cursor()).take(110)), RowStream(plan, Cursor()), 10
     encode, encoded = StreamPlan.encode, []
 
-    def count(self: StreamPlan, block: Block):
+    def count(self: StreamPlan, block: RecordBlock):
         encoded.append(block.position)
         return encode(self, block)
 

@@ -19,7 +19,7 @@ from models.experts.router import (
     SCORES,
     RouterMonitor,
     RouterOptions,
-    Scores,
+    ScoreFunction,
     attach,
     find_block,
     fit_options,
@@ -53,7 +53,7 @@ def test_a_router_scores_as_the_table_says(family: str) -> None:
     logits, weights, indices = block.router(torch.randn(6, model.config.hidden_size), *arguments)
     assert logits.shape == (6, 8) and weights.shape == indices.shape
     chosen = logits.gather(1, indices)
-    scores = chosen.exp() if SCORES[family] is Scores.softmax else chosen.sigmoid()
+    scores = chosen.exp() if SCORES[family] is ScoreFunction.softmax else chosen.sigmoid()
     if family != "phimoe":  # which draws from a softmax over those that are close
         torch.testing.assert_close(weights[:, 0] / weights[:, 1], scores[:, 0] / scores[:, 1])
 
@@ -74,7 +74,7 @@ def test_losses_of_packed_and_padded_rows(knows_bounds: bool) -> None:
     context = SimpleNamespace(tokens=tokens, sequence_part=NO_CP)
     counts, sums = torch.zeros(8, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
     monitor = RouterMonitor(
-        context, RouterOptions(1.0, 1.0, scores=Scores.softmax), counts=counts, sums=sums,
+        context, RouterOptions(1.0, 1.0, scores=ScoreFunction.softmax), counts=counts, sums=sums,
         factors=torch.tensor([0.3, 0.7]),
     )  # fmt: skip
     leaves = [hidden_states, router.weight]
@@ -108,7 +108,7 @@ def test_a_layer_that_checkpoints_itself_keeps_its_micro_batch() -> None:
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.2)
     monitor = RouterMonitor(
-        module.context, RouterOptions(1.0, scores=Scores.softmax), counts=torch.zeros(8, dtype=torch.int64),
+        module.context, RouterOptions(1.0, scores=ScoreFunction.softmax), counts=torch.zeros(8, dtype=torch.int64),
         sums=torch.zeros(2, dtype=torch.float64), factors=torch.ones(2),
     )  # fmt: skip
     find_block(module).router.register_forward_hook(monitor)
@@ -139,8 +139,8 @@ def fit(family: str, **options: float) -> RouterOptions | None:
 
 
 def test_options_that_do_not_apply_to_a_model() -> None:
-    assert fit("llama") is None and fit("deepseek_v3").scores is Scores.sigmoid
-    assert fit("mixtral", aux_loss_coef=0.1) == RouterOptions(0.1, scores=Scores.softmax)
+    assert fit("llama") is None and fit("deepseek_v3").scores is ScoreFunction.sigmoid
+    assert fit("mixtral", aux_loss_coef=0.1) == RouterOptions(0.1, scores=ScoreFunction.softmax)
     with pytest.raises(UserError, match="moe.z_loss_coef=0.1: this 'llama' model has no experts; leave it at 0"):
         fit("llama", z_loss_coef=0.1)
     with pytest.raises(UserError, match="moe.update_router_bias=0.001: the routers of 'mixtral' have no e_score_corr"):

@@ -39,7 +39,7 @@ def list_schedules(most_stages: int = 8) -> Iterator[Schedule]:
             if micro_batches >= stages:
                 yield ZeroBubble(stages, micro_batches)
                 uneven = tuple(PassTimes(1 + chunk % 2, 2.5, 1.5) for chunk in range(2 * stages))
-                yield ZeroBubble(stages, micro_batches, memory_limit=1, pass_times=uneven)
+                yield ZeroBubble(stages, micro_batches, max_in_flight=1, pass_times=uneven)
 
 
 SCHEDULES = list(list_schedules())

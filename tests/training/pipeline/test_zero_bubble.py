@@ -17,7 +17,7 @@ from training.pipeline.partition import balance_chunks, compute_work, split_laye
 from training.pipeline.pass_times import time_passes
 from training.pipeline.schedule import Unit, UnitKind
 from training.pipeline.schedules import build_schedule
-from training.pipeline.zero_bubble import EVEN, PassTimes, ZeroBubble, default_memory_limit
+from training.pipeline.zero_bubble import EVEN, PassTimes, ZeroBubble, default_max_in_flight
 
 SIZES = [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32)]
 LONG = [pytest.param(16, M, marks=pytest.mark.full) for M in (32, 64)]
@@ -73,8 +73,8 @@ def test_with_even_passes_only_filling_the_pipeline_is_lost(num_stages: int, mic
 @pytest.mark.parametrize("limit", [1, 2, 3, None])
 @pytest.mark.parametrize(("num_stages", "micro_batches"), [(2, 8), (4, 8)])
 def test_no_rank_holds_more_than_the_limit(num_stages: int, micro_batches: int, limit: int | None) -> None:
-    schedule = ZeroBubble(num_stages, micro_batches, memory_limit=limit)
-    most = limit or default_memory_limit(num_stages)
+    schedule = ZeroBubble(num_stages, micro_batches, max_in_flight=limit)
+    most = limit or default_max_in_flight(num_stages)
     for stage in range(num_stages):
         held = [sum(each.held) + sum(each.deferred) for each in schedule.list_in_flight(stage)]
         assert max(held) <= 2 * most
@@ -83,7 +83,7 @@ def test_no_rank_holds_more_than_the_limit(num_stages: int, micro_batches: int, 
 
 def test_more_memory_is_no_slower() -> None:
     times = (PassTimes(1.0, 1.3, 0.8),) * 8
-    seconds = [1 - ZeroBubble(4, 16, memory_limit=limit, pass_times=times).bubble_share for limit in (1, 2, 3, 4, 5)]
+    seconds = [1 - ZeroBubble(4, 16, max_in_flight=limit, pass_times=times).bubble_share for limit in (1, 2, 3, 4, 5)]
     assert seconds == sorted(seconds) and seconds[0] < 0.6 < 0.9 < seconds[-1]
 
 
