@@ -53,7 +53,7 @@ from models.parallel.shard import NO_CP, ContextParallel  # noqa: E402
 from models.sharding.context_parallel import share_sequence  # noqa: E402
 from models.weights.config_file import parse_config  # noqa: E402
 from training.config.schema import HardwareConfig, load_hardware  # noqa: E402
-from training.costs.saved_activations import WithoutData  # noqa: E402
+from training.costs.without_data import WithoutData  # noqa: E402
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 ATTENTION = {
@@ -116,9 +116,8 @@ class Counted(TorchDispatchMode):
 def attention_as_one(counted: Counted) -> Iterator[None]:
     """Count the fused attention of `WithoutData` as its kernels: forward q, k, v to the output, backward all of these
     and the output's gradient to three gradients."""
-    from training.costs import saved_activations
+    from training.costs.without_data import FusedAttention as fused
 
-    fused = saved_activations._FusedAttention
     forward, backward = fused.forward, fused.backward
 
     def run_forward(context: Any, *inputs: torch.Tensor | None) -> torch.Tensor:

@@ -37,7 +37,7 @@ from benchmarks.published_parts.rows import OUT_OF_MEMORY, RUNS, PublishedRun, f
 from models.architecture.lookup import build_layers
 from training.config.schema import Device
 from training.cost_terms.loss import LOGIT_BYTES as LOGIT_MOVED_HERE
-from training.costs.cost import LayerCost, count_layers
+from training.costs.cost import Bytes, LayerCost, Parameters, Work, count_layers
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
@@ -46,10 +46,12 @@ from training.costs.traffic import Traffic
 from training.planner.plan import StagePlan
 
 DECODER = LayerCost(
-    name="decoder", num_parameters=1, num_trainable=1, num_active=1, largest_trainable=1, forward_flops=1.0,
-    attention_width=1, saved_bytes=10**9, output_bytes=1,
-)  # fmt: skip
-HEAD = replace(DECODER, name="head", attention_width=0)
+    name="decoder",
+    parameters=Parameters(held=1, trained=1, active=1, largest_trained=1),
+    work=Work(forward_flops=1.0, attention_width=1),
+    bytes=Bytes(saved=10**9, output=1),
+)
+HEAD = replace(DECODER, name="head", work=replace(DECODER.work, attention_width=0))
 GPU = Machine(
     name="round", device=Device.cuda, cards_per_node=8, memory=80, usable_memory=1, peak_flops={"bf16": 1e12},
     efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=1,
@@ -92,7 +94,7 @@ def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
     def saved(run: PublishedRun) -> int:
         decoder, head = adjust_costs(replace(run, loss=""), [DECODER, HEAD], GPU)
         assert head is HEAD
-        return DECODER.saved_bytes - decoder.saved_bytes
+        return DECODER.bytes.saved - decoder.bytes.saved
 
     assert saved(run) == 0
     assert saved(replace(run, kernels="fused")) == (16 - 8) * 64 * 200
@@ -112,9 +114,9 @@ def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
 
 def test_what_is_gathered_is_kept_or_gathered_again(rows: list[PublishedRun]) -> None:
     run = replace(rows[0], family="llama", micro_batch=2, seq=100, hidden=64, heads=8, tp=2, sequence_parallel=1)
-    layer = replace(DECODER, regathers=2)
-    assert _adjust_layer(replace(run, keeps="projection gathered"), layer).regathers == 0
-    assert _adjust_layer(replace(run, keeps="projection"), layer).regathers == 2
+    layer = replace(DECODER, work=replace(DECODER.work, regathers=2))
+    assert _adjust_layer(replace(run, keeps="projection gathered"), layer).work.regathers == 0
+    assert _adjust_layer(replace(run, keeps="projection"), layer).work.regathers == 2
 
 
 class _Attention(torch.autograd.Function):
@@ -165,13 +167,13 @@ def test_a_product_stays_whole_where_values_are_a_view_of_it(batch: int, is_flas
 
 def test_scores_of_one_kernel_take_less_in_passing(rows: list[PublishedRun]) -> None:
     run = replace(rows[0], family="llama", micro_batch=2, seq=100, cp=1, hidden=64, ffn=256, heads=8, tp=2)
-    scores, layer = 2 * 8 * 100 * 100 // 2, replace(DECODER, widest_bytes=10**6)
+    scores, layer = 2 * 8 * 100 * 100 // 2, replace(DECODER, bytes=replace(DECODER.bytes, widest=10**6))
     fused = _adjust_layer(replace(run, attention="fused_softmax"), layer)
-    assert fused.widest_bytes == 10**6 - (6 - FUSED_SCORES_PASSING) * scores
-    assert _adjust_layer(replace(run, attention="eager"), layer).widest_bytes == 10**6
+    assert fused.bytes.widest == 10**6 - (6 - FUSED_SCORES_PASSING) * scores
+    assert _adjust_layer(replace(run, attention="eager"), layer).bytes.widest == 10**6
     matrix = 2 * 200 * 256 // 2
-    narrow = replace(layer, widest_bytes=matrix + 8)
-    assert _adjust_layer(replace(run, attention="fused_softmax"), narrow).widest_bytes == matrix
+    narrow = replace(layer, bytes=replace(layer.bytes, widest=matrix + 8))
+    assert _adjust_layer(replace(run, attention="fused_softmax"), narrow).bytes.widest == matrix
 
 
 def test_gradients_of_a_micro_batch_are_next_to_their_sums(rows: list[PublishedRun]) -> None:
@@ -185,19 +187,33 @@ def test_gradients_of_a_micro_batch_are_next_to_their_sums(rows: list[PublishedR
 def test_gradients_on_their_way_are_not_there_at_the_peak_of_the_loss(rows: list[PublishedRun]) -> None:
     run = replace(rows[0], tp=2, sequence_parallel=1, precision="bf16")
     layers = [
-        replace(DECODER, output_bytes=50, widest_bytes=70, largest_trainable=30),
-        replace(HEAD, output_bytes=50, widest_bytes=10**9, largest_trainable=36),
+        replace(
+            DECODER,
+            bytes=replace(DECODER.bytes, output=50, widest=70),
+            parameters=replace(DECODER.parameters, largest_trained=30),
+        ),
+        replace(
+            HEAD,
+            bytes=replace(HEAD.bytes, output=50, widest=10**9),
+            parameters=replace(HEAD.parameters, largest_trained=36),
+        ),
     ]
     assert count_gradients_in_pass(run, layers) == 2 * 2 * 50 + 2 * 36  # a block works on the parts of both ranks
     assert count_gradients_in_pass(
-        replace(run, sequence_parallel=0), [replace(layers[0], widest_bytes=80), layers[1]]
+        replace(run, sequence_parallel=0), [replace(layers[0], bytes=replace(layers[0].bytes, widest=80)), layers[1]]
     ) == (2 * 50 + 80)
 
 
 def test_a_loss_counts_as_far_as_it_exceeds_the_gradients_on_their_way(rows: list[PublishedRun]) -> None:
     run = replace(rows[0], loss="vocabulary_parallel", gradients="bf16", sharding="", tp=2)
     run = replace(run, micro_batch=2, seq=100, cp=1, vocab=1000)
-    layers = [replace(DECODER, output_bytes=50, widest_bytes=70_000, largest_trainable=30)] * 2
+    layers = [
+        replace(
+            DECODER,
+            bytes=replace(DECODER.bytes, output=50, widest=70_000),
+            parameters=replace(DECODER.parameters, largest_trained=30),
+        )
+    ] * 2
     memory = Memory(weights=8, gradients=4, activations=16, buffers=10**6)
     chunks: list[Any] = [SimpleNamespace(first_layer=first, last_layer=first + 1) for first in (0, 2)]
     first, last = ([StagePlan(0, [chunk], 1, memory, 0.0, 0.0)] for chunk in chunks)
@@ -217,7 +233,8 @@ def test_a_loss_counts_as_far_as_it_exceeds_the_gradients_on_their_way(rows: lis
     assert count([stage]) == 30 + 8 * 4 - 2 - 16
     whole = replace(run, gradients="bf16", keeps="embedding", tp=4, hidden=4)
     costs_of_embedding = (8 + 4 // 2 + 30) * 3000 / 6000  # 3 of 4 parts of 1000 x 4 more than 6000 parameters
-    (found,) = (count_memory(whole, SimpleNamespace(stages=[replace(stage, num_parameters=6000)]), costs),)  # type: ignore[arg-type]
+    embedding = replace(stage, num_parameters=6000)
+    found = count_memory(whole, SimpleNamespace(stages=[embedding]), costs)  # type: ignore[arg-type]
     assert found * GIB - (8 + 4 // 2 + 30 + 10**6) == pytest.approx(costs_of_embedding)
     run = replace(run, gradients="bf16")
     assert count(last) == count_loss_bytes(run) - count_gradients_in_pass(run, costs[2:]) == 10**6 - 70_100
@@ -254,7 +271,10 @@ def test_what_a_system_has_room_for() -> None:
 
 def test_fsdp_has_whole_weights_of_few_layers(rows: list[PublishedRun]) -> None:
     run = replace(next(run for run in rows if run.sharding == "fsdp"), recompute="none")
-    layers = [replace(HEAD, num_parameters=4), *[replace(DECODER, num_parameters=10)] * 3]
+    layers = [
+        replace(HEAD, parameters=replace(HEAD.parameters, held=4)),
+        *[replace(DECODER, parameters=replace(DECODER.parameters, held=10))] * 3,
+    ]
     memory = Memory(weights=5, gradients=6, optimizer=7, activations=8, buffers=2 * 34 + 100, step=9)
     found = shard_weights(run, memory, layers)
     assert found == replace(memory, weights=0, step=0, buffers=100 + 2 * (4 + 2 * 10) + 2 * 10)
@@ -276,8 +296,10 @@ def _adjust_layer(run: PublishedRun, layer: LayerCost) -> LayerCost:
 def test_the_loss_moves_what_its_row_declares(rows: list[PublishedRun], loss: str, tp: int, moved: float) -> None:
     run = replace(rows[0], micro_batch=2, seq=100, cp=1, vocab=1000, tp=tp, loss=loss)
     decoder, head = adjust_costs(run, [DECODER, HEAD], GPU)
-    assert decoder.forward_traffic == DECODER.forward_traffic
-    assert head.forward_traffic.moved - HEAD.forward_traffic.moved == round((moved - LOGIT_MOVED_HERE / tp) * 200_000)
+    assert decoder.work.forward_traffic == DECODER.work.forward_traffic
+    assert head.work.forward_traffic.moved - HEAD.work.forward_traffic.moved == round(
+        (moved - LOGIT_MOVED_HERE / tp) * 200_000
+    )
 
 
 def test_without_zero_each_replica_has_the_whole_state(rows: list[PublishedRun]) -> None:
@@ -309,14 +331,22 @@ def test_sums_that_all_ranks_get_are_sent_again(rows: list[PublishedRun]) -> Non
 def test_attention_takes_the_time_of_its_kernels(rows: list[PublishedRun]) -> None:
     run = replace(rows[0], family="gpt", micro_batch=2, seq=100, cp=1, heads=8, tp=2, kernels="eager")
     moves = Traffic(10**9, 5)
-    layer = replace(DECODER, forward_flops=9.0, attention_flops=2.0, forward_traffic=moves, backward_traffic=moves)
+    layer = replace(
+        DECODER,
+        work=replace(
+            DECODER.work, forward_flops=9.0, attention_flops=2.0, forward_traffic=moves, backward_traffic=moves
+        ),
+    )
     flash1 = _adjust_layer(replace(run, attention="flash1"), layer)
-    assert flash1.attention_flops == 4 and flash1.forward_flops - flash1.attention_flops == 9 - 2
-    assert flash1.backward_flops - 2 * flash1.attention_flops == layer.backward_flops - 2 * layer.attention_flops
+    assert flash1.work.attention_flops == 4 and flash1.work.forward_flops - flash1.work.attention_flops == 9 - 2
+    assert (
+        flash1.work.backward_flops - 2 * flash1.work.attention_flops
+        == layer.work.backward_flops - 2 * layer.work.attention_flops
+    )
     scores = 2 * 8 * 100 * 100 // 2
     softmax = _adjust_layer(replace(run, attention="fused_softmax"), layer)
-    assert moves.moved - softmax.forward_traffic.moved == (EAGER_MOVED[0] - FUSED_MOVED[0]) * scores
-    assert moves.moved - softmax.backward_traffic.moved == (EAGER_MOVED[1] - FUSED_MOVED[1]) * scores
+    assert moves.moved - softmax.work.forward_traffic.moved == (EAGER_MOVED[0] - FUSED_MOVED[0]) * scores
+    assert moves.moved - softmax.work.backward_traffic.moved == (EAGER_MOVED[1] - FUSED_MOVED[1]) * scores
     for declared in ({"attention": "flash"}, {"attention": "fused_softmax", "kernels": "fused"}):
         assert _adjust_layer(replace(run, **declared), layer) == layer
 
@@ -328,7 +358,7 @@ def test_what_eager_scores_move_is_what_the_plan_counts() -> None:
 
     def count(length: int) -> tuple[int, int]:
         layer = count_layers(build_layers(config), config, MicroBatchShape(1, length, torch.bfloat16))[1]
-        return layer.forward_traffic.moved, layer.backward_traffic.moved
+        return layer.work.forward_traffic.moved, layer.work.backward_traffic.moved
 
     short, middle, long = count(64), count(128), count(256)
     square = [((c - b) / 128 - (b - a) / 64) / 192 / 4 for a, b, c in zip(short, middle, long, strict=True)]
@@ -351,7 +381,7 @@ def test_what_eager_scores_take_in_passing_is_what_the_plan_counts(
 
     def count(length: int) -> int:
         shape = MicroBatchShape(1, length, torch.bfloat16)
-        return count_layers(build_layers(config), config, shape)[index].widest_bytes
+        return count_layers(build_layers(config), config, shape)[index].bytes.widest
 
     short, middle, long = count(64), count(128), count(256)
     square = ((long - middle) / 128 - (middle - short) / 64) / 192 / 4

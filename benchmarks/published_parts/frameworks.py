@@ -95,11 +95,11 @@ def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost], machine: Machine
         excess += (SCORES_HERE.get(run.family, FUSED_SCORES) - FUSED_SCORES) * run.heads * run.seq / run.tp
 
     def adjust(cost: LayerCost) -> LayerCost:
-        if cost.regathers and "gathered" in run.keeps.split():
-            cost = replace(cost, regathers=0)
-        if not cost.attention_width:
+        if cost.work.regathers and "gathered" in run.keeps.split():
+            cost = replace(cost, work=replace(cost.work, regathers=0))
+        if not cost.work.attention_width:
             return cost
-        cost = replace(cost, saved_bytes=cost.saved_bytes - round(excess * tokens))
+        cost = replace(cost, bytes=replace(cost.bytes, saved=cost.bytes.saved - round(excess * tokens)))
         return _time_attention(run, _fuse_scores(run, cost))
 
     adjusted = {id(cost): adjust(cost) for cost in costs}  # layers of one kind share one
@@ -126,9 +126,9 @@ def _fuse_scores(run: PublishedRun, cost: LayerCost) -> LayerCost:
         return cost
     assert run.micro_batch is not None and run.heads is not None and run.tp is not None and run.ffn is not None
     scores = run.micro_batch * run.heads * run.seq * (run.seq // run.cp) // run.tp
-    fewer = cost.widest_bytes - (SCORES_PASSING_HERE[run.family] - FUSED_SCORES_PASSING) * scores
+    fewer = cost.bytes.widest - (SCORES_PASSING_HERE[run.family] - FUSED_SCORES_PASSING) * scores
     matrix = 2 * run.micro_batch * run.seq // run.cp * run.ffn // run.tp
-    return replace(cost, widest_bytes=min(cost.widest_bytes, max(fewer, matrix)))
+    return replace(cost, bytes=replace(cost.bytes, widest=min(cost.bytes.widest, max(fewer, matrix))))
 
 
 def _time_loss(run: PublishedRun, head: LayerCost, machine: Machine) -> LayerCost:
@@ -145,15 +145,27 @@ def _time_loss(run: PublishedRun, head: LayerCost, machine: Machine) -> LayerCos
         moved += CONCATENATED + COPIED * share + RECEIVED * (1 - share) * as_memory
     num_logits = run.micro_batch * run.seq // run.cp * run.vocab
     more = round((moved - loss_here.LOGIT_BYTES * share) * num_logits)
-    return replace(head, forward_traffic=replace(head.forward_traffic, moved=head.forward_traffic.moved + more))
+    return replace(
+        head,
+        work=replace(
+            head.work, forward_traffic=replace(head.work.forward_traffic, moved=head.work.forward_traffic.moved + more)
+        ),
+    )
 
 
 def _time_attention(run: PublishedRun, cost: LayerCost) -> LayerCost:
     if run.attention == "flash2":
-        return replace(cost, runs_flash_attention_2=True)
+        return replace(cost, work=replace(cost.work, runs_flash_attention_2=True))
     if run.attention == "flash1":
-        more = (FLASH1_SECONDS - 1) * cost.attention_flops
-        return replace(cost, attention_flops=cost.attention_flops + more, forward_flops=cost.forward_flops + more)
+        more = (FLASH1_SECONDS - 1) * cost.work.attention_flops
+        return replace(
+            cost,
+            work=replace(
+                cost.work,
+                attention_flops=cost.work.attention_flops + more,
+                forward_flops=cost.work.forward_flops + more,
+            ),
+        )
     if run.attention != "fused_softmax" or run.kernels != "eager":  # where kernels are fused, softmax is one of them
         return cost
     assert run.micro_batch is not None and run.heads is not None and run.tp is not None
@@ -161,8 +173,11 @@ def _time_attention(run: PublishedRun, cost: LayerCost) -> LayerCost:
     forward, backward = (scores * (eager - fused) for eager, fused in zip(EAGER_MOVED, FUSED_MOVED, strict=True))
     return replace(
         cost,
-        forward_traffic=replace(cost.forward_traffic, moved=cost.forward_traffic.moved - forward),
-        backward_traffic=replace(cost.backward_traffic, moved=cost.backward_traffic.moved - backward),
+        work=replace(
+            cost.work,
+            forward_traffic=replace(cost.work.forward_traffic, moved=cost.work.forward_traffic.moved - forward),
+            backward_traffic=replace(cost.work.backward_traffic, moved=cost.work.backward_traffic.moved - backward),
+        ),
     )
 
 
@@ -256,9 +271,9 @@ def count_gradients_in_pass(run: PublishedRun, layers: Sequence[LayerCost]) -> i
     (`training/cost_terms/layers.py`) and which are not there yet at the peak of a loss that makes all logits."""
     assert run.tp is not None
     parts = run.tp if run.sequence_parallel else 1  # a block works on those of all ranks
-    widest = max(layer.widest_bytes for layer in layers[:-1])
-    new = max((4 if run.precision == "fp32" else 2) * layer.largest_trainable for layer in layers)
-    return 2 * parts * layers[0].output_bytes + max(widest, new)
+    widest = max(layer.bytes.widest for layer in layers[:-1])
+    new = max((4 if run.precision == "fp32" else 2) * layer.parameters.largest_trained for layer in layers)
+    return 2 * parts * layers[0].bytes.output + max(widest, new)
 
 
 def shard_weights(run: PublishedRun, memory: Memory, costs: Sequence[LayerCost]) -> Memory:
@@ -269,10 +284,10 @@ def shard_weights(run: PublishedRun, memory: Memory, costs: Sequence[LayerCost])
     step.
     """
     layers = {cost.tied_key or index: cost for index, cost in enumerate(costs)}.values()
-    num_weights = sum(layer.num_parameters for layer in layers)
+    num_weights = sum(layer.parameters.held for layer in layers)
     live = num_weights if run.recompute == "none" else min(num_weights, MAX_LIVE)
-    outermost = sum(layer.num_parameters for layer in layers if not layer.attention_width)
-    largest = max(layer.num_parameters for layer in layers if layer.attention_width)
+    outermost = sum(layer.parameters.held for layer in layers if not layer.work.attention_width)
+    largest = max(layer.parameters.held for layer in layers if layer.work.attention_width)
     whole = outermost + (WHOLE_LAYERS + 1) * largest
     return replace(memory, weights=0, buffers=memory.buffers + 2 * (whole - live), step=0)
 

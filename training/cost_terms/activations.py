@@ -19,10 +19,10 @@ def compute_kept(chunk: Chunk) -> Kept:
     for group in reversed(checkpointing.list_groups(len(chunk.layers))):
         layers = chunk.layers[group.start : group.stop]
         if not group.is_recomputed:
-            kept += sum(layer.saved_bytes for layer in layers)
+            kept += sum(layer.bytes.saved for layer in layers)
             continue
-        remade = sum(layer.remade_bytes if checkpointing.is_selective else layer.saved_bytes for layer in layers)
-        before = chunk.layers[group.start - 1].output_bytes * layers[0].num_blocks if group.start else 0
+        remade = sum(layer.bytes.remade if checkpointing.is_selective else layer.bytes.saved for layer in layers)
+        before = chunk.layers[group.start - 1].bytes.output * layers[0].num_blocks if group.start else 0
         entering = before if group.start else chunk.input_bytes
         if checkpointing.offloads and group.start:
             on_host, came_back, entering = on_host + entering, 2 * entering, 0
@@ -30,13 +30,13 @@ def compute_kept(chunk: Chunk) -> Kept:
             came_back = 0
         recomputation = max(recomputation, came_back + remade + deferred - kept)
         kept += entering
-        deferred += sum(layer.deferred_bytes for layer in layers)
+        deferred += sum(layer.bytes.deferred for layer in layers)
         if checkpointing.is_selective:
-            kept += sum(layer.kept_bytes for layer in layers)
+            kept += sum(layer.bytes.kept for layer in layers)
     return Kept(
         activations=kept,
         recomputation=recomputation,
-        deferred=sum(layer.deferred_bytes for layer in chunk.layers),
+        deferred=sum(layer.bytes.deferred for layer in chunk.layers),
         host=on_host,
     )
 

@@ -32,7 +32,7 @@ def compute_buffers(stage: Stage) -> Memory:
 
 def compute_transfer(chunk: Chunk) -> PassCost:
     """Return the bytes between chunks: hidden_states and integers to the next, the gradient of hidden_states back."""
-    boundary = 2 * chunk.layers[-1].output_bytes + chunk.integer_bytes
+    boundary = 2 * chunk.layers[-1].bytes.output + chunk.integer_bytes
     return PassCost(boundary_bytes=0 if chunk.has_loss else boundary)
 
 

@@ -4,7 +4,7 @@ savings are in the costs of layers on a part of the sequence."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from training.config.schema import AttnImplementation, Device, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, PlannedRun, Stage
@@ -129,7 +129,7 @@ def _travel(layer: LayerCost, run: PlannedRun, bandwidth: float, *, is_backward:
     if _makes_scores(run, shared):
         work = shared.scores * SCORE_BYTES[is_backward] / (run.hardware.memory_bandwidth * GB)
     else:
-        work = run.time_attention(replace(layer, runs_flash_attention_2=True), is_backward) - attending
+        work = run.time_flash_attention_2(layer, is_backward) - attending
         excess = work
     step_seconds = (attending + work) / size
     exposed = max(0.0, (shared.block_bytes + gradient) / bandwidth - step_seconds)

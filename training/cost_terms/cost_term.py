@@ -9,7 +9,7 @@ P stages, V chunks of layers a stage, M micro-batches of one replica in a step, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -72,23 +72,30 @@ class PlannedRun:
 
     def time_attention(self, layer: LayerCost, is_backward: bool = False) -> float:
         """Return the seconds of a layer's fused attention over a micro-batch."""
-        products = (1 + is_backward) * layer.attention_flops * self.tokens / self.flops_per_second
-        runs_second = layer.runs_flash_attention_2 and self.config.flash_kernels is not FlashKernels.fa3
-        return time_attention(products, self.hardware, is_backward, runs_second)
+        return self._time_attention(layer, is_backward, layer.work.runs_flash_attention_2)
+
+    def time_flash_attention_2(self, layer: LayerCost, is_backward: bool = False) -> float:
+        """Return the seconds of a layer's attention by FlashAttention-2's kernels."""
+        return self._time_attention(layer, is_backward, runs_second=True)
 
     def time_excess(self, layer: LayerCost, is_backward: bool = False) -> float:
         """Return the seconds of a pass that FlashAttention-2's kernels take in addition to the GPU's fastest."""
-        fastest = replace(layer, runs_flash_attention_2=False)
-        return self.time_attention(layer, is_backward) - self.time_attention(fastest, is_backward)
+        fastest = self._time_attention(layer, is_backward, runs_second=False)
+        return self.time_attention(layer, is_backward) - fastest
+
+    def _time_attention(self, layer: LayerCost, is_backward: bool, runs_second: bool) -> float:
+        products = (1 + is_backward) * layer.work.attention_flops * self.tokens / self.flops_per_second
+        by_second = runs_second and self.config.flash_kernels is not FlashKernels.fa3
+        return time_attention(products, self.hardware, is_backward, by_second)
 
     def time_pass(self, layer: LayerCost, is_backward: bool = False) -> float:
         """Return the seconds of a layer's pass over a micro-batch."""
-        flops, traffic = layer.forward_flops, layer.forward_traffic
+        flops, traffic = layer.work.forward_flops, layer.work.forward_traffic
         if is_backward:
-            flops, traffic = layer.backward_flops, layer.backward_traffic
+            flops, traffic = layer.work.backward_flops, layer.work.backward_traffic
         attending = 0.0
         if self.config.attn_implementation is not AttnImplementation.eager:  # two matrix products, of all scores
-            flops -= (1 + is_backward) * layer.attention_flops
+            flops -= (1 + is_backward) * layer.work.attention_flops
             attending = self.time_attention(layer, is_backward)
         return time_kernels(flops * self.tokens / self.flops_per_second, attending, traffic, self.hardware)
 
@@ -108,13 +115,13 @@ class Chunk:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """All that its costs follow from within a run; layers of one kind share one cost (`count_layers`)."""
-        return self.has_first_layer, self.has_loss, *map(id, self.layers)
+        """All that its costs follow from within a run."""
+        return self.has_first_layer, self.has_loss, *self.layers
 
     @property
     def hidden_bytes(self) -> int:
         """Bytes of a micro-batch's hidden_states."""
-        return self.layers[0].output_bytes
+        return self.layers[0].bytes.output
 
     @property
     def block_bytes(self) -> int:
@@ -149,7 +156,7 @@ class Chunk:
     def run_again(self, layers: Sequence[LayerCost]) -> PassCost:
         """Return the cost that a second forward pass of `layers` adds to the backward pass."""
         return PassCost(
-            backward_flops=sum(layer.forward_flops for layer in layers),
+            backward_flops=sum(layer.work.forward_flops for layer in layers),
             backward_seconds=sum(self.time_forward(layer) for layer in layers),
             recomputed_seconds=sum(self.time_forward(layer) for layer in layers),
             excess_seconds=sum(map(self.run.time_excess, layers)),
@@ -157,19 +164,23 @@ class Chunk:
 
     def time_forward(self, layer: LayerCost) -> float:
         """Return the seconds of a micro-batch forward: as timed, or by the GPU's rate."""
-        if layer.pass_seconds:
-            return layer.pass_seconds[0] * self.run.tokens
+        if layer.work.pass_seconds:
+            return layer.work.pass_seconds[0] * self.run.tokens
         return self.run.time_pass(layer)
 
     def time_deferred(self, layer: LayerCost) -> float:
         """Return the seconds of the backward pass that can be deferred: products alone."""
-        if layer.pass_seconds is None:
-            return layer.deferred_flops * self.run.tokens / self.run.flops_per_second
-        return layer.deferred_flops / layer.backward_flops * self.time_backward(layer) if layer.backward_flops else 0
+        if layer.work.pass_seconds is None:
+            return layer.work.deferred_flops * self.run.tokens / self.run.flops_per_second
+        return (
+            layer.work.deferred_flops / layer.work.backward_flops * self.time_backward(layer)
+            if layer.work.backward_flops
+            else 0
+        )
 
     def time_backward(self, layer: LayerCost) -> float:
-        if layer.pass_seconds:
-            return layer.pass_seconds[1] * self.run.tokens
+        if layer.work.pass_seconds:
+            return layer.work.pass_seconds[1] * self.run.tokens
         return self.run.time_pass(layer, is_backward=True)
 
 
@@ -219,30 +230,30 @@ class Stage:
 
     @cached_property
     def num_parameters(self) -> int:
-        return count_distinct("num_parameters", self.layers)
+        return count_distinct("held", self.layers)
 
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the weights, whole on this rank."""
-        in_4bit = count_distinct("num_in_4bit", self.layers)
+        in_4bit = count_distinct("in_4bit", self.layers)
         return self.run.weight_bytes * (self.num_parameters - in_4bit) + round(NF4_BYTES * in_4bit)
 
     @cached_property
     def num_trainable(self) -> int:
-        return count_distinct("num_trainable", self.layers)
+        return count_distinct("trained", self.layers)
 
     @cached_property
     def num_in_part(self) -> int:
         """Trainable elements whose optimizer state this rank has: its part of those of the replicas, and of the experts
         that it shares with fewer of them."""
         layout = self.run.layout
-        divided, num_shares = count_distinct("num_divided", self.layers), layout.topology.num_expert_shares
+        divided, num_shares = count_distinct("divided", self.layers), layout.topology.num_expert_shares
         return -(-(self.num_trainable - divided) // layout.num_shards) + -(-divided * num_shares // layout.num_shards)
 
     @cached_property
     def largest_trainable(self) -> int:
         """Elements of the largest trainable tensor."""
-        return max(layer.largest_trainable for layer in self.layers)
+        return max(layer.parameters.largest_trained for layer in self.layers)
 
 
 def list_stages(run: PlannedRun, costs: Sequence[LayerCost], bounds: Sequence[int]) -> list[Stage]:
@@ -255,9 +266,9 @@ def list_stages(run: PlannedRun, costs: Sequence[LayerCost], bounds: Sequence[in
 
 
 def count_distinct(count: str, layers: Sequence[LayerCost]) -> int:
-    """Return the sum of a count over the layers; a module that several of them share counts once."""
-    shared = {layer.tied_key: getattr(layer, count) for layer in layers if layer.tied_key}
-    return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
+    """Return the sum of a field of `Parameters` over the layers; a module that several of them share counts once."""
+    shared = {layer.tied_key: getattr(layer.parameters, count) for layer in layers if layer.tied_key}
+    return sum(getattr(layer.parameters, count) for layer in layers if not layer.tied_key) + sum(shared.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,12 +31,14 @@ def compute_exchanges(chunk: Chunk) -> PassCost:
 def _count_sent(chunk: Chunk, layers: Sequence[LayerCost]) -> float:
     """Bytes of hidden states in a forward pass: each row to its expert, and its result back."""
     size, imbalance = chunk.run.layout.topology.num_expert_shares, chunk.run.config.moe.imbalance
-    return imbalance * (size - 1) / size * 2 * chunk.block_bytes * sum(layer.sent_rows for layer in layers)
+    return imbalance * (size - 1) / size * 2 * chunk.block_bytes * sum(layer.work.sent_rows for layer in layers)
 
 
 def _time_excess(chunk: Chunk, layers: Sequence[LayerCost], time: Callable[[LayerCost], float]) -> float:
     """Seconds of a pass for which the other ranks wait."""
-    shares = ((layer, layer.divided_flops / layer.forward_flops) for layer in layers if layer.divided_flops)
+    shares = (
+        (layer, layer.work.divided_flops / layer.work.forward_flops) for layer in layers if layer.work.divided_flops
+    )
     return (chunk.run.config.moe.imbalance - 1) * sum(share * time(layer) for layer, share in shares)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from training.cost_terms import table
 from training.cost_terms.cost_term import PlannedRun, Stage
@@ -16,15 +17,14 @@ def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
     """Return the function that says whether a stage fits a GPU. costs: of all layers, for one micro-batch.
 
     A range of layers that fits does so without its last ones, so a stage's longest range is found by halving, where it
-    is not as long as the one found before. Layers of one kind share one cost (`count_layers`), so a stage of so many of
-    them is counted once, wherever it starts.
+    is not as long as the one found before. A stage of so many layers that cost the same is counted once, wherever it
+    starts.
     """
-    kinds = [id(cost) for cost in costs]
     last_stage = run.layout.num_stages - 1
-    known: dict[tuple[int, ...], bool] = {}
+    known: dict[tuple[Any, ...], bool] = {}
 
     def holds(stage_id: int, start: int, stop: int) -> bool:
-        held = (stage_id, *kinds[start:stop])
+        held = (stage_id, *costs[start:stop])
         if held not in known:
             memory = table.sum_memory(Stage(run, stage_id, costs, [range(start, stop)]))
             known[held] = memory.peak <= run.hardware.usable_bytes

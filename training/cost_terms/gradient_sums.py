@@ -20,7 +20,7 @@ def compute_sums(chunk: Chunk) -> PassCost:
         run.layout.gradient_accumulation_steps,
         run.hardware.device,
     )
-    counted = count_distinct("num_trainable", [layer for layer in chunk.layers if layer.pass_seconds is None])
+    counted = count_distinct("trained", [layer for layer in chunk.layers if layer.work.pass_seconds is None])
     return PassCost(backward_seconds=moved * counted / (run.hardware.memory_bandwidth * GB))
 
 

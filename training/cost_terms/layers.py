@@ -12,8 +12,8 @@ from training.costs.time import PassCost
 def compute_passes(chunk: Chunk) -> PassCost:
     """Return the cost of the passes: backward is twice forward, less the gradients of frozen matrices."""
     return PassCost(
-        forward_flops=sum(layer.forward_flops for layer in chunk.layers),
-        backward_flops=sum(layer.backward_flops for layer in chunk.layers),
+        forward_flops=sum(layer.work.forward_flops for layer in chunk.layers),
+        backward_flops=sum(layer.work.backward_flops for layer in chunk.layers),
         forward_seconds=sum(map(chunk.time_forward, chunk.layers)),
         backward_seconds=sum(map(chunk.time_backward, chunk.layers)),
         deferred_seconds=sum(map(chunk.time_deferred, chunk.layers)),
@@ -25,7 +25,9 @@ def compute_gradients_in_pass(stage: Stage) -> Memory:
     """Return the bytes of the two gradients that flow through a layer, of the largest in flight inside one, and of the
     dequantized weight that makes it."""
     blocks = max(layer.num_blocks for layer in stage.layers)
-    dequantized = (stage.run.weight_bytes + NF4_SCALE_BYTES) * max(layer.largest_in_4bit for layer in stage.layers)
+    dequantized = (stage.run.weight_bytes + NF4_SCALE_BYTES) * max(
+        layer.parameters.largest_in_4bit for layer in stage.layers
+    )
     return Memory(
         buffers=2 * blocks * stage.chunks[0].block_bytes + count_on_the_way(stage) + round(dequantized),
     )
@@ -39,7 +41,7 @@ def count_on_the_way(stage: Stage) -> int:
     the loss.
     """
     layers = stage.layers[:-1] if stage.has_loss else stage.layers
-    widest = max((layer.widest_bytes for layer in layers), default=0)
+    widest = max((layer.bytes.widest for layer in layers), default=0)
     return max(widest, count_new_gradient(stage, stage.largest_trainable))
 
 

@@ -35,7 +35,7 @@ def compute_loss(stage: Stage) -> Memory:
         return Memory(loss=objective.count_batch_bytes(run.config, run.layout.global_batch_size, hidden_size))
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
     hidden = stage.chunks[-1].block_bytes
-    trained = stage.layers[-1].largest_trainable
+    trained = stage.layers[-1].parameters.largest_trained
     head = count_new_gradient(stage, trained)
     hidden_size = hidden // (run.tokens * run.weight_bytes)
     on_gpu = run.hardware.device is not Device.cpu
@@ -129,7 +129,7 @@ def compute_logits(chunk: Chunk) -> PassCost:
     """Return the time of what the loss does with its logits besides the products, in the forward pass, where they are
     made and turned into their gradient; all of it is bound by memory. In layers that were timed it is included."""
     run = chunk.run
-    if not chunk.has_loss or chunk.layers[-1].pass_seconds or run.hardware.device is not Device.cuda:
+    if not chunk.has_loss or chunk.layers[-1].work.pass_seconds or run.hardware.device is not Device.cuda:
         return PassCost()
     if get_objective(run.config).head is not None:
         return PassCost()
@@ -149,7 +149,7 @@ def compute_first_pass(chunk: Chunk) -> PassCost:
     if get_objective(chunk.run.config).pass_over(chunk.run.config) in (None, PassOver.as_teacher):
         return PassCost()
     return PassCost(
-        forward_flops=sum(layer.forward_flops for layer in chunk.layers),
+        forward_flops=sum(layer.work.forward_flops for layer in chunk.layers),
         forward_seconds=sum(chunk.time_forward(layer) for layer in chunk.layers),
     )
 

@@ -56,11 +56,11 @@ def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
     Where layers are recomputed, a bucket is full while one is, but for one that takes all and waits for the end of the
     pass. All wait for it where they may not be reduced within the pass.
     """
-    run, n = stage.run, count_distinct("num_trainable", chunk.layers)
+    run, n = stage.run, count_distinct("trained", chunk.layers)
     held, copy_bytes, on_the_way = run.weight_bytes, run.reduce_bytes, count_on_the_way(stage)
     if not run.config.shards_gradients:
         held, copy_bytes = 0, 0 if run.reduce_bytes == run.gradient_bytes else run.reduce_bytes
-    has_experts = any(layer.num_active < layer.num_parameters for layer in chunk.layers)
+    has_experts = any(layer.parameters.active < layer.parameters.held for layer in chunk.layers)
     if not reduces_in_passes(run.layout, has_experts):
         in_bucket = max(min(n, REDUCE_BUCKET), stage.largest_trainable)
         return max(0, held * n + copy_bytes * in_bucket - on_the_way)
@@ -72,13 +72,13 @@ def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
         return max(0, held * in_bucket + copied - on_the_way)
     most = waiting = freed = 0
     for layer in reversed(chunk.layers):
-        waiting += layer.num_trainable
-        in_bucket = max(min(waiting, REDUCE_BUCKET), layer.largest_trainable)
+        waiting += layer.parameters.trained
+        in_bucket = max(min(waiting, REDUCE_BUCKET), layer.parameters.largest_trained)
         is_full = waiting >= REDUCE_BUCKET or layer is chunk.layers[0]
         share = in_bucket / waiting if waiting else 1  # of the layer, that is done when the bucket is full
         taken = (held + is_full * copy_bytes) * in_bucket
-        most = max(most, taken - on_the_way - freed - round(share * layer.saved_bytes))
-        freed += layer.saved_bytes
+        most = max(most, taken - on_the_way - freed - round(share * layer.bytes.saved))
+        freed += layer.bytes.saved
         waiting %= REDUCE_BUCKET
     return most
 
@@ -86,7 +86,7 @@ def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
 def _count_recomputed(chunk: Chunk) -> int:
     """Bytes of the activations of the group of layers that has most."""
     groups = (chunk.layers[group.start : group.stop] for group in chunk.checkpointing.list_groups(len(chunk.layers)))
-    return max(sum(layer.saved_bytes for layer in group) for group in groups)
+    return max(sum(layer.bytes.saved for layer in group) for group in groups)
 
 
 def _allocate_zero3(stage: Stage) -> Memory:

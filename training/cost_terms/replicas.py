@@ -33,7 +33,7 @@ def _count_sent(stage: Stage) -> Sent:
     """Bytes that a rank sends in a step; in groups of `sharding_parallel_size`, those over the links of each."""
     run = stage.run
     num_replicas, num_shards = run.layout.num_weight_replicas, run.layout.num_shards
-    divided = count_distinct("num_divided", stage.layers)
+    divided = count_distinct("divided", stage.layers)
     reduced = _count_rounds(run) * run.reduce_bytes + run.weight_bytes
     # Of experts that ranks divide, fewer ranks have the same ones.
     expert_bytes = _cross(num_shards // run.layout.topology.num_expert_shares, reduced * divided)

@@ -81,8 +81,8 @@ def _sum_once(compute: Callable[[Any], Any], part: Chunk | Stage) -> Any:
     sums, place = part.run.sums, part.stage_id if part.run.layout.context_parallel_size > 1 else None
     key = compute, place, part.kind
     if key not in sums:
-        sums[key] = compute(part), part  # whose layers are kept, so that no other ones get their id
-    return sums[key][0]
+        sums[key] = compute(part)
+    return sums[key]
 
 
 def _sum_stage_memory(stage: Stage) -> Memory:

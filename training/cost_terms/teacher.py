@@ -33,8 +33,8 @@ def _count_held(stage: Stage, layer: LayerCost) -> int:
     and after the norm."""
     is_eager = stage.run.config.attn_implementation is AttnImplementation.eager  # which makes all scores
     if layer.is_estimated or is_eager:
-        return layer.saved_bytes
-    return min(layer.saved_bytes, 4 * layer.widest_bytes + 2 * stage.chunks[-1].block_bytes)
+        return layer.bytes.saved
+    return min(layer.bytes.saved, 4 * layer.bytes.widest + 2 * stage.chunks[-1].block_bytes)
 
 
 def compute_teacher_pass(chunk: Chunk) -> PassCost:
@@ -44,7 +44,7 @@ def compute_teacher_pass(chunk: Chunk) -> PassCost:
         return PassCost()
     chunks = run.teacher[chunk.stage_id].chunks
     return PassCost(
-        forward_flops=sum(layer.forward_flops for each in chunks for layer in each.layers),
+        forward_flops=sum(layer.work.forward_flops for each in chunks for layer in each.layers),
         forward_seconds=sum(each.time_forward(layer) for each in chunks for layer in each.layers),
     )
 

@@ -11,9 +11,9 @@ from training.distributed.topology import TENSOR
 def compute_sums(chunk: Chunk) -> PassCost:
     """Return the bytes and steps of all-reduces on a ring; recomputed layers repeat those of their forward pass."""
     size = chunk.run.layout.tensor_parallel_size
-    forward = sum(layer.forward_sums for layer in chunk.layers)
-    again = sum(layer.forward_sums for layer in chunk.list_recomputed())
-    backward = sum(layer.backward_sums + layer.regathers / 2 for layer in chunk.layers) + again
+    forward = sum(layer.work.forward_sums for layer in chunk.layers)
+    again = sum(layer.work.forward_sums for layer in chunk.list_recomputed())
+    backward = sum(layer.work.backward_sums + layer.work.regathers / 2 for layer in chunk.layers) + again
     return PassCost(forward_sent=_send(forward, chunk, size), backward_sent=_send(backward, chunk, size))
 
 

@@ -11,21 +11,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocationPeak(TorchDispatchMode):
-    """Bytes of all storages that live at once, at most; those of `inputs` are not counted.
+    """Bytes of all storages that live at once, at most; those of `inputs`, and of the meta device, are not counted."""
 
-    on_meta: those of the meta device, which would be allocated on another, in place of the allocated ones.
-    """
-
-    def __init__(self, *inputs: torch.Tensor, on_meta: bool = False) -> None:
+    def __init__(self, *inputs: torch.Tensor) -> None:
         super().__init__()
         self.alive = self.peak = 0
-        self._on_meta = on_meta
         self._known = {tensor.untyped_storage()._cdata for tensor in inputs}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta == self._on_meta:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return result
 

@@ -1,16 +1,16 @@
-"""The cost of one layer: parameters, FLOPs per token, and the bytes that a micro-batch keeps for the backward pass.
+"""The cost of one layer for one micro-batch: parameters, work, and bytes.
 
-Everything is counted on the meta device: the layer's real `forward` runs there on tensors without storage, and what
-autograd saves is what PyTorch would keep (`torch.autograd.graph.saved_tensors_hooks`). Nothing here names an
-architecture.
+The layer runs once, forward and backward, on the meta device (`trace.py`); what it launches and keeps is read from the
+record. Nothing here names an architecture.
 
 B micro-batch, T sequence, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,13 +34,13 @@ from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
 from models.parallel.shard import WHOLE_LAYERS, ContextParallel, ExpertParallel, LayerRanks, TensorParallel
 from models.sharding.expert_parallel import divide_experts, list_expert_specs, list_stacks
 from models.sharding.tensor_parallel import list_shard_specs, shard_module
-from training.costs.allocation import AllocationPeak
 from training.costs.micro_batch import MicroBatchShape
-from training.costs.saved_activations import SavedBytes, WithoutData, count_saved_bytes
 from training.costs.shared_attention import SharedAttention, count_shared_attention
-from training.costs.traffic import NO_TRAFFIC, Traffic, TrafficCounter
-from training.pipeline.weight_gradients import DeferredGradients, list_deferred, split_projections
+from training.costs.trace import Operator, Trace, trace_passes
+from training.costs.traffic import NO_TRAFFIC, PRODUCTS, Traffic, count_traffic
+from training.pipeline.weight_gradients import list_deferred
 
+GROUPED_PRODUCT = "grouped_mm"  # of `models/experts/products.py`
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
 BOUNDARY_BYTES = (
     8 + 4
@@ -48,75 +48,81 @@ BOUNDARY_BYTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCost:
-    """One layer of the pipeline, for one micro-batch shape and dtype; with tensor or expert parallelism, what the first
-    rank has of it.
+class Parameters:
+    """Numbers of a layer's parameters, on the first of the ranks that share the layer unless a field says otherwise."""
 
-    num_active: of the whole layer, parameters that take part in a token's computation; fewer than num_parameters where
-    experts are chosen. num_frozen: those of num_active that are not trained. forward_flops: of a token, two a
-    multiply-add; causal attention as it is computed, at its mean number of keys. frozen_flops: those of them with
-    matrices that are not trained, whose gradient is not computed. attention_width: of the whole layer, heads x
-    (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without. saved_bytes:
-    kept for the backward pass when nothing is recomputed. output_bytes: hidden_states alone. widest_bytes: of the
-    gradients inside the backward pass where they are most: at the widest result of a matrix, or at eager attention's
-    scores. kept_bytes, remade_bytes: kept, and made again in the backward pass, under
-    `activation_checkpoint_mode=selective`. total_parameters, total_trainable: of the whole layer. forward_sums,
-    backward_sums: of hidden states, over the ranks that share the layer (`models/sharding/tensor_parallel.py`).
-    regathers: of what went into its blocks, in a backward pass (`models/parallel/sequence.py`). is_estimated: the layer
-    does not run on the meta device, and these bytes are an upper estimate. pass_seconds: of a token, forward and
-    backward, where the layer was timed (`training/planner/profile_machine.py`). deferred_flops: of a token, those of
-    the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
-    (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
-    several ranks share each sequence. attention_flops: those of forward_flops that attention takes;
-    runs_flash_attention_2: whether a GPU runs it by FlashAttention-2's kernels. forward_traffic, backward_traffic: what
-    the passes move besides products. num_blocks: see `Layer`. num_divided: of num_trainable, those of experts that
-    ranks divide. sent_rows: of a token, those that are sent to the ranks of their experts, where ranks divide them;
-    divided_flops: of forward_flops, those of such experts. num_starts: of the frozen parameters, those that adapters
-    have started as, which are saved with them. num_in_4bit: of num_parameters, those of projections that are held in
-    nf4; largest_in_4bit: those of the largest such projection, which is dequantized for each of its products.
-    """
+    held: int  # on the rank
+    trained: int  # those of `held` that are trained
+    largest_trained: int = 0  # elements of the largest trained tensor
+    active: int = 0  # of the whole layer, those that take part in a token's computation: of experts, the chosen ones
+    frozen: int = 0  # those of `active` that are not trained
+    whole: int = 0  # of the whole layer
+    whole_trained: int = 0  # of the whole layer, those that are trained
+    divided: int = 0  # those of `trained` that belong to experts which ranks divide among them
+    starts: int = 0  # frozen ones that an adapter has started as (PiSSA), which are saved with the adapter
+    in_4bit: int = 0  # those of `held` in projections that are held in nf4
+    largest_in_4bit: int = 0  # elements of the largest such projection, which is dequantized for each of its products
 
-    name: str
-    num_parameters: int
-    num_trainable: int
-    num_active: int
-    largest_trainable: int
-    forward_flops: float
-    attention_width: int
-    saved_bytes: int
-    output_bytes: int
-    tied_key: str | None = None
-    is_estimated: bool = False
-    frozen_flops: float = 0
-    kept_bytes: int = 0
-    widest_bytes: int = 0
-    remade_bytes: int = 0
-    pass_seconds: tuple[float, float] | None = None
-    forward_sums: int = 0
-    backward_sums: int = 0
-    total_parameters: int = 0
-    total_trainable: int = 0
-    num_frozen: int = 0
-    deferred_flops: float = 0
-    deferred_bytes: int = 0
-    shared_attention: SharedAttention | None = None
-    num_blocks: int = 1
-    regathers: int = 0
-    attention_flops: float = 0
-    runs_flash_attention_2: bool = False
-    forward_traffic: Traffic = NO_TRAFFIC
-    backward_traffic: Traffic = NO_TRAFFIC
-    num_divided: int = 0
-    sent_rows: int = 0
-    divided_flops: float = 0
-    num_starts: int = 0
-    num_in_4bit: int = 0
-    largest_in_4bit: int = 0
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of a layer's passes on one rank. FLOPs are of one token, two a multiply-add."""
+
+    forward_flops: float  # of a forward pass; causal attention at its mean number of keys, as it is computed
+    attention_flops: float = 0  # those of `forward_flops` that attention takes
+    frozen_flops: float = 0  # those of `forward_flops` in frozen matrices, whose own gradient is not computed
+    deferred_flops: float = 0  # of the backward pass, those that the schedule can put off; 0 if it puts none off
+    divided_flops: float = 0  # those of `forward_flops` in experts that ranks divide among them
+    attention_width: int = (
+        0  # heads x (query-key size + value size), of the whole layer; full attention takes 2 T times it
+    )
+    runs_flash_attention_2: bool = False  # whether a GPU runs attention by FlashAttention-2's kernels
+    forward_traffic: Traffic = NO_TRAFFIC  # what a micro-batch's forward pass moves besides products
+    backward_traffic: Traffic = NO_TRAFFIC  # what its backward pass moves
+    forward_sums: int = 0  # sums of hidden states over the ranks that share the layer, in a forward pass
+    backward_sums: int = 0  # the same in a backward pass
+    regathers: int = 0  # blocks whose input is gathered once more in a backward pass (`models/parallel/sequence.py`)
+    sent_rows: int = 0  # hidden states that each token sends to the ranks of its experts
+    pass_seconds: tuple[float, float] | None = None  # of a token, forward and backward, if the layer was timed
 
     @property
     def backward_flops(self) -> float:
-        """FLOPs per token of the backward pass: a gradient of the input and one of the matrix, for each product."""
+        """FLOPs of a backward pass: a gradient of the input and one of the matrix, for each product."""
         return 2 * self.forward_flops - self.frozen_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """The bytes that a micro-batch takes in a layer, on one rank."""
+
+    saved: int  # kept for the backward pass if nothing is recomputed
+    output: int  # hidden_states that the layer returns
+    kept: int = 0  # kept for the backward pass under `activation_checkpoint_mode=selective`
+    remade: int = 0  # made again in the backward pass under `selective`
+    widest: int = 0  # gradients within the backward pass, where they take most: a widest result, or eager scores
+    deferred: int = 0  # kept between the two halves of a backward pass; 0 if the schedule puts nothing off
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """One layer of the pipeline, for one micro-batch shape and dtype. Layers that cost the same are equal."""
+
+    name: str  # of the layer's class
+    parameters: Parameters
+    work: Work
+    bytes: Bytes
+    tied_key: str | None = None  # shared by the layers that are one module
+    num_blocks: int = 1  # hidden states that travel side by side (`Layer.num_blocks`)
+    is_estimated: bool = False  # the layer does not run on the meta device: its bytes are an upper estimate
+    shared_attention: SharedAttention | None = None  # None if each rank has whole sequences
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.parameters, self.work, self.bytes, self.tied_key, self.shared_attention))
+
+    def __hash__(self) -> int:
+        """Computed once: a search asks for the sums of equal stages thousands of times."""
+        return self._hash
 
 
 @dataclass(frozen=True)
@@ -236,77 +242,133 @@ class _BuiltLayer:
         return configs[getattr(self.module, "layer_idx", 0)] if len(configs) > 1 else configs[0]
 
     @property
+    def makes_scores(self) -> bool:
+        """Whether attention writes the scores of all keys to memory."""
+        return self.config._attn_implementation == "eager"
+
+    @property
     def hidden_parts(self) -> int:
         """The number of parts that the rank's sequences are cut into once more between the layer's blocks."""
         return self.parallel.size if self.parallel.splits_sequence else 1
 
 
 def _count_layer(built: _BuiltLayer) -> LayerCost:
-    layer, module, config = built.layer, built.module, built.config
-    parameters = dict(module.named_parameters())
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    shares = dict.fromkeys(list_expert_specs(module), built.expert_parallel.size)
-    # The rows of so many ranks go through this rank's experts.
-    active = {name: p.numel() * shares.get(name, 1) * active_share(name, config) for name, p in parameters.items()}
-    multiplied = list(_multiplied(layer, module))
-    times = 1 if layer.is_further else layer.num_blocks  # the head has the tokens of all depths
-    in_4bit = [weight.numel() for weight in list_quantized(module)]
-    width, wholes = _attention_width(module, built.own_config), _count_shards(module)
-    forward_sums, backward_sums = count_sums(layer)
-    length = built.batch.seq_length * built.parts.size
-    makes_scores = config._attn_implementation == "eager"  # of all keys, those that the mask hides too
-    keys = length if makes_scores else mean_keys(length, _window(module, config))
-    attention_flops = 2 * keys * width / built.parallel.size
-    saved, is_estimated = _count_saved(built)
-    forward_traffic, backward_traffic = _count_traffic(built)
-    if (shared := _count_shared(built, width, keys)) is not None:
-        saved += shared.saved_extra
+    layer, module = built.layer, built.module
+    width = _attention_width(module, built.own_config)
+    trace = _trace(built)
+    keys = _count_keys(built)
+    shared = _count_shared(built, width, keys)
     return LayerCost(
         name=layer.module_class.__name__,
-        num_parameters=sum(p.numel() for p in parameters.values()),
-        num_trainable=sum(p.numel() for p in trained.values()),
-        num_active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
-        num_frozen=round(sum(count * wholes.get(name, 1) for name, count in active.items() if name not in trained)),
-        largest_trainable=max((p.numel() for p in trained.values()), default=0),
+        parameters=_count_parameters(built),
+        work=_count_work(built, trace, width, keys),
+        bytes=_count_bytes(built, trace, width, shared),
+        tied_key=layer.tied_key,
+        num_blocks=layer.num_blocks,
+        is_estimated=trace is None,
+        shared_attention=shared,
+    )
+
+
+def _trace(built: _BuiltLayer) -> Trace | None:
+    """Return the record of the layer's passes; None if a choice depends on data, such as routing to experts."""
+    try:
+        return trace_passes(lambda: _run(built), built.module)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _count_parameters(built: _BuiltLayer) -> Parameters:
+    module, parameters = built.module, dict(built.module.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    active, wholes = _list_active(built), _count_shards(module)
+    shares = dict.fromkeys(list_expert_specs(module), built.expert_parallel.size)
+    in_4bit = [weight.numel() for weight in list_quantized(module)]
+
+    def sum_whole(names: Mapping[str, nn.Parameter]) -> int:
+        return round(sum(p.numel() * wholes.get(name, 1) * shares.get(name, 1) for name, p in names.items()))
+
+    return Parameters(
+        held=sum(p.numel() for p in parameters.values()),
+        trained=sum(p.numel() for p in trained.values()),
+        largest_trained=max((p.numel() for p in trained.values()), default=0),
+        active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
+        frozen=round(sum(count * wholes.get(name, 1) for name, count in active.items() if name not in trained)),
+        whole=sum_whole(parameters),
+        whole_trained=sum_whole(trained),
+        divided=sum(p.numel() for name, p in trained.items() if name in shares),
+        starts=count_starts(module),
+        in_4bit=sum(in_4bit),
+        largest_in_4bit=max(in_4bit, default=0),
+    )
+
+
+def _count_work(built: _BuiltLayer, trace: Trace | None, width: int, keys: float) -> Work:
+    """width: `Work.attention_width`. keys: of a query, on average."""
+    layer, module = built.layer, built.module
+    active, multiplied = _list_active(built), list(_multiplied(layer, module))
+    times = 1 if layer.is_further else layer.num_blocks  # the head has the tokens of all depths
+    divided = set(list_expert_specs(module))
+    attention_flops = 2 * keys * width / built.parallel.size
+    forward_traffic, backward_traffic = _count_traffic(built, trace)
+    forward_sums, backward_sums = count_sums(layer)
+    deferred = _list_deferred(built)
+    return Work(
         forward_flops=2 * times * sum(active[name] for name in multiplied) + attention_flops,
         attention_flops=attention_flops,
+        frozen_flops=2
+        * times
+        * sum(active[name] for name in multiplied if not module.get_parameter(name).requires_grad),
+        deferred_flops=2 * sum(active[name] for name in deferred),
+        divided_flops=2 * sum(active[name] for name in multiplied if name in divided),
+        attention_width=width,
         runs_flash_attention_2=_runs_flash_attention_2(built),
         forward_traffic=forward_traffic,
         backward_traffic=backward_traffic,
-        frozen_flops=2 * times * sum(active[name] for name in multiplied if name not in trained),
-        attention_width=width,
-        saved_bytes=saved.saved,
-        kept_bytes=saved.kept,
-        widest_bytes=max(
-            built.batch.tokens * built.batch.dtype.itemsize * _count_widest(built),
-            _count_gradients_inside(built) if makes_scores and width else 0,
-        ),
-        shared_attention=shared,
-        num_blocks=layer.num_blocks,
-        remade_bytes=saved.remade,
-        output_bytes=built.batch.tokens // built.hidden_parts * config.hidden_size * built.batch.dtype.itemsize,
-        tied_key=layer.tied_key,
-        is_estimated=is_estimated,
-        total_parameters=round(
-            sum(p.numel() * wholes.get(name, 1) * shares.get(name, 1) for name, p in parameters.items())
-        ),
-        total_trainable=round(
-            sum(p.numel() * wholes.get(name, 1) * shares.get(name, 1) for name, p in trained.items())
-        ),
-        num_divided=sum(p.numel() for name, p in trained.items() if name in shares),
-        sent_rows=count_experts(config)[0] * len(list(list_stacks(module))) if shares else 0,
-        divided_flops=2 * sum(active[name] for name in multiplied if name in shares),
-        num_starts=count_starts(module),
-        num_in_4bit=sum(in_4bit),
-        largest_in_4bit=max(in_4bit, default=0),
         forward_sums=forward_sums,
         backward_sums=backward_sums,
         regathers=_count_regathers(built),
-        deferred_flops=2 * sum(active[name] for name, parameter in list_deferred(module) if parameter.ndim > 1)
-        if built.passes.splits_backward
-        else 0,
-        deferred_bytes=_count_deferred(built) if built.passes.splits_backward else 0,
+        sent_rows=count_experts(built.config)[0] * len(list(list_stacks(module))) if divided else 0,
     )
+
+
+def _count_bytes(built: _BuiltLayer, trace: Trace | None, width: int, shared: SharedAttention | None) -> Bytes:
+    batch = built.batch
+    if trace is None:
+        saved = kept = remade = _estimate_saved(built)
+    else:
+        held = {operand.storage for operator in trace.forward if operator.is_kept for operand in operator.made}
+        saved, kept, remade = map(trace.sum_sizes, (trace.saved, held, trace.saved - held))
+    if shared is not None:
+        saved, kept, remade = saved + shared.saved_extra, kept + shared.kept_extra, remade + shared.remade_extra
+    return Bytes(
+        saved=saved,
+        kept=kept,
+        remade=remade,
+        output=batch.tokens // built.hidden_parts * built.config.hidden_size * batch.dtype.itemsize,
+        widest=max(
+            batch.tokens * batch.dtype.itemsize * _count_widest(built),
+            _count_gradients_inside(trace) if built.makes_scores and width else 0,
+        ),
+        deferred=_count_deferred(built, trace),
+    )
+
+
+def _list_active(built: _BuiltLayer) -> dict[str, float]:
+    """Return by name how many elements of a parameter a token takes part in. The rows of all ranks that divide experts
+    go through this rank's experts."""
+    shares = dict.fromkeys(list_expert_specs(built.module), built.expert_parallel.size)
+    return {
+        name: parameter.numel() * shares.get(name, 1) * active_share(name, built.config)
+        for name, parameter in built.module.named_parameters()
+    }
+
+
+def _count_keys(built: _BuiltLayer) -> float:
+    """Return the keys that a query attends to, on average; eager attention makes scores of those that the mask hides,
+    too."""
+    length = built.batch.seq_length * built.parts.size
+    return length if built.makes_scores else mean_keys(length, _window(built.module, built.config))
 
 
 def _count_shards(module: nn.Module) -> dict[str, float]:
@@ -416,31 +478,63 @@ def _announce_documents(built: _BuiltLayer) -> None:
         context.bounds = DocumentBounds(2 * built.batch.rows, length) if makes_mask else None
 
 
-def _count_deferred(built: _BuiltLayer) -> int:
-    """Inputs and output gradients of projections and experts, those that several of them share once. Changes the
-    module, so it comes last."""
-    matrices = {name: parameter for name, parameter in list_deferred(built.module) if parameter.ndim > 1}
-    if not matrices:
-        return 0
-    deferred = DeferredGradients()
-    split_projections(built.module, deferred)
-    try:
-        with WithoutData():
-            hidden_states = _run(built)[0]
-        with deferred.defer() as products:
-            hidden_states.backward(torch.empty_like(hidden_states))
-    except (RuntimeError, NotImplementedError):
-        widths = (sum(each.shape[-2:]) * _count_rows(built, name) for name, each in matrices.items())
+def _list_deferred(built: _BuiltLayer) -> list[str]:
+    """Return the names of the matrices whose gradients the schedule puts off."""
+    if not built.passes.splits_backward:
+        return []
+    return [name for name, parameter in list_deferred(built.module) if parameter.ndim > 1]
+
+
+def _count_deferred(built: _BuiltLayer, trace: Trace | None) -> int:
+    """Return the bytes of inputs and output gradients of projections and experts, those that several of them share
+    once."""
+    names = _list_deferred(built)
+    if trace is None or trace.backward is None:
+        widths = (sum(built.module.get_parameter(name).shape[-2:]) * _count_rows(built, name) for name in names)
         return round(built.batch.tokens * built.batch.dtype.itemsize * sum(widths))
-    kept = {tensor.untyped_storage()._cdata: tensor for product in products for tensor in product.kept}
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    made: dict[int, int] = {}  # by a storage, the position of the operator of the backward pass that has made it
+    for position, operator in enumerate(trace.backward):
+        taken = {operand.storage for operand in operator.taken}  # which a view, or what writes in place, makes again
+        made.update(
+            {operand.storage: position for operand in operator.made if operand.storage not in taken | made.keys()}
+        )
+    kept: set[int] = set()
+    for name in names:
+        product = _find_product(trace.backward, trace.gradients.get(name), made)
+        kept.update(_list_kept(trace.backward, product, made) if product else ())
+    return trace.sum_sizes(kept)
 
 
-def _count_traffic(built: _BuiltLayer) -> tuple[Traffic, Traffic]:
-    """Returns what the forward and the backward pass move; each dequantizes the projections in 4 bits. A layer that
-    does not run on the meta device moves what it is estimated to keep, once forward and twice back."""
+def _find_product(operators: Sequence[Operator], gradient: int | None, made: Mapping[int, int]) -> Operator | None:
+    """Return the product that a weight's gradient comes from, which may have been scaled or cast since."""
+    position = made.get(gradient) if gradient is not None else None
+    while position is not None and operators[position].name not in (*PRODUCTS, GROUPED_PRODUCT):
+        earlier = (made.get(operand.storage, position) for operand in operators[position].taken)
+        position = next((each for each in earlier if each < position), None)  # type: ignore[operator]
+    return None if position is None else operators[position]
+
+
+def _list_kept(operators: Sequence[Operator], product: Operator, made: Mapping[int, int]) -> Iterator[int]:
+    """Yield the storages that wait for a product; rows that the backward pass gathers again are kept as what they are
+    gathered from."""
+    for operand in product.taken:
+        gathering = operators[made[operand.storage]] if operand.storage in made else None
+        sources = [each.storage for each in gathering.taken] if gathering else []
+        if gathering and gathering.name == "index_select" and not any(source in made for source in sources):
+            yield from sources
+        else:
+            yield operand.storage
+
+
+def _count_traffic(built: _BuiltLayer, trace: Trace | None) -> tuple[Traffic, Traffic]:
+    """Return what the forward and the backward pass move; each dequantizes the projections in 4 bits. A layer that does
+    not run on the meta device moves what it is estimated to keep, once forward and twice back."""
     dequantizing = _count_dequantizing(built)
-    forward, backward = _count_passes(built)
+    if trace is None or trace.backward is None:
+        moved = _estimate_saved(built)
+        forward, backward = Traffic(moved), Traffic(2 * moved)
+    else:
+        forward, backward = count_traffic((trace.forward, trace.backward), built.passes.fuses)
     return forward + dequantizing, backward + dequantizing
 
 
@@ -449,31 +543,6 @@ def _count_dequantizing(built: _BuiltLayer) -> Traffic:
     weights = list_quantized(built.module)
     moved = NF4_BYTES + 2 * NF4_SCALE_BYTES + built.batch.dtype.itemsize
     return Traffic(round(moved * sum(weight.numel() for weight in weights)), 2 * len(weights))
-
-
-def _count_passes(built: _BuiltLayer) -> tuple[Traffic, Traffic]:
-    """Returns what the forward and the backward pass of a layer move with its weights in full precision."""
-    counter = TrafficCounter(built.passes.fuses)
-    try:
-        with WithoutData(), counter:
-            hidden_states = _run(built)[0]
-            forward = counter.finish()
-            if hidden_states.requires_grad:
-                hidden_states.backward(torch.empty_like(hidden_states))
-        return forward, counter.finish()
-    except Exception:  # the layers of any family of transformers, whose backward pass has not been tried on this device
-        moved = _estimate_saved(built).saved
-        return Traffic(moved), Traffic(2 * moved)
-    finally:
-        built.module.zero_grad(set_to_none=True)
-
-
-def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
-    """Returns the bytes that autograd keeps, and whether they are only estimated."""
-    try:
-        return count_saved_bytes(lambda: _run(built), built.module), False
-    except (RuntimeError, NotImplementedError):  # a choice that depends on data, such as routing to experts
-        return _estimate_saved(built), True
 
 
 def _count_widest(built: _BuiltLayer) -> int:
@@ -489,37 +558,19 @@ def _count_rows(built: _BuiltLayer, name: str) -> float:
     return count_experts(built.config)[0] * built.expert_parallel.imbalance
 
 
-def _count_gradients_inside(built: _BuiltLayer) -> int:
-    """By how much a backward pass exceeds what is kept for it, without the gradients that go in and out: of T x T
-    scores several are there at once, in fp32. On the meta device, as on a CPU, their softmax and its cast are two
-    operators; on a GPU they are one, which takes 2 bytes of a score less. 0 where the layer does not run there."""
-    freed = [
-        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-        for parameter in built.module.parameters()
-        if parameter.requires_grad
-    ]
-    counter = AllocationPeak(on_meta=True)
-    try:
-        with WithoutData(), counter:
-            hidden_states = _run(built)[0]
-            kept = counter.peak = counter.alive
-            hidden_states.backward(torch.empty_like(hidden_states))
-    except Exception:  # as in `_count_traffic`
-        return 0
-    finally:
-        for hook in freed:
-            hook.remove()
-        built.module.zero_grad(set_to_none=True)
-    return max(0, counter.peak - kept - 2 * hidden_states.untyped_storage().nbytes())
+def _count_gradients_inside(trace: Trace | None) -> int:
+    """Return by how much a backward pass exceeds what is kept for it, without the gradients that go in and out: of
+    T x T scores several are there at once, in fp32. On the meta device, as on a CPU, their softmax and its cast are two
+    operators; on a GPU they are one, which takes 2 bytes of a score less. 0 if the layer does not run there."""
+    return 0 if trace is None else max(0, trace.backward_peak - 2 * trace.result_bytes)
 
 
-def _estimate_saved(built: _BuiltLayer) -> SavedBytes:
-    """Input and output of each matrix, and two copies of hidden_states in fp32 around each norm; all outputs can be
-    kept."""
+def _estimate_saved(built: _BuiltLayer) -> int:
+    """Return the bytes of input and output of each matrix, and of two copies of hidden_states in fp32 around each norm.
+    All outputs can be kept."""
     config = built.config
     names = set(_multiplied(built.layer, built.module))
     shapes = {name: parameter.shape[-2:] for name, parameter in built.module.named_parameters() if name in names}
     chosen = {name: count_experts(config)[0] if active_share(name, config) < 1 else 1 for name in shapes}
     matrix_bytes = sum(sum(shape) * built.batch.dtype.itemsize * chosen[name] for name, shape in shapes.items())
-    both = built.batch.tokens * round(matrix_bytes + 4 * 4 * config.hidden_size)
-    return SavedBytes(both, kept=both, remade=both)
+    return built.batch.tokens * round(matrix_bytes + 4 * 4 * config.hidden_size)

@@ -15,7 +15,6 @@ from models.architecture.lookup import has_ring_attention
 from models.parallel.blocks import MOST_SCORES
 from models.parallel.shard import ContextParallel
 from training.costs.micro_batch import MicroBatchShape
-from training.costs.saved_activations import SavedBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,9 @@ class SharedAttention:
     has_window: bool
     workspace_bytes: int
     chunk_bytes: int
-    saved_extra: SavedBytes
+    saved_extra: int
+    kept_extra: int
+    remade_extra: int
 
 
 def count_shared_attention(
@@ -82,7 +83,9 @@ def count_shared_attention(
         workspace_bytes=workspace,
         chunk_bytes=chunk_bytes,
         # outputs by heads are kept once more, as the exchange has put them together
-        saved_extra=SavedBytes(0, -kept, kept) if parts.is_ring else SavedBytes(outputs, outputs, 0),
+        saved_extra=0 if parts.is_ring else outputs,
+        kept_extra=-kept if parts.is_ring else outputs,
+        remade_extra=kept if parts.is_ring else 0,
     )
 
 

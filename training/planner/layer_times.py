@@ -73,11 +73,10 @@ class LayerTimes:
 
 
 def list_kinds(costs: Sequence[LayerCost]) -> list[list[int]]:
-    """Return the indices of the layers of each kind. costs: as `count_layers` returns them, equal layers the same
-    object."""
-    indices: dict[int, list[int]] = {}
+    """Return the indices of the layers of each kind, which are those that cost the same."""
+    indices: dict[LayerCost, list[int]] = {}
     for index, cost in enumerate(costs):
-        indices.setdefault(id(cost), []).append(index)
+        indices.setdefault(cost, []).append(index)
     return list(indices.values())
 
 
@@ -136,7 +135,7 @@ def apply_times(
             statistics.mean(rank.pass_seconds[kind][way] for rank in seen) * oversubscription / tokens for way in (0, 1)
         )
         for index in indices:
-            timed[index] = replace(costs[index], pass_seconds=(forward, backward))
+            timed[index] = replace(costs[index], work=replace(costs[index].work, pass_seconds=(forward, backward)))
     measured: dict[str, Any] = {
         "memory_bandwidth": statistics.mean(rank.memory_bandwidth for rank in seen) / oversubscription / GB
     }

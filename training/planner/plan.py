@@ -9,7 +9,7 @@ in a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from training.cost_terms import table
@@ -252,9 +252,9 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
         has_estimates=any(cost.is_estimated for cost in costs),
         checkpoint=estimate_size(
             run.config,
-            sum(cost.total_parameters for cost in list_owners(costs)),
-            sum(cost.total_trainable for cost in list_owners(costs)),
-            sum(cost.num_starts for cost in costs),
+            sum(cost.parameters.whole for cost in list_owners(costs)),
+            sum(cost.parameters.whole_trained for cost in list_owners(costs)),
+            sum(cost.parameters.starts for cost in costs),
         ),
         sequence_modes=max(map(compare_modes, held_by), key=lambda modes: sum(mode.sent_bytes for mode in modes)),
     )
@@ -325,11 +325,13 @@ def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
     training. Below the first layer that is trained nothing runs backward, so there each counts 2, and attention a
     third.
     """
-    first = next((index for index, cost in enumerate(costs) if cost.num_active > cost.num_frozen), len(costs))
-    ahead = [replace(cost, num_frozen=2 * cost.num_active) for cost in costs[:first]]
-    parameters = sum(6 * cost.num_active - 2 * cost.num_frozen for cost in list_owners([*ahead, *costs[first:]]))
-    widths = 2 * sum(cost.attention_width for cost in ahead) + 6 * sum(cost.attention_width for cost in costs[first:])
-    return parameters + seq_length * widths
+    counts = [cost.parameters for cost in costs]
+    first = next((index for index, each in enumerate(counts) if each.active > each.frozen), len(costs))
+    factors = {index: 2 * cost.parameters.active for index, cost in enumerate(costs[:first])}
+    factors |= {index: 6 * each.active - 2 * each.frozen for index, each in enumerate(counts) if index >= first}
+    owned = {cost.tied_key or index: factors[index] for index, cost in enumerate(costs)}
+    widths = sum((2 if index < first else 6) * cost.work.attention_width for index, cost in enumerate(costs))
+    return sum(owned.values()) + seq_length * widths
 
 
 def list_owners(costs: Sequence[LayerCost]) -> list[LayerCost]:

@@ -54,11 +54,13 @@ class Prediction:
     def count_parameters(self, trained: bool = False) -> int:
         """Return the number of parameters of the model and its adapter, or of the trained ones; shared ones count
         once."""
-        return sum(cost.total_trainable if trained else cost.total_parameters for cost in list_owners(self.costs))
+        return sum(
+            cost.parameters.whole_trained if trained else cost.parameters.whole for cost in list_owners(self.costs)
+        )
 
     def count_active(self) -> int:
         """Return the number of parameters that a token uses: in a mixture, those of the experts that it chooses."""
-        return sum(cost.num_active for cost in list_owners(self.costs))
+        return sum(cost.parameters.active for cost in list_owners(self.costs))
 
     def compute_mfu(self, tokens_per_second: float, step_time: float) -> float | None:
         """Return the MFU by the plan's convention (`compute_model_flops`), with attention over rows of the measured
@@ -101,9 +103,9 @@ def _choose_timed(costs: Sequence[LayerCost], layout: Layout) -> tuple[list[list
     """Return the layers of each kind to time, up to `_TIMED_ELEMENTS` parameters and at least one; and the elements of
     the optimizer step to time."""
     kinds = [
-        indices[: max(1, _TIMED_ELEMENTS // max(1, costs[indices[0]].num_parameters))] for indices in list_kinds(costs)
+        indices[: max(1, _TIMED_ELEMENTS // max(1, costs[indices[0]].parameters.held))] for indices in list_kinds(costs)
     ]
-    trained = sum(cost.total_trainable for cost in list_owners(costs)) // layout.world_size
+    trained = sum(cost.parameters.whole_trained for cost in list_owners(costs)) // layout.world_size
     return kinds, max(_FEWEST_ELEMENTS, min(_TIMED_ELEMENTS, trained))
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from models.experts.grouped import GROUPED, dispatch
 from models.experts.products import multiply_groups
 from training.config.schema import CheckpointMode
-from training.costs.saved_activations import count_saved_bytes
+from training.costs.trace import trace_passes
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
 
 
@@ -119,7 +119,8 @@ def test_tokens_are_kept_instead_of_their_rows(trains: bool) -> None:
     hidden_states = torch.empty(N, D, device="meta", requires_grad=True)
     index = torch.empty(N, K, dtype=torch.long, device="meta")
     weights = torch.empty(N, K, device="meta", requires_grad=True)
-    saved = count_saved_bytes(lambda: experts(hidden_states, index, weights), experts).saved
+    trace = trace_passes(lambda: (experts(hidden_states, index, weights),), experts)
+    saved = trace.sum_sizes(trace.saved)
     rows, tokens = N * K, N * D * 4 * trains
     indices = rows * 8 * 2 + E * 4  # positions and tokens, offsets
     assert saved == rows * (2 + trains) * I * 4 + rows * 4 + tokens + indices

@@ -21,7 +21,7 @@ from training.cost_terms.context_parallel import (
 )
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.layers import compute_passes
-from training.costs.cost import LayerCost
+from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, Machine
 from training.costs.kernels import ATTENTION_BACKWARD, ATTENTION_RATE
 from training.costs.micro_batch import MicroBatchShape
@@ -53,9 +53,12 @@ def count(heads: int, is_ring: bool, window: int | None = None) -> SharedAttenti
 
 def build_stage(shared: SharedAttention, *keys: str, flops: float = FLOPS, gpu: Machine = GPU) -> Stage:
     layer = LayerCost(
-        name="x", num_parameters=1, num_trainable=1, num_active=1, largest_trainable=1, forward_flops=1e9,
-        attention_width=0, saved_bytes=1, output_bytes=1, shared_attention=shared, attention_flops=flops,
-    )  # fmt: skip
+        name="x",
+        shared_attention=shared,
+        parameters=Parameters(held=1, trained=1, active=1, largest_trained=1),
+        work=Work(forward_flops=1e9, attention_width=0, attention_flops=flops),
+        bytes=Bytes(saved=1, output=1),
+    )
     run = PlannedRun(set_keys(describe_config(), *keys), Layout(Topology.of(SIZE, context=SIZE), 1, 1), 50, gpu)
     return Stage(run, 0, [replace(layer, shared_attention=None), layer], [range(2)])
 
@@ -110,7 +113,10 @@ def test_a_ring_has_the_kernels_of_flash_attention_2() -> None:
     by_heads = build_stage(count(8, is_ring=False), gpu=gpu)
     for cost in (compute_exchanges(newer.chunks[0]), compute_exchanges(by_heads.chunks[0])):
         assert cost.forward_seconds == cost.backward_seconds == 0
-    packed = replace(by_heads, costs=[replace(layer, runs_flash_attention_2=True) for layer in by_heads.costs])
+    packed = replace(
+        by_heads,
+        costs=[replace(layer, work=replace(layer.work, runs_flash_attention_2=True)) for layer in by_heads.costs],
+    )
     assert packed.chunks[0].time_forward(packed.costs[1]) - by_heads.chunks[0].time_forward(
         by_heads.costs[1]
     ) == pytest.approx(forward)

@@ -12,7 +12,7 @@ from training.config.schema import Device
 from training.cost_terms import table
 from training.cost_terms.cost_term import CostTerm, PlannedRun, Stage
 from training.cost_terms.fits import build_fits
-from training.costs.cost import LayerCost
+from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.memory import Kept, Memory
 from training.costs.time import PassCost, Sent, StepCost
@@ -28,9 +28,11 @@ GPU = Machine(
     inter_node_bandwidth=10, host_memory=100, host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
 )  # fmt: skip
 LAYER = LayerCost(
-    name="x", num_parameters=10**6, num_trainable=10**6, num_active=10**6, largest_trainable=1000, forward_flops=1e9,
-    attention_width=0, saved_bytes=10**6, output_bytes=10**5,
-)  # fmt: skip
+    name="x",
+    parameters=Parameters(held=10**6, trained=10**6, active=10**6, largest_trained=1000),
+    work=Work(forward_flops=1e9, attention_width=0),
+    bytes=Bytes(saved=10**6, output=10**5),
+)
 DUMMY = CostTerm(
     stage_memory=lambda stage: Memory(buffers=3 * GIB, host=5 * GIB) if stage.stage_id == 0 else Memory(),
     chunk_memory=lambda chunk: Kept(activations=GIB),
@@ -112,13 +114,15 @@ def test_its_bytes_are_in_the_fit_check(monkeypatch: pytest.MonkeyPatch) -> None
     ids=str,
 )
 def test_a_cpu_copies_a_gradient_to_fp32_to_add_it(keys: tuple[str, ...], copied: int) -> None:
-    layer = replace(LAYER, largest_trainable=5 * 10**6)
+    layer = replace(LAYER, parameters=replace(LAYER.parameters, largest_trained=5 * 10**6))
     run = replace(describe_run(), config=build_config("num_stages=2", "activation_checkpoint_interval=0", *keys))
     on_gpu, on_cpu = (
         compute_plan([layer] * 4, [0, 2, 4], replace(run, hardware=replace(GPU, device=device)))
         for device in (Device.cuda, Device.cpu)
     )
-    assert on_cpu.stages[0].memory.buffers - on_gpu.stages[0].memory.buffers == copied * layer.largest_trainable
+    assert (
+        on_cpu.stages[0].memory.buffers - on_gpu.stages[0].memory.buffers == copied * layer.parameters.largest_trained
+    )
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("fp32", 4)])
@@ -132,14 +136,18 @@ def test_gloo_copies_the_weights_that_it_gathers(precision: str, size: int) -> N
             (Device.cpu, Layout(Topology.of(2, pipe=2), 1, M)),
         )
     )
-    trained = 2 * LAYER.num_trainable
+    trained = 2 * LAYER.parameters.trained
     assert [plan.stages[0].memory.step for plan in (on_cpu, on_gpu, alone)] == [size * trained, 0, 0]
 
 
 @pytest.mark.parametrize("interval", [0, 1, 3])
 def test_the_fit_check_finds_what_each_range_of_layers_takes(interval: int) -> None:
     """Its search by halves against the memory of every range, with layers of two sizes and a limit amid them."""
-    large = replace(LAYER, num_parameters=3 * 10**6, num_trainable=3 * 10**6, saved_bytes=4 * 10**6)
+    large = replace(
+        LAYER,
+        parameters=replace(LAYER.parameters, held=3 * 10**6, trained=3 * 10**6),
+        bytes=replace(LAYER.bytes, saved=4 * 10**6),
+    )
     costs = [large if number in (0, 5, 11) else replace(LAYER) for number in range(12)]
     config = replace(describe_run().config, num_stages=4, activation_checkpoint_interval=interval)
     run = PlannedRun(config, Layout(Topology.of(8, pipe=4), 1, M), 50, GPU)

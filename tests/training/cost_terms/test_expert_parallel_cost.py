@@ -12,7 +12,7 @@ from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.expert_parallel import compute_exchanges
 from training.cost_terms.model_states import compute_model_states
 from training.cost_terms.replicas import compute_reduction
-from training.costs.cost import LayerCost
+from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import Machine
 from training.distributed.topology import DATA, EXPERTS, Layout, Topology
 from training.engine.deepspeed_config import REDUCE_BUCKET
@@ -26,10 +26,11 @@ GPU = Machine(
 DENSE, DIVIDED = 1000, 600  # trained elements of a rank
 HIDDEN = TOKENS * WIDTH * 2  # bytes, in bf16
 LAYER = LayerCost(
-    name="x", num_parameters=DENSE + DIVIDED, num_trainable=DENSE + DIVIDED, num_active=1, largest_trainable=1,
-    forward_flops=1e9, attention_width=0, saved_bytes=1, output_bytes=HIDDEN, num_divided=DIVIDED, sent_rows=2,
-    divided_flops=4e8,
-)  # fmt: skip
+    name="x",
+    parameters=Parameters(held=DENSE + DIVIDED, trained=DENSE + DIVIDED, active=1, largest_trained=1, divided=DIVIDED),
+    work=Work(forward_flops=1e9, attention_width=0, sent_rows=2, divided_flops=4e8),
+    bytes=Bytes(saved=1, output=HIDDEN),
+)
 
 
 def build_stage(*keys: str) -> Stage:
@@ -67,7 +68,9 @@ def test_gradients_wait_for_the_end_of_a_pass() -> None:
     """At stage 2 a pass of ranks that divide experts holds the gradients of all its layers, in bf16."""
     stage = build_stage("zero_stage=2")
     alone = replace(stage.run, layout=Layout(Topology.of(RANKS), 1, 1))
-    large = replace(LAYER, num_trainable=REDUCE_BUCKET, num_parameters=REDUCE_BUCKET, largest_trainable=1000)
+    large = replace(
+        LAYER, parameters=replace(LAYER.parameters, trained=REDUCE_BUCKET, held=REDUCE_BUCKET, largest_trained=1000)
+    )
     divided, whole = (
         compute_model_states(Stage(run, 0, [large, large], [range(2)])).buffers for run in (stage.run, alone)
     )

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from training.config.schema import Device, Precision
 from training.cost_terms.cost_term import Chunk, PlannedRun
 from training.cost_terms.gradient_sums import compute_sums, count_sum_bytes
-from training.costs.cost import LayerCost
+from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, Machine
 from training.distributed.topology import Layout, Topology
 from training.engine.gradient_sums import add_gradient
@@ -25,9 +25,11 @@ GPU = Machine(
     host_memory_bandwidth=1, host_link_bandwidth=1, device_name="any",
 )  # fmt: skip
 LAYER = LayerCost(
-    name="x", num_parameters=10**9, num_trainable=10**9, num_active=1, largest_trainable=1, forward_flops=1.0,
-    attention_width=0, saved_bytes=1, output_bytes=1,
-)  # fmt: skip
+    name="x",
+    parameters=Parameters(held=10**9, trained=10**9, active=1, largest_trained=1),
+    work=Work(forward_flops=1.0, attention_width=0),
+    bytes=Bytes(saved=1, output=1),
+)
 
 
 class MovedBytes(TorchDispatchMode):
@@ -90,12 +92,12 @@ def build_chunk(*layers: LayerCost, micro_batches: int = 4) -> Chunk:
 def test_seconds_of_a_pass() -> None:
     moved = (6 + 3 * 10) / 4
     assert compute_sums(build_chunk(LAYER)).backward_seconds == pytest.approx(moved * 10**9 / (100 * GB))
-    lora = replace(LAYER, num_trainable=10**6)
+    lora = replace(LAYER, parameters=replace(LAYER.parameters, trained=10**6))
     assert compute_sums(build_chunk(lora, lora)).backward_seconds == pytest.approx(moved * 2 * 10**6 / (100 * GB))
 
 
 def test_a_tied_module_is_summed_once_and_a_timed_layer_has_it_in_its_time() -> None:
-    tied, timed = replace(LAYER, tied_key="embed"), replace(LAYER, pass_seconds=(1.0, 2.0))
+    tied, timed = replace(LAYER, tied_key="embed"), replace(LAYER, work=replace(LAYER.work, pass_seconds=(1.0, 2.0)))
     once = compute_sums(build_chunk(LAYER)).backward_seconds
     assert compute_sums(build_chunk(tied, tied)).backward_seconds == once
     assert compute_sums(build_chunk(LAYER, timed)).backward_seconds == once

@@ -10,7 +10,7 @@ from support.configs import build_config
 from training.config.schema import Device
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.tensor_parallel import compute_sums
-from training.costs.cost import LayerCost
+from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, Machine
 from training.costs.time import NETWORK_LATENCY, NODE_LATENCY, compute_sending_seconds
 from training.distributed.topology import TENSOR, Layout, Topology
@@ -23,9 +23,11 @@ GPU = Machine(
     host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
 )  # fmt: skip
 LAYER = LayerCost(
-    name="x", num_parameters=1, num_trainable=1, num_active=1, largest_trainable=1, forward_flops=1e9,
-    attention_width=0, saved_bytes=1, output_bytes=HIDDEN, forward_sums=2, backward_sums=2,
-)  # fmt: skip
+    name="x",
+    parameters=Parameters(held=1, trained=1, active=1, largest_trained=1),
+    work=Work(forward_flops=1e9, attention_width=0, forward_sums=2, backward_sums=2),
+    bytes=Bytes(saved=1, output=HIDDEN),
+)
 LAYOUT = Layout(Topology.of(SIZE, tensor=SIZE), 1, 1)
 
 

@@ -12,6 +12,7 @@ from models.adapters.adapter import Adapter
 from models.adapters.targets import build_lora_config
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
+from training.costs.allocation import AllocationPeak
 from training.costs.cost import LayerCost, count_layers, mean_keys
 from training.costs.micro_batch import MicroBatchShape
 
@@ -64,7 +65,7 @@ def test_the_activations_are_those_that_autograd_saves(index: int, attention: st
     config = build_config(attention=attention)
     cost = count(config, dtype)[index]
     assert not cost.is_estimated
-    assert cost.saved_bytes == pytest.approx(bytes_really_saved(build_layers(config)[index], dtype), rel=0.01)
+    assert cost.bytes.saved == pytest.approx(bytes_really_saved(build_layers(config)[index], dtype), rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -73,19 +74,19 @@ def test_packed_rows_keep_a_mask_in_each_layer_and_keys_of_every_head(dtype: tor
     layers = build_layers(config)
     packed = count_layers(layers, config, MicroBatchShape(B, T, dtype, is_packed=True))[1]
     whole = count_layers(layers, config, MicroBatchShape(B, T, dtype))[1]
-    assert packed.saved_bytes == pytest.approx(bytes_really_saved(build_layers(config)[1], dtype, T // 2), rel=0.01)
-    assert packed.saved_bytes > whole.saved_bytes + B * T * T * dtype.itemsize and not packed.is_estimated
+    assert packed.bytes.saved == pytest.approx(bytes_really_saved(build_layers(config)[1], dtype, T // 2), rel=0.01)
+    assert packed.bytes.saved > whole.bytes.saved + B * T * T * dtype.itemsize and not packed.is_estimated
 
 
 def test_flash_attention_is_counted_where_its_package_is_missing() -> None:
     flash, sdpa = (count(build_config(attention=name), torch.bfloat16)[1] for name in ("flash_attention_2", "sdpa"))
-    assert (flash.saved_bytes, flash.is_estimated) == (sdpa.saved_bytes, False)
+    assert (flash.bytes.saved, flash.is_estimated) == (sdpa.bytes.saved, False)
 
 
 def test_parameters_are_those_of_the_built_layers() -> None:
     config = build_config()
     modules = [build_real(layer, torch.float32) for layer in build_layers(config)]
-    assert [cost.num_parameters for cost in count(config)] == [
+    assert [cost.parameters.held for cost in count(config)] == [
         sum(p.numel() for p in module.parameters()) for module in modules
     ]
 
@@ -97,21 +98,23 @@ def test_flops_are_those_that_torch_counts_and_fused_attention_skips_the_causal_
         build_real(layer, torch.float32)(real_inputs(torch.float32))
     full_attention = 2 * T * HEADS * 2 * HEAD
     cost, fused = count(config)[1], count(build_config())[1]
-    assert counter.get_total_flops() == B * T * (2 * DECODER_MATRICES + full_attention) == B * T * cost.forward_flops
-    assert fused.attention_flops == full_attention * (T + 1) / (2 * T)
-    assert fused.forward_flops == 2 * DECODER_MATRICES + fused.attention_flops
-    assert cost.attention_width == fused.attention_width == 2 * HEADS * HEAD
+    assert (
+        counter.get_total_flops() == B * T * (2 * DECODER_MATRICES + full_attention) == B * T * cost.work.forward_flops
+    )
+    assert fused.work.attention_flops == full_attention * (T + 1) / (2 * T)
+    assert fused.work.forward_flops == 2 * DECODER_MATRICES + fused.work.attention_flops
+    assert cost.work.attention_width == fused.work.attention_width == 2 * HEADS * HEAD
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_looked_up_embedding_is_no_work_and_the_head_is(tied: bool) -> None:
     first, *_, head = count(build_config(tied))
-    assert first.forward_flops == 0 and head.forward_flops == 2 * V * D
+    assert first.work.forward_flops == 0 and head.work.forward_flops == 2 * V * D
     assert (first.tied_key == head.tied_key) is True if tied else head.tied_key is None
 
 
 def test_what_crosses_a_boundary_is_one_hidden_state() -> None:
-    assert {cost.output_bytes for cost in count(build_config(), torch.bfloat16)} == {B * T * D * 2}
+    assert {cost.bytes.output for cost in count(build_config(), torch.bfloat16)} == {B * T * D * 2}
 
 
 def test_equal_layers_are_counted_once() -> None:
@@ -143,9 +146,9 @@ def test_experts_count_by_those_that_a_token_takes() -> None:
     config.num_experts_per_tok, config.n_routed_experts = 2, 8
     layer = Layer("x.", Experts, (config,))
     (cost,) = count_layers([layer], config, MicroBatchShape(B, T, torch.float32))
-    assert cost.num_parameters == 9 * D * D and cost.num_active == 3 * D * D
-    assert cost.forward_flops == 2 * 3 * D * D
-    assert cost.is_estimated and cost.saved_bytes > 0
+    assert cost.parameters.held == 9 * D * D and cost.parameters.active == 3 * D * D
+    assert cost.work.forward_flops == 2 * 3 * D * D
+    assert cost.is_estimated and cost.bytes.saved > 0
 
 
 def test_adapters_of_experts_count_once_and_their_products_by_those_that_a_token_takes() -> None:
@@ -159,9 +162,11 @@ def test_adapters_of_experts_count_once_and_their_products_by_those_that_a_token
     )
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     expert_params = 4 * (hidden + 2 * inner) + 4 * (inner + hidden)
-    assert [cost.num_trainable for cost in with_adapter[:3]] == [0, 0, config.n_routed_experts * expert_params]
-    assert with_adapter[2].num_parameters - without[2].num_parameters == config.n_routed_experts * expert_params
-    assert with_adapter[2].num_active - without[2].num_active == config.num_experts_per_tok * expert_params
+    assert [cost.parameters.trained for cost in with_adapter[:3]] == [0, 0, config.n_routed_experts * expert_params]
+    assert with_adapter[2].parameters.held - without[2].parameters.held == config.n_routed_experts * expert_params
+    assert (
+        with_adapter[2].parameters.active - without[2].parameters.active == config.num_experts_per_tok * expert_params
+    )
 
 
 def test_an_adapter_of_one_layer_is_counted_there() -> None:
@@ -173,7 +178,7 @@ def test_an_adapter_of_one_layer_is_counted_there() -> None:
     for targets in (everywhere, once):
         lora.target_modules = set(targets)
         costs = count_layers(layers, config, MicroBatchShape(B, T, torch.float32), adapter=Adapter(lora))
-        trained.append([index for index, cost in enumerate(costs) if cost.num_trainable])
+        trained.append([index for index, cost in enumerate(costs) if cost.parameters.trained])
     assert len(trained[0]) == config.num_hidden_layers > 1 and len(trained[1]) == 1
 
 
@@ -184,9 +189,13 @@ def test_an_adapter_trains_and_the_rest_of_what_a_token_uses_is_frozen() -> None
     with_adapter, without = (
         count_layers(layers, config, MicroBatchShape(B, T, torch.float32), adapter=each)[1] for each in (adapter, None)
     )
-    assert without.num_frozen == 0
-    assert with_adapter.num_frozen == without.num_active
-    assert with_adapter.num_active - with_adapter.num_frozen == with_adapter.num_trainable == 4 * (D + HEADS * HEAD)
+    assert without.parameters.frozen == 0
+    assert with_adapter.parameters.frozen == without.parameters.active
+    assert (
+        with_adapter.parameters.active - with_adapter.parameters.frozen
+        == with_adapter.parameters.trained
+        == 4 * (D + HEADS * HEAD)
+    )
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
@@ -204,8 +213,29 @@ def test_what_an_adapter_starts_as_is_held_and_multiplied_but_not_trained(init: 
         for each in (init, True)
     )
     size = 4 * (D + HEADS * HEAD)
-    assert (started.num_starts, plain.num_starts) == (size, 0)
-    assert started.num_trainable == plain.num_trainable == size
-    assert started.num_parameters - plain.num_parameters == started.num_frozen - plain.num_frozen == size
-    assert started.forward_flops - plain.forward_flops == 2 * size
-    assert started.backward_flops - plain.backward_flops == 2 * size  # a gradient of its input alone
+    assert (started.parameters.starts, plain.parameters.starts) == (size, 0)
+    assert started.parameters.trained == plain.parameters.trained == size
+    assert (
+        started.parameters.held - plain.parameters.held == started.parameters.frozen - plain.parameters.frozen == size
+    )
+    assert started.work.forward_flops - plain.work.forward_flops == 2 * size
+    assert started.work.backward_flops - plain.work.backward_flops == 2 * size  # a gradient of its input alone
+
+
+@pytest.mark.parametrize(("family", "index"), [("llama", 1), ("gpt2", 2), ("gpt_oss", 1), ("llama4_text", 2)])
+def test_gradients_inside_eager_attention_are_those_that_torch_allocates(family: str, index: int) -> None:
+    """Views of weights, which some backward passes make, are not among them."""
+    config = build_family_config(family)
+    config._attn_implementation = "eager"
+    planned = count_layers(build_layers(config), config, MicroBatchShape(B, T, torch.float32))[index].bytes.widest
+    module = build_real(build_layers(config)[index], torch.float32)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    hidden_states = torch.randn(B, T, config.hidden_size, requires_grad=True)
+    integers = torch.arange(T).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
+    with AllocationPeak(*module.parameters(), *module.buffers()) as allocated:
+        result = module((hidden_states, *integers))[0]
+        kept = allocated.peak = allocated.alive
+        result.backward(torch.randn_like(result))
+    assert planned == allocated.peak - kept - 2 * result.untyped_storage().nbytes()

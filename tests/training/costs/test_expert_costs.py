@@ -73,7 +73,7 @@ def test_the_work_is_that_of_a_loop_over_the_experts(model_type: str) -> None:
     config = build_config(model_type)
     cost = count(config, torch.float32)
     flops, _ = run(config, "eager", torch.float32)
-    assert B * T * cost.forward_flops == pytest.approx(flops, rel=1e-9)
+    assert B * T * cost.work.forward_flops == pytest.approx(flops, rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -82,20 +82,20 @@ def test_the_activations_are_those_that_autograd_saves(model_type: str, dtype: t
     config = build_config(model_type)
     cost = count(config, dtype)
     assert not cost.is_estimated and config._experts_implementation == GROUPED
-    assert cost.saved_bytes == pytest.approx(run(config, GROUPED, dtype)[1], rel=0.01)
+    assert cost.bytes.saved == pytest.approx(run(config, GROUPED, dtype)[1], rel=0.01)
 
 
 def test_memory_holds_all_experts() -> None:
     config = build_config("mixtral")
     cost, expert_params = count(config, torch.float32), 3 * config.hidden_size * config.intermediate_size
-    assert cost.num_parameters - cost.num_active == (8 - 2) * expert_params
+    assert cost.parameters.held - cost.parameters.active == (8 - 2) * expert_params
 
 
 def test_selective_keeps_the_products_of_the_experts() -> None:
     config = build_config("mixtral")
-    kept = count(config, torch.float32).kept_bytes
+    kept = count(config, torch.float32).bytes.kept
     config.num_experts_per_tok += 1
-    more = count(config, torch.float32).kept_bytes - kept
+    more = count(config, torch.float32).bytes.kept - kept
     assert more == B * T * (2 * config.intermediate_size + config.hidden_size) * 4
 
 
@@ -107,13 +107,15 @@ def test_divided_experts_take_a_part_of_the_memory_and_as_much_work() -> None:
     whole = count_layers(layers, config, batch)[index]
     cost = count_layers(layers, config, batch, ranks=LayerRanks(expert_parallel=ExpertParallel(size=4)))[index]
     expert_params = 3 * config.hidden_size * config.intermediate_size
-    assert not cost.is_estimated and cost.num_divided == 2 * expert_params
-    assert whole.num_parameters - cost.num_parameters == 6 * expert_params
-    for name in ("forward_flops", "backward_flops", "num_active", "total_parameters", "total_trainable"):
-        assert getattr(cost, name) == getattr(whole, name), name
-    assert (cost.sent_rows, whole.sent_rows) == (2, 0)
+    assert not cost.is_estimated and cost.parameters.divided == 2 * expert_params
+    assert whole.parameters.held - cost.parameters.held == 6 * expert_params
+    assert cost.work.forward_flops == whole.work.forward_flops
+    assert cost.work.backward_flops == whole.work.backward_flops
+    for name in ("active", "whole", "whole_trained"):
+        assert getattr(cost.parameters, name) == getattr(whole.parameters, name), name
+    assert (cost.work.sent_rows, whole.work.sent_rows) == (2, 0)
     rows_and_results = 2 * 2 * B * T * config.hidden_size * 4
-    assert cost.kept_bytes - whole.kept_bytes == pytest.approx(rows_and_results, rel=0.05)  # and their weights
+    assert cost.bytes.kept - whole.bytes.kept == pytest.approx(rows_and_results, rel=0.05)  # and their weights
 
 
 def test_the_rank_with_most_rows_keeps_more_of_them() -> None:
@@ -129,13 +131,15 @@ def test_the_rank_with_most_rows_keeps_more_of_them() -> None:
         for load in (1, 1.5, 2)
     )
     arrived = 2 * B * T * (config.hidden_size + 2 * config.intermediate_size + config.hidden_size) * 4
-    assert uneven.kept_bytes - even.kept_bytes == pytest.approx(0.5 * arrived, rel=0.05)
-    assert uneven.saved_bytes - even.saved_bytes > 0.5 * arrived * 0.8
-    for name in ("kept_bytes", "saved_bytes"):
-        first, second, third = (getattr(cost, name) for cost in (even, uneven, one_sided))
+    assert uneven.bytes.kept - even.bytes.kept == pytest.approx(0.5 * arrived, rel=0.05)
+    assert uneven.bytes.saved - even.bytes.saved > 0.5 * arrived * 0.8
+    for name in ("kept", "saved"):
+        first, second, third = (getattr(cost.bytes, name) for cost in (even, uneven, one_sided))
         assert third - second == pytest.approx(second - first)
-    assert even.widest_bytes < uneven.widest_bytes == 1.5 * even.widest_bytes
-    assert even.forward_flops == uneven.forward_flops  # the others wait: `training/cost_terms/expert_parallel.py`
+    assert even.bytes.widest < uneven.bytes.widest == 1.5 * even.bytes.widest
+    assert (
+        even.work.forward_flops == uneven.work.forward_flops
+    )  # the others wait: `training/cost_terms/expert_parallel.py`
 
 
 def test_a_split_is_balanced_by_the_experts_that_a_token_chooses() -> None:

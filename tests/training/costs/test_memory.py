@@ -25,7 +25,7 @@ from training.cost_terms.loss import compute_distill_bytes, compute_loss_bytes
 from training.cost_terms.model_states import compute_model_states
 from training.cost_terms.table import sum_memory
 from training.costs.allocation import AllocationPeak
-from training.costs.cost import LayerCost
+from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import Machine
 from training.costs.memory import Memory
 from training.distributed.topology import Layout, Topology
@@ -45,10 +45,11 @@ OFFLOADED, REDUCED = "offload_optimizer=cpu", "gradient_reduce_dtype=bf16"
 
 def layer(saved: int, n: int = 10, trainable: int | None = None, largest: int = 5) -> LayerCost:
     return LayerCost(
-        name="x", num_parameters=n, num_trainable=n if trainable is None else trainable, num_active=n,
-        largest_trainable=largest, forward_flops=1.0, attention_width=0, saved_bytes=saved, output_bytes=HIDDEN,
-        kept_bytes=saved // 4, remade_bytes=saved // 2,
-    )  # fmt: skip
+        name="x",
+        parameters=Parameters(held=n, trained=n if trainable is None else trainable, active=n, largest_trained=largest),
+        work=Work(forward_flops=1.0, attention_width=0),
+        bytes=Bytes(saved=saved, output=HIDDEN, kept=saved // 4, remade=saved // 2),
+    )
 
 
 def state(

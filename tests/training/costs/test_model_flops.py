@@ -54,9 +54,9 @@ def test_the_flops_of_a_token_are_those_of_its_passes(
     with FlopCounterMode(display=False) as counter:
         chain(tokens(), positions()).sum().backward()
     run = counter.get_total_flops() / (B * T)
-    first = next(cost for cost in costs if cost.num_active > cost.num_frozen)
-    embedding = costs[0].num_active * (6 if costs[0] is first else 2)
+    first = next(cost for cost in costs if cost.parameters.active > cost.parameters.frozen)
+    embedding = costs[0].parameters.active * (6 if costs[0] is first else 2)
     vectors = 6 * sum(p.numel() for p in chain.parameters() if p.ndim == 1)
-    inputs = 0 if costs[0] is first else 2 * first.num_active
+    inputs = 0 if costs[0] is first else 2 * first.parameters.active
     counted = compute_model_flops(costs, T)
     assert run <= counted - embedding <= run + vectors + inputs

@@ -37,11 +37,14 @@ def test_what_a_layer_keeps_for_the_backward_pass_falls_as_ranks_grow() -> None:
     angles = 2 * 2 * 64 * 4 * 4
     for size in (2, 4):
         cut, split = count_decoder_layer(size, False), count_decoder_layer(size, True)
-        assert split.saved_bytes - angles == pytest.approx((whole.saved_bytes - angles) / size, rel=1e-3)
-        assert split.output_bytes * size == cut.output_bytes == whole.output_bytes
-        assert split.saved_bytes < cut.saved_bytes
-        sums = split.forward_sums, split.backward_sums
-        assert sums == (cut.forward_sums, cut.backward_sums) == (2, 2) and (split.regathers, cut.regathers) == (2, 0)
+        assert split.bytes.saved - angles == pytest.approx((whole.bytes.saved - angles) / size, rel=1e-3)
+        assert split.bytes.output * size == cut.bytes.output == whole.bytes.output
+        assert split.bytes.saved < cut.bytes.saved
+        sums = split.work.forward_sums, split.work.backward_sums
+        assert sums == (cut.work.forward_sums, cut.work.backward_sums) == (2, 2) and (
+            split.work.regathers,
+            cut.work.regathers,
+        ) == (2, 0)
 
 
 def test_what_cannot_be_split_is_refused() -> None:

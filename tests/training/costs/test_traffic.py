@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,8 @@ from training.costs.kernels import (
     time_attention,
     time_kernels,
 )
-from training.costs.traffic import Traffic, TrafficCounter
+from training.costs.trace import trace_passes
+from training.costs.traffic import Traffic, count_traffic
 
 N, D = 10, 8
 ELEMENTS = N * D
@@ -43,6 +45,13 @@ class Block(nn.Module):
         return self.last(torch.relu(self.first(x)) + x)
 
 
+def count(run: Callable[[], torch.Tensor], module: nn.Module | None = None, *, fuses: bool = False) -> list[Traffic]:
+    """Return the traffic of both passes of what `run` computes."""
+    trace = trace_passes(lambda: (run(),), module or nn.Module())
+    assert trace.backward is not None
+    return count_traffic((trace.forward, trace.backward), fuses)
+
+
 @pytest.mark.parametrize(
     ("fuses", "moved", "kernels"),
     [
@@ -54,9 +63,8 @@ def test_what_a_forward_pass_moves(fuses: bool, moved: int, kernels: int) -> Non
     for shape in ((N, D), (2, N // 2, D)):  # a product of more than two dimensions is one of two, and a view
         with torch.device("meta"):
             block, x = Block(), torch.empty(*shape)
-        with TrafficCounter(fuses) as counter, torch.no_grad():
-            block(x)
-        assert counter.finish() == Traffic(4 * moved * ELEMENTS, kernels, ((N, D, D), (N, D, D)))
+        forward, _ = count(lambda block=block, x=x: block(x), block, fuses=fuses)
+        assert forward == Traffic(4 * moved * ELEMENTS, kernels, ((N, D, D), (N, D, D)))
 
 
 def test_fused_kernels_make_again_what_they_did_not_write() -> None:
@@ -64,47 +72,34 @@ def test_fused_kernels_make_again_what_they_did_not_write() -> None:
     that flow on are one result each, of which the product takes one and the other is the pass's."""
     with torch.device("meta"):
         block, x = Block(), torch.empty(N, D, requires_grad=True)
-    with TrafficCounter(fuses=True) as counter:
-        result = block(x)
-        counter.finish()
-        result.backward(torch.empty_like(result))
-        back = counter.finish()
+    _, back = count(lambda: block(x), block, fuses=True)
     assert back.kernels == 4 + 2  # four products, relu's gradient, and the sum of x's two gradients
     assert back.moved == (4 + 2 + 4 + 4 + 4 + 4) * ELEMENTS
 
 
 def test_views_and_allocations_move_nothing() -> None:
     x = torch.empty(N, D, device="meta")
-    with TrafficCounter(fuses=False) as counter:
-        x.view(D, N).t().expand(3, N, D)
-        torch.empty_like(x)
-    assert counter.finish() == Traffic()
+    forward, _ = count(lambda: torch.empty_like(x.view(D, N).t().expand(3, N, D)))
+    assert forward == Traffic()
 
 
 def test_rows_for_other_ranks_go_through_memory() -> None:
     rows, splits = torch.empty(N, D, device="meta"), torch.empty(2, 2, dtype=torch.int64, device="meta")
-    with TrafficCounter(fuses=True) as counter:
-        exchange_rows(torch.relu(rows), splits, N, False, "").relu()
-    assert counter.finish() == Traffic(4 * (2 + 2) * ELEMENTS, 3)  # on both sides read and written
+    forward, _ = count(lambda: exchange_rows(torch.relu(rows), splits, N, False, "").relu(), fuses=True)
+    assert forward == Traffic(4 * (2 + 2) * ELEMENTS, 3)  # on both sides read and written
 
 
 def test_scores_are_moved_by_their_products_too() -> None:
     queries = torch.empty(3, N, D, device="meta")
-    with TrafficCounter(fuses=False) as counter:
-        scores = torch.bmm(queries, queries.transpose(1, 2))
-        scores.softmax(-1)
-    assert counter.finish() == Traffic(4 * (3 * 2 * ELEMENTS + 3 * 3 * N * N), 2)
+    forward, _ = count(lambda: torch.bmm(queries, queries.transpose(1, 2)).softmax(-1))
+    assert forward == Traffic(4 * (3 * 2 * ELEMENTS + 3 * 3 * N * N), 2)
 
 
 def test_products_of_both_passes_are_known_by_their_shapes() -> None:
     linear, x = nn.Linear(3, 5, device="meta"), torch.empty(7, 3, device="meta", requires_grad=True)
-    with TrafficCounter(fuses=False) as counter:
-        result = linear(x)
-        assert counter.finish().products == ((7, 3, 5),)
-        result.backward(torch.empty_like(result))
-    back = counter.finish().products
-    assert sorted(back) == [(5, 7, 3), (7, 5, 3)]  # the weight's gradient, and that of x
-    assert counter.finish().products == ()
+    forward, back = count(lambda: linear(x), linear)
+    assert forward.products == ((7, 3, 5),)
+    assert sorted(back.products) == [(5, 7, 3), (7, 5, 3)]  # the weight's gradient, and that of x
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from training.config.schema import Device, RunConfig
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.optimizer_step import compute_update
 from training.cost_terms.replicas import compute_reduction
-from training.costs.cost import LayerCost
+from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.time import compute_sending_seconds
 from training.distributed.topology import Layout, Topology
@@ -30,9 +30,12 @@ SUMS = (6 + 7 * 18) / 8 * 2 * N / (1000 * GB)  # seconds: a micro-batch's gradie
 
 def layer(tied_key: str | None = None, work: float = 1e6) -> LayerCost:
     return LayerCost(
-        name="x", num_parameters=N, num_trainable=N, num_active=N, largest_trainable=1000, forward_flops=work,
-        attention_width=0, saved_bytes=10**6, output_bytes=2 * B * T * 64, tied_key=tied_key,
-    )  # fmt: skip
+        name="x",
+        tied_key=tied_key,
+        parameters=Parameters(held=N, trained=N, active=N, largest_trained=1000),
+        work=Work(forward_flops=work, attention_width=0),
+        bytes=Bytes(saved=10**6, output=2 * B * T * 64),
+    )
 
 
 def stage(layout: Layout, *overrides: str) -> Stage:
@@ -108,7 +111,10 @@ def test_a_stage_is_shown_with_the_boundaries_after_its_chunks(
     """1 MiB crosses the boundary after chunk 0, 2 that after chunk 1, ..., forth and back together."""
     num_chunks = 1 if schedule == "1f1b" else 2
     layout = Layout(Topology.of(num_stages, pipe=num_stages), B, 6, num_chunks=num_chunks, schedule=schedule)
-    layers = [replace(layer(), output_bytes=(number + 1) * 2**19) for number in range(num_stages * num_chunks)]
+    layers = [
+        replace(layer(), bytes=replace(layer().bytes, output=(number + 1) * 2**19))
+        for number in range(num_stages * num_chunks)
+    ]
     rows = render_table(plan(layout, layers))[1 : num_stages + 1]
     assert [re.split(r"\s\s+", row)[-1] for row in rows] == shown
 
@@ -122,7 +128,7 @@ def test_checkpointing_computes_all_but_the_head_again() -> None:
 def test_layers_that_were_timed_take_their_seconds_and_again_what_is_recomputed(
     interval: int, recomputed: tuple[int, int]
 ) -> None:
-    timed = replace(layer(), pass_seconds=(1e-6, 3e-6))
+    timed = replace(layer(), work=replace(layer().work, pass_seconds=(1e-6, 3e-6)))
     found = plan(Layout(Topology.of(2, pipe=2), B, 8), [timed] * 4, f"activation_checkpoint_interval={interval}")
     assert [stage.forward_seconds for stage in found.stages] == pytest.approx([2e-6 * B * T] * 2)
     assert [stage.backward_seconds for stage in found.stages] == pytest.approx(
@@ -154,8 +160,12 @@ def test_uneven_stages() -> None:
 def test_mfu_by_the_convention_of_palm() -> None:
     """Llama-3-8B: 8.03 B parameters, 32 layers of width 4096, sequence 4096. A known measurement: 10,471 tokens/s on a
     peak of 989e12 is 57.8%."""
-    attention = replace(layer(), num_active=0, attention_width=2 * 4096)
-    whole = replace(layer(), num_active=8_030_261_248)
+    attention = replace(
+        layer(),
+        parameters=replace(layer().parameters, active=0),
+        work=replace(layer().work, attention_width=2 * 4096),
+    )
+    whole = replace(layer(), parameters=replace(layer().parameters, active=8_030_261_248))
     flops = compute_model_flops([whole, *[attention] * 32], 4096)
     assert flops == 6 * 8_030_261_248 + 12 * 32 * 4096 * 4096
     assert 10_471 * flops / 989e12 == pytest.approx(0.578, abs=0.0005)
@@ -163,13 +173,21 @@ def test_mfu_by_the_convention_of_palm() -> None:
 
 def test_a_frozen_parameter_counts_no_gradient() -> None:
     """4 N of what is frozen, 6 N of the adapter on it."""
-    frozen = replace(layer(), num_active=N + 10, num_frozen=N)
+    frozen = replace(layer(), parameters=replace(layer().parameters, active=N + 10, frozen=N))
     assert compute_model_flops([frozen, layer()], T) == (4 * N + 6 * 10) + 6 * N
 
 
 def test_what_is_frozen_below_all_that_is_trained_counts_its_forward_pass_alone() -> None:
-    ahead = replace(layer(), num_active=N, num_frozen=N, attention_width=8)
-    trained = replace(layer(), num_active=N, attention_width=8)
+    ahead = replace(
+        layer(),
+        parameters=replace(layer().parameters, active=N, frozen=N),
+        work=replace(layer().work, attention_width=8),
+    )
+    trained = replace(
+        layer(),
+        parameters=replace(layer().parameters, active=N),
+        work=replace(layer().work, attention_width=8),
+    )
     assert compute_model_flops([ahead, ahead, trained, ahead], T) == (2 + 2 + 6 + 4) * N + (2 + 2 + 6 + 6) * T * 8
 
 

@@ -283,7 +283,7 @@ def test_a_teacher_in_memory_is_planned_with_its_student(tmp_path: Path) -> None
     assert teacher is not None
     plain, plan = build_plan(alone, resolve_planned(alone), machine), build_plan(config, model, machine, teacher)
     weights = sum(each.memory.weights - own.memory.weights for each, own in zip(plan.stages, plain.stages, strict=True))
-    assert weights == 2 * sum(cost.num_parameters for cost in place_teacher(config, teacher, plan.layout).costs)
+    assert weights == 2 * sum(cost.parameters.held for cost in place_teacher(config, teacher, plan.layout).costs)
     states = plan.stages[1].memory.activations - plain.stages[1].memory.activations
     assert states == 4 * 2 * 128 * 4096 * 2  # micro-batches x rows x tokens x hidden size x bytes
     assert plan.stages[0].memory.activations == plain.stages[0].memory.activations
