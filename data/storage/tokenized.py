@@ -1,17 +1,29 @@
-"""A tokenized folder on disk, memory-mapped: one flat file per column, with a summary and the hashes of the files.
+"""A tokenized folder: the samples of some files as token ids on disk, written once and memory-mapped by every rank.
 
-    input_ids, labels      int32 [num_tokens], the samples end to end
-    offset                 int64 [num_samples + 1], where each of them begins
-    length, num_targets    int32 [num_samples]; targets are counted after the shift
-    num_prompt             int32 [num_samples], tokens before the answer, of a kind of data whose samples are answers
-    num_cut                int32 [num_samples], tokens of it that were truncated
-    place                  int32 [num_samples], the line, row or record of its file that it was made of; 0: unknown
-    label, value           int32 or float64 [num_samples, K], of a kind of data whose samples have labels, or numbers
-    source                 int32 [num_samples], the entry of `train_file` that the sample comes from
-    skipped                text, a line for each record that was skipped as bad: its place and what is wrong with it
-    record_hash            uint64 [num_records], of the records that became samples, or were dropped as too long
+Each column is a flat binary file, NAME.bin:
 
-Opening it reads nothing and copies nothing into a process's own memory, whatever its size.
+    input_ids      int32 [num_tokens]        the token ids of all samples, end to end
+    labels         int32 [num_tokens]        the token id where a token is a target, else -100; not shifted. If tokens
+                                             are classified, the class of the token before stands for the token id
+    offset         int64 [num_samples + 1]   the place in input_ids and labels at which each sample begins; the last
+                                             value is num_tokens
+    length         int32 [num_samples]       the number of tokens
+    num_targets    int32 [num_samples]       the number of targets after the shift; 1 if the whole sample has labels
+    source         int32 [num_samples]       the number of the entry of `train_file` that it comes from, from 0
+    num_cut        int32 [num_samples]       the number of tokens that were truncated
+    place          int32 [num_samples]       the number of its line, row or record in its file, as error messages count
+                                             it; 0 if a file is one record
+    num_prompt     int32 [num_samples]       the number of tokens before the answer, if samples are answers to a prompt
+    label          int32 [num_samples, K]    K labels of the whole sample, if the kind of data has them
+    value          float64 [num_samples, K]  the same for labels that are numbers
+    record_hash    uint64 [num_records]      the hash of each record that became samples, or was dropped as too long
+
+Other files: summary.json has the counts (`data/storage/summary.py`), hashes.json the size and the hash of each file
+(`data/storage/hashes.py`), and skipped.txt one line for each record that was skipped as bad: its place and what is
+wrong with it. For corpora that were tokenized elsewhere, corpora.json names the files with the tokens, and there are
+only `offset`, `length`, `num_targets` and `source`.
+
+Opening a folder maps its columns. It copies none of them into the memory of the process, whatever their size.
 """
 
 import bisect
@@ -31,32 +43,39 @@ from data.storage.hashes import find_changed, write_hashes
 from data.storage.summary import Summary
 
 SUMMARY_FILE = "summary.json"
-CORPORA_FILE = "corpora.json"  # of corpora that were tokenized elsewhere: their prefixes, in place of the token columns
+# A list of paths without suffix (`IndexedCorpus.prefix`), one per corpus that was tokenized elsewhere. The folder then
+# has no token columns.
+CORPORA_FILE = "corpora.json"
 TOKEN_COLUMNS = ("input_ids", "labels")
-SAMPLE_COLUMNS = ("length", "num_targets", "source")
+SAMPLE_COLUMNS = ("length", "num_targets", "source")  # those that every folder has, in addition to `offset`
 PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN = "num_prompt", "num_cut", "place"
-# Earlier versions had none of these, and their checkpoints name the hash of the others.
+# Columns that are not in `TokenizedWriter.fingerprints`. A checkpoint stores the fingerprints of its data, and those of
+# versions that did not write these columns have to match.
 UNHASHED = (PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN)
-DTYPES: dict[str, np.dtype] = {
+DTYPES: dict[str, np.dtype] = {  # of the columns that a writer creates from the start
     **dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)),
     "offset": np.dtype(np.int64),
 }
+# The columns for labels of whole samples, of which a folder has at most one
 LABEL_DTYPES: dict[str, np.dtype] = {"label": np.dtype(np.int32), "value": np.dtype(np.float64)}
 SKIPPED_FILE = "skipped.txt"
 HASHES_COLUMN, HASH_DTYPE = "record_hash", np.dtype(np.uint64)
+# The bytes on disk that a token and a sample take, without num_prompt, labels and hashes of records
 BYTES_PER_TOKEN = sum(DTYPES[name].itemsize for name in TOKEN_COLUMNS)
 BYTES_PER_SAMPLE = sum(DTYPES[name].itemsize for name in (*SAMPLE_COLUMNS, "offset"))
 BYTES_PER_SAMPLE += 2 * np.dtype(np.int32).itemsize  # num_cut and place
 
 
 def load_summary(path: str | Path) -> Summary:
-    """Return the summary of a tokenized folder. Raises FileNotFoundError where there is none."""
+    """Return the summary of a tokenized folder. Raises FileNotFoundError if there is none, and ValueError, KeyError or
+    TypeError if it is damaged."""
     return Summary.from_json((Path(path) / SUMMARY_FILE).read_text())
 
 
 def find_damage(path: Path, compares_bytes: bool) -> str | None:
-    """Return why a tokenized folder cannot be read; None when it is whole. compares_bytes: read every byte; otherwise
-    compare sizes alone."""
+    """Return, in words, why a tokenized folder cannot be used: it is missing, or a file has changed since it was
+    written. None if it is whole. compares_bytes: whether the bytes of every file are compared with their hash;
+    otherwise only the sizes are compared."""
     try:
         load_summary(path)
         return find_changed(path, compares_bytes)
@@ -65,25 +84,28 @@ def find_damage(path: Path, compares_bytes: bool) -> str | None:
 
 
 def column_file(path: str | Path, name: str) -> Path:
-    """Return the file of a column of a tokenized folder."""
+    """Return the path of the file of column `name` in the tokenized folder `path`, whether it exists or not."""
     return Path(path) / f"{name}.bin"
 
 
 def map_column(path: str | Path, name: str, dtype: np.dtype) -> np.ndarray:
-    """Return a column of a tokenized folder, memory-mapped: flat, in its order on disk."""
+    """Return column `name` of a tokenized folder, memory-mapped and one-dimensional, also for `label` and `value`.
+    dtype: that of the column. Raises FileNotFoundError if the folder does not have the column, and ValueError if it is
+    empty."""
     return np.asarray(np.memmap(column_file(path, name), dtype, mode="r"))  # a memmap is an array that is slow to slice
 
 
 def load_record_hashes(path: str | Path) -> np.ndarray | None:
-    """Return the hashes of a tokenized folder's records, memory-mapped, in the order of its files; None for corpora
-    that were tokenized elsewhere, which have no records."""
+    """Return the hashes of the records of a tokenized folder, memory-mapped, uint64 [num_records], in the order in
+    which the records were read. None for corpora that were tokenized elsewhere, which have no records."""
     if not column_file(path, HASHES_COLUMN).is_file():
         return None
     return map_column(path, HASHES_COLUMN, HASH_DTYPE)
 
 
 def read_skipped(path: str | Path) -> Iterator[str]:
-    """Yield the messages of a tokenized folder's records that were skipped as bad, in the order of its files."""
+    """Yield the message of each record that was skipped as bad, in the order in which the records were read: its place
+    and what is wrong with it. Yields nothing if none was skipped."""
     file = Path(path) / SKIPPED_FILE
     if file.is_file():
         with open(file, encoding="utf-8") as lines:
@@ -91,15 +113,15 @@ def read_skipped(path: str | Path) -> Iterator[str]:
 
 
 class TokenizedWriter:
-    """Writes a tokenized folder, some samples at a time. A context manager that closes the files.
-
-    num_samples, num_tokens, num_targets: written so far. `finish` makes the folder whole.
+    """Writes a tokenized folder, some samples at a time. It is a context manager: the files are open within its block.
+    `finish`, the last call, makes the folder whole. A folder without it counts as damaged.
     """
 
     def __init__(self, path: Path, num_sources: int) -> None:
+        """path: a folder that exists. num_sources: the number of entries of `train_file`."""
         self._path = path
         self._hashes = [xxhash.xxh3_64() for _ in range(num_sources)]
-        self.num_samples = self.num_tokens = self.num_targets = 0
+        self.num_samples = self.num_tokens = self.num_targets = 0  # written so far, by all entries
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -112,7 +134,9 @@ class TokenizedWriter:
         self._stack.close()
 
     def append(self, columns: Mapping[str, np.ndarray], source: int) -> None:
-        """Write the samples of entry `source`. columns: of an `EncodedBatch`."""
+        """Write samples. columns: those of an `EncodedBatch` (`data/storage/encoding.py`), at least input_ids, labels,
+        length and num_targets; each call has the same ones. source: the number of the entry that the samples come from,
+        from 0."""
         lengths = columns["length"]
         for name, values in columns.items():
             self._write(name, values)
@@ -125,17 +149,19 @@ class TokenizedWriter:
         self.num_targets += int(columns["num_targets"].sum(dtype=np.int64))
 
     def append_hashes(self, hashes: np.ndarray) -> None:
-        """Write the hashes of some records, uint64."""
+        """Write the hashes of records, uint64 [number of records]."""
         self._write(HASHES_COLUMN, hashes)
 
     def append_skipped(self, messages: Sequence[str]) -> None:
-        """Write the messages of records that were skipped as bad."""
+        """Write the messages of records that were skipped as bad, each on one line. The file is made by the first
+        one."""
         if messages:
             with open(self._path / SKIPPED_FILE, "a", encoding="utf-8") as file:
                 file.writelines(f"{' '.join(message.split())}\n" for message in messages)
 
     def append_lengths(self, lengths: np.ndarray, source: int) -> None:
-        """Write documents whose tokens are stored elsewhere, all but the first targets. lengths: int64, 1 or more."""
+        """Write samples whose tokens are stored elsewhere. Each is a document, and all its tokens but the first are
+        targets. lengths: int64 [number of documents], the tokens of each, 1 or more. source: as in `append`."""
         self._write("length", lengths.astype(np.int32))
         self._write("num_targets", (lengths - 1).astype(np.int32))
         self._write("source", np.full(len(lengths), source, np.int32))
@@ -146,7 +172,8 @@ class TokenizedWriter:
         self.num_targets += int(lengths.sum()) - len(lengths)
 
     def add_to_fingerprint(self, tokens: np.ndarray, source: int) -> None:
-        """Hash tokens of entry `source` that are stored elsewhere."""
+        """Add tokens that are stored elsewhere to the fingerprint of entry `source`. tokens: int32, the next ones of
+        the entry, in order."""
         self._hashes[source].update(tokens.data)
 
     def _write(self, name: str, values: np.ndarray) -> None:
@@ -156,11 +183,14 @@ class TokenizedWriter:
 
     @property
     def fingerprints(self) -> list[str]:
-        """A hash of the samples of each entry: equal samples have equal hashes, wherever they came from."""
+        """A hash for each entry, of its samples so far, 16 hex digits. It does not depend on the names and places of
+        files. Entries with equal hashes have equal samples; equal samples may have different hashes if they were
+        written in other batches, as after a filter that drops other records."""
         return [state.hexdigest() for state in self._hashes]
 
     def finish(self, summary: Summary) -> None:
-        """Write the summary and the hashes, which make the folder whole; it is on the disk on return."""
+        """Write the summary and the hashes of all files, which make the folder whole. On return everything is flushed
+        to the disk."""
         for file in self._files.values():
             file.flush()
         (self._path / SUMMARY_FILE).write_text(summary.to_json())
@@ -168,9 +198,14 @@ class TokenizedWriter:
 
 
 class CorpusTokens:
-    """The tokens of several corpora end to end, int32; each slice must lie within one corpus."""
+    """The token ids of several corpora that were tokenized elsewhere, as if they were one array, end to end.
+
+    Indexed with a slice (start and stop, no step), it returns a copy of these tokens, int32 [stop - start]. A slice
+    must lie within one corpus, as that of a document does.
+    """
 
     def __init__(self, folder: Path) -> None:
+        """folder: a tokenized folder with `CORPORA_FILE`. Raises UserError if the index of a corpus cannot be read."""
         corpora = [IndexedCorpus(prefix) for prefix in json.loads((folder / CORPORA_FILE).read_text())]
         filled = [corpus for corpus in corpora if os.path.getsize(corpus.bin_file)]  # no empty file can be mapped
         self._tokens = [np.memmap(corpus.bin_file, corpus.dtype, mode="r") for corpus in filled]
@@ -183,14 +218,20 @@ class CorpusTokens:
 
 
 class TokenizedDataset:
-    """A tokenized folder, memory-mapped: a rank reads only its own columns, and lengths and target counts."""
+    """A tokenized folder, memory-mapped. A rank opens only the token columns that it needs; the columns with one value
+    per sample are there on every rank. Samples are numbered from 0 to `len(dataset) - 1`.
+
+    Its pickle holds only the arguments: a process that unpickles it opens the folder again.
+    """
 
     def __init__(self, path: str | Path, reads_inputs: bool, reads_labels: bool) -> None:
+        """reads_inputs: whether `input_ids` can be called. reads_labels: whether `labels` can be called. Raises
+        FileNotFoundError if a column is missing; `find_damage` checks the folder."""
         self._arguments = (path, reads_inputs, reads_labels)
         self._offsets = map_column(path, "offset", DTYPES["offset"])  # [num_samples + 1]
-        self.lengths, self.num_targets, self.sources = (
-            map_column(path, name, DTYPES[name]) for name in SAMPLE_COLUMNS
-        )  # [num_samples]
+        # The tokens of each sample, its targets after the shift, and the number of the entry of `train_file` that it
+        # comes from, counted from 0: int32 [num_samples] each.
+        self.lengths, self.num_targets, self.sources = (map_column(path, name, DTYPES[name]) for name in SAMPLE_COLUMNS)
         wanted = [name for name, reads in zip(TOKEN_COLUMNS, (reads_inputs, reads_labels)) if reads]
         self._columns: dict[str, np.ndarray | CorpusTokens]
         if (Path(path) / CORPORA_FILE).is_file():  # the labels are the tokens themselves
@@ -199,7 +240,7 @@ class TokenizedDataset:
             self._columns = {name: map_column(path, name, DTYPES[name]) for name in wanted}
 
     def __reduce__(self) -> tuple:
-        # A worker process that is spawned opens the folder itself: pickling the views would copy the data.
+        # A worker process that is spawned opens the folder itself: a pickle of the mapped columns would copy them.
         return type(self), self._arguments
 
     def __len__(self) -> int:
@@ -207,7 +248,8 @@ class TokenizedDataset:
 
     @cached_property
     def sample_labels(self) -> np.ndarray | None:
-        """The labels of the samples, [num_samples, K]; None where not every sample has as many, and for pairs."""
+        """The labels of whole samples, int32 or float64 [num_samples, K]. None if the kind of data has none, as pairs
+        have none, or if their number is not a multiple of `num_samples`."""
         path = self._arguments[0]
         for name, dtype in LABEL_DTYPES.items():
             if column_file(path, name).is_file():
@@ -217,38 +259,49 @@ class TokenizedDataset:
 
     @cached_property
     def num_prompt(self) -> np.ndarray:
-        """The number of tokens before the answer of each sample, int32 [num_samples]."""
+        """The number of tokens before the answer of each sample, int32 [num_samples]. Raises FileNotFoundError for a
+        kind of data whose samples are not answers to a prompt."""
         return map_column(self._arguments[0], PROMPT_COLUMN, np.dtype(np.int32))
 
     @cached_property
     def places(self) -> np.ndarray | None:
-        """The line, row or record that each sample was made of, int32 [num_samples]; None for corpora that were
+        """The number of the line, row or record that each sample was made from, int32 [num_samples], as error messages
+        count it; 0 if a file is one record. None if the folder does not have the column, as for corpora that were
         tokenized elsewhere."""
         return self._map_optional(PLACE_COLUMN)
 
     @cached_property
     def num_cut(self) -> np.ndarray | None:
-        """The tokens of each sample that were truncated, int32 [num_samples]; None for corpora that were tokenized
-        elsewhere."""
+        """The number of tokens that were truncated from each sample, int32 [num_samples]. None if the folder does not
+        have the column, as for corpora that were tokenized elsewhere."""
         return self._map_optional(CUT_COLUMN)
 
     def _map_optional(self, name: str) -> np.ndarray | None:
+        """Return an int32 column; None if the folder does not have it."""
         path = self._arguments[0]
         return map_column(path, name, np.dtype(np.int32)) if column_file(path, name).is_file() else None
 
     @property
     def desirable(self) -> np.ndarray:
-        """Whether each sample is desirable, by its label, bool [num_samples]; of pairs the chosen one is."""
+        """Whether each sample is a desirable answer, bool [num_samples]: one whose first label is not 0. Pairs have no
+        labels, and the chosen answer, the first of each pair, is desirable. The value has no meaning for other data
+        without labels."""
         labels = self.sample_labels
         return np.arange(len(self)) % 2 == 0 if labels is None else labels[:, 0] != 0
 
     def input_ids(self, index: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the tokens of a sample, from `start` to before `stop`: a sample may be a whole corpus, which is not
-        read for one row of it."""
+        """Return the token ids of sample `index`, int32, from token `start` to before token `stop`; None means to its
+        end. Only these are read, since a sample may be a long document that fills many rows. A `stop` beyond the end of
+        the sample means its end.
+
+        Raises IndexError if there is no such sample, and RuntimeError if the dataset was opened without this column.
+        """
         return self._read("input_ids", index, start, stop)
 
     def labels(self, index: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the labels of a sample, as `input_ids` does."""
+        """Return the labels of sample `index`, int32, -100 where a token is not a target; not shifted. Arguments and
+        errors are those of `input_ids`. For corpora that were tokenized elsewhere, the labels are the token ids
+        themselves."""
         return self._read("labels", index, start, stop)
 
     def _read(self, name: str, index: int, start: int, stop: int | None) -> np.ndarray:

@@ -1,15 +1,18 @@
-"""Hugging Face folder <-> pipeline checkpoint, streaming.
+"""Converts weights from a Hugging Face folder to a pipeline checkpoint and back, without the whole model in memory.
 
-    convert_to_pipeline     any source -> layer files that DeepSpeed loads at any number of stages
-    export_hugging_face     any source -> sharded safetensors that `AutoModelForCausalLM.from_pretrained` loads
+    convert_to_pipeline    any source -> a pipeline checkpoint: layer files that DeepSpeed loads at any number of stages
+    export_hugging_face    any source -> a Hugging Face folder: safetensors that transformers' `from_pretrained` loads
 
-Passthrough tensors (`models/weights/passthrough.py`) are copied unchanged, dtype included.
+Passthrough tensors (`models/weights/passthrough.py`) are copied in their dtype.
 
-Both first plan from names, shapes and dtypes alone, so that bad inputs are refused before a byte is written. Then one
-tensor after the other is copied from the mapped source to the new file: at most one layer per worker is allocated, and
-nothing at all where neither dtype nor rows change. The values are the source's bits, and `verify` reads them back from
-the disk to check. The new folder appears at once, when it is complete. Workers are threads: their work runs outside of
-the interpreter.
+Both functions first plan the new files from names, shapes and dtypes alone, so that bad inputs are refused before a
+byte is written. Then they copy tensor after tensor from the mapped source to the new files. Each worker has at most one
+layer in memory. A tensor takes no memory of its own if the source stores it as one tensor, and its dtype and its number
+of rows stay the same. The values are the source's, bit for bit, unless the dtype changes, rows are added, the source is
+quantized or an adapter is merged in. `verify` reads the written values back from the disk and compares them.
+
+The new folder gets its name when it is complete. Workers are threads, since reading, converting and writing run outside
+of Python's interpreter lock.
 """
 
 from __future__ import annotations
@@ -54,13 +57,15 @@ from models.weights.vocabulary import (
     trim_vocabulary,
 )
 
+# The values of --dtype
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
-FLUSHED_BYTES = 128 * 2**20
-SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
-# DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads this in addition to the layer files: no module of its
-# own, one file whatever the number of stages.
+DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes of the tensors in one safetensors file, as in transformers 4
+FLUSHED_BYTES = 128 * 2**20  # a shard is flushed to the disk each time that so many bytes of it are written
+SPARE_BYTES = 16 * 2**20  # free disk that is required in addition to the tensors: for headers, config and tokenizer
+# The file that DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads in addition to the layer files. It holds
+# no weights, and there is one at any number of stages.
 ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
+# The content of this file: the fields that DeepSpeed looks up, as before the first step
 ENGINE_STATE: dict[str, Any] = {
     "module": None,
     "optimizer": None,
@@ -77,19 +82,16 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """How a new folder is written.
+    """How a new folder is written."""
 
-    dtype: of the floating parameters; None keeps each tensor's own. config.json follows what was written. overwrite:
-    a folder that is there is replaced. workers: files that are written at once. verify: read every tensor back and
-    compare its bits, before the folder appears. export_unused: whether tensors that no layer reads are copied too.
-    progress: gets the number of bytes written, and of all.
-    """
-
+    # The dtype of floating-point parameters; None keeps the dtype of each tensor. Buffers and passthrough tensors
+    # always keep theirs. config.json names the written dtype if there is only one.
     dtype: torch.dtype | None = None
-    overwrite: bool = False
-    workers: int = 1
-    verify: bool = False
-    export_unused: bool = True
+    overwrite: bool = False  # whether an existing folder is replaced, which must be empty or hold config.json
+    workers: int = 1  # threads, each of which writes one file at a time
+    verify: bool = False  # whether every tensor is read back from the disk and compared before the folder gets its name
+    export_unused: bool = True  # whether tensors that no layer reads are copied too
+    # Is called with (bytes done so far, bytes in all). With `verify` each byte counts twice, written and read back.
     progress: Progress | None = None
 
 
@@ -102,12 +104,18 @@ def convert_to_pipeline(
     pad_vocab_to_multiple_of: int = 1,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write a pipeline checkpoint of `source`: `latest`, config, tokenizer, and `global_step0/` with a file per layer.
+    """Write a pipeline checkpoint of `source` to `output_dir`: `latest`, config.json, the tokenizer, and
+    `global_step0/` with a file for each layer that has weights of its own.
 
-    special_tokens: see `SpecialTokens`; embedding and head grow unless they have spare rows.
-    pad_vocab_to_multiple_of: adds rows until their number is a multiple; `unpadded_vocab_size` in config.json is the
-    number of rows in use.
-    Raises UserError for any fault of the source, the output folder or the disk.
+    special_tokens: tokens that are added to the tokenizer unless it has them. Embedding and head get new rows for those
+    beyond their spare rows.
+    pad_vocab_to_multiple_of: rows are added to embedding and head until their number is a multiple of this. config.json
+    then has the number of rows in use as `unpadded_vocab_size`.
+    trust_remote_code: accept a tokenizer that points to custom code. That code is never run here.
+
+    Raises UserError if the source is incomplete or damaged, if its tokenizer cannot be read or points to custom code,
+    if `output_dir` exists without `overwrite`, is not a folder to replace or overlaps with the source, if the disk has
+    no room, or if `verify` finds a difference.
     """
     check_output_dir(output_dir, options.overwrite, source.path, source.files())
     if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:
@@ -169,18 +177,22 @@ def export_hugging_face(
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
     unpad_vocab: bool = False,
 ) -> None:
-    """Write a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
+    """Write a Hugging Face folder of `source` to `output_dir`: weights in safetensors files, config.json, the
+    tokenizer.
 
-    unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` has added. Raises UserError as `convert_to_pipeline`
-    does.
+    max_shard_size: the most bytes of tensors in one file. A tensor is never split, so a larger one has a file to
+    itself.
+    unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` of `convert_to_pipeline` added to embedding and head.
+
+    Raises UserError as `convert_to_pipeline` does, and for `unpad_vocab` if the vocabulary was not padded.
     """
     check_output_dir(output_dir, options.overwrite, source.path, source.files())
     config = trim_vocabulary(source) if unpad_vocab else source.config
     weights = _open_converted(source, config, options)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
     places = dict(weights.plan_pieces())
-    # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the
-    # layers.
+    # Wider elements come first, so that each tensor is aligned in its file. The sort is stable: tensors of one dtype
+    # stay in the order of the layers.
     shards = plan_shards(sorted(places, key=lambda info: -info.dtype.itemsize), max_shard_size)
 
     with staged_folder(output_dir, options.overwrite) as folder:
@@ -211,6 +223,8 @@ def export_hugging_face(
 
 
 def _open_converted(source: WeightSource, config: PretrainedConfig, options: WriteOptions) -> ConvertedWeights:
+    """Return the tensors of `source` as they will be written. config: of the new folder, whose vocabulary may have
+    another number of rows. Raises UserError for a source that is not complete."""
     return ConvertedWeights(
         source,
         config,
@@ -222,7 +236,8 @@ def _open_converted(source: WeightSource, config: PretrainedConfig, options: Wri
 
 
 def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int) -> None:
-    """Call `work` on each item, `workers` of them at once. The first error ends it."""
+    """Call `work` on each item, in `workers` threads. The first error that a call raises is raised here, and the items
+    that are not begun are skipped."""
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -234,10 +249,11 @@ def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int)
 
 
 def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: ConvertedWeights) -> None:
-    """Compare the tensors of a file on disk with those in the files of the source, bit by bit; `places` has the
-    arguments of `read` by name.
+    """Compare the tensors in a written file with those of the source, converted to the written dtype, bit by bit. The
+    file is read from the disk itself where the system can drop its cached pages.
 
-    Raises UserError for a tensor that differs.
+    places: for each tensor of the file, by its name there, the arguments of `ConvertedWeights.read`. Raises UserError
+    for a tensor that differs.
     """
     drop_from_memory(file)
     written = open_tensors(file)
@@ -258,4 +274,5 @@ def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: Converte
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, uint8 [number of bytes], so that NaNs compare by their bits."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

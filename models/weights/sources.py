@@ -1,7 +1,9 @@
-"""Opens weights, which are then read one layer at a time, in either form: a Hugging Face folder
-(`hugging_face_folder.py`) or a pipeline checkpoint (`pipeline_checkpoint.py`), with or without an adapter.
+"""Opens the weights of a model, which are then read one layer at a time. They are a Hugging Face folder
+(`hugging_face_folder.py`), a pipeline checkpoint (`pipeline_checkpoint.py`), or one of these with an adapter, which is
+merged in while layers are read.
 
-Both are opened memory-mapped: a tensor's bytes are read when they are used, and nothing ever holds the whole model.
+Files are memory-mapped: a tensor's bytes are read when they are used, and the whole model is never in memory. The
+exception is a .bin file in the format before torch 1.6, which cannot be mapped: it is read whole when it is opened.
 """
 
 from __future__ import annotations
@@ -44,13 +46,15 @@ from models.weights.source import WeightSource
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
-# What a tokenizer, a processor and the converter may need besides weights
+# Patterns of the files to download besides weights: configs, and what a tokenizer or a processor needs
 HUB_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.bpe", "*.spm", "tokenizer*", "vocab*", "merges*")
-# Subfolders hold weights in other formats; all but those that begin with the letters of `TEMPLATES_DIR` are left out
+# Patterns of subfolders that are not downloaded, since they hold the weights in other formats. In effect they match all
+# subfolders whose names do not begin with "add": the chat templates in `additional_chat_templates` are downloaded.
 HUB_SUBFOLDERS = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*")
-# Many repositories have weights in several formats, of which one is downloaded, the first that the reader takes: the
-# names of which one is there then, patterns of its files, and of what is left out. `consolidated*` are the files of the
-# model's authors, next to those for transformers.
+# The formats of weights, in the order in which they are tried. Many repositories have several, and one is downloaded.
+# Each format is (names, download, omit). names: a folder has the format if it has a file of one of these names.
+# download: patterns of the files with its weights. omit: patterns of files that are not downloaded. `consolidated*` are
+# weights in the format of the model's authors, next to those for transformers.
 HUB_FORMATS = (
     ((*WEIGHT_FILES[:2], ADAPTER_WEIGHTS), ("*.safetensors",), ("consolidated*", "*.bin.index.json")),
     (WEIGHT_FILES[2:], ("*.bin",), ("consolidated*",)),
@@ -58,12 +62,22 @@ HUB_FORMATS = (
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> WeightSource:
-    """Open a Hugging Face folder, a hub id, a pipeline checkpoint (of several steps the one that `latest` names), or
-    one `global_stepN`. For an adapter (a peft folder, or the checkpoint of a LoRA run) return the base model's weights
-    with the adapter merged in. A folder with weights and a checkpoint of something else next to them, as the Trainer of
-    transformers leaves it under DeepSpeed, is opened as its weights.
+    """Open the weights of a model.
 
-    trust_checkpoint: accept a training checkpoint without a manifest. Raises UserError for anything else.
+    name_or_path: one of these:
+      - a Hugging Face folder. It may also hold folders `global_stepN`, which the Trainer of transformers leaves there
+        under DeepSpeed; they are ignored.
+      - a hub id, ORG/NAME or ORG/NAME@REVISION, if no such path exists. It is downloaded into the hub's cache.
+      - a pipeline checkpoint. If it has several steps, the one that the file `latest` names is opened.
+      - one step of a pipeline checkpoint, its folder `global_stepN`.
+      - an adapter: a peft folder, or the checkpoint of a LoRA run. The result is the base model's weights with the
+        adapter merged in.
+    trust_remote_code: accept a config.json that points to custom code. That code is never run.
+    trust_checkpoint: accept a training checkpoint without a manifest, and an adapter that was trained on another base
+    model than the one that is found.
+
+    Raises UserError if `name_or_path` is none of these, if it cannot be downloaded or read, or if the base model of an
+    adapter cannot be opened. Whether all tensors are there is checked later, by `WeightSource.check_complete`.
     """
     path = Path(name_or_path).expanduser()
     if not path.exists():
@@ -81,8 +95,9 @@ def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_check
 
 
 def _choose_step(path: Path) -> str:
-    """Return the step that `latest` names. Raises UserError where it names none that is there: which weights are used
-    is not guessed."""
+    """Return the name of the step that the file `latest` in `path` names, such as "global_step20". Raises UserError if
+    the file is missing or damaged, or names a step that does not exist: the newest step is suggested, but never opened
+    instead."""
     fault = _find_fault_of_latest(path)
     if fault is None:
         return read_latest(path)
@@ -93,6 +108,7 @@ def _choose_step(path: Path) -> str:
 
 
 def _find_fault_of_latest(path: Path) -> str | None:
+    """Return, as the beginning of a message, why the file `latest` in `path` names no step; None if it names one."""
     if not has_latest(path):
         return f"{path} holds checkpoints and no file {LATEST_NAME}"
     if damage := find_damaged_latest(path):
@@ -103,6 +119,8 @@ def _find_fault_of_latest(path: Path) -> str | None:
 
 
 def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool, trust_checkpoint: bool) -> WeightSource:
+    """Return the weights of a pipeline checkpoint, merged into the base model if they are an adapter's. path: the
+    folder of the checkpoint. tag: the step's name, such as "global_step20"."""
     checkpoint = PipelineCheckpoint(path, tag, trust_checkpoint)
     if not checkpoint.is_adapter:
         return checkpoint
@@ -112,8 +130,9 @@ def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool, trust_checkp
 def _open_adapted(
     path: Path, checkpoint: PipelineCheckpoint | None, trust_remote_code: bool, trust_checkpoint: bool
 ) -> WeightSource:
-    """Return the base model with the adapter merged in. checkpoint: whose layer files hold the adapter; None for a peft
-    folder."""
+    """Return the base model with the adapter merged in. path: the folder with adapter_config.json. checkpoint: the
+    checkpoint in `path` whose layer files hold the adapter's tensors; None for a peft folder, which has them in
+    adapter_model.safetensors."""
     lora = load_lora_config(path)
     if not lora.base_model_name_or_path:
         raise UserError(
@@ -140,8 +159,11 @@ def _open_adapted(
 
 
 def _follow_run(base: WeightSource, config: PretrainedConfig) -> list[Edit]:
-    """Return the edits that a run has made to its base model before it trained an adapter; what its config alone says,
-    positions and the pad token of its head, is copied. config: that of the trained model."""
+    """Return the edits that a run made to its base model before it trained an adapter: a new head, a larger vocabulary,
+    layers that predict further tokens. The run may also have changed the keys of positions and, for a new head, the
+    pad token. These have no weights and are copied into `base.config`, which is changed in place.
+
+    base: the base model as it was before the run. config: the config of the model that the run trained."""
     copy_positions(config, base.config)
     edits: list[Edit] = []
     if (head := find_head(config)) is not None and find_head(base.config) is None:
@@ -156,8 +178,8 @@ def _follow_run(base: WeightSource, config: PretrainedConfig) -> list[Edit]:
 
 
 def _check_chain(path: Path) -> None:
-    """Raise UserError where the base of the adapter in `path`, or the base of that, is an adapter that was there
-    before."""
+    """Raise UserError if following base_model_name_or_path from the adapter in `path` returns to a folder that was
+    already visited. The base of an adapter may be another adapter, but not one that leads back to itself."""
     folder, seen = path, set()
     while (folder / ADAPTER_CONFIG).is_file():
         if folder.resolve() in seen:
@@ -171,13 +193,17 @@ def _check_chain(path: Path) -> None:
 
 
 def _name_base(lora: LoraConfig) -> str:
+    """Return the base model of an adapter as `open_weights` takes it: a path, ORG/NAME or ORG/NAME@REVISION."""
     name = str(lora.base_model_name_or_path)
     return name if lora.revision is None or Path(name).expanduser().exists() else f"{name}@{lora.revision}"
 
 
 def _download(hub_id: str) -> Path:
-    """Return the hub's snapshot of `hub_id` (ID or ID@REVISION) in the local cache: weights and tokenizer, without
-    subfolders, where gpt-oss, for example, has its weights again in other formats."""
+    """Download a model from the hub and return its folder in the local cache. It holds weights in one format, the
+    configs and the tokenizer. Subfolders are omitted, except for chat templates: gpt-oss, for example, has its weights
+    in other formats there.
+
+    hub_id: ORG/NAME or ORG/NAME@REVISION. Raises UserError if it cannot be a hub id, or if it cannot be downloaded."""
     name, revision = split_revision(hub_id)
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise UserError(f"model_name_or_path '{hub_id}' is not a folder here, nor could it be a hub id; check the path")
@@ -191,8 +217,11 @@ def _download(hub_id: str) -> Path:
 
 
 def _download_weights(name: str, revision: str | None) -> Path:
-    """Return the snapshot with the first of `HUB_FORMATS` that it has, or that the cache holds where the hub does not
-    answer. Raises the exceptions of `huggingface_hub`."""
+    """Download the weights of `name` in the first of `HUB_FORMATS` that the repository has, and return their folder. If
+    the hub cannot be reached, it is the first format that the local cache holds. If there is none, the folder has no
+    weights that a reader knows, and the reader reports that.
+
+    revision: a branch, a tag or a commit; None for the main branch. Raises the exceptions of `huggingface_hub`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -210,7 +239,7 @@ def _download_weights(name: str, revision: str | None) -> Path:
         except LocalEntryNotFoundError as error:
             if getattr(error, "snapshot_path", None) is None:
                 raise
-            incomplete = incomplete or error  # the cache may hold another format
+            incomplete = incomplete or error  # the hub cannot be reached, and the cache may hold another format
             continue
         if any((folder / name).is_file() for name in read):
             return folder

@@ -1,4 +1,5 @@
-"""The config of the pass in which a run's teacher scores its data (`distill.teacher`)."""
+"""The config of a teacher's pass: the forward passes in which the model of `distill.teacher` computes its distributions
+over the tokens of a run's data."""
 
 from __future__ import annotations
 
@@ -8,9 +9,19 @@ from training.config.schema import RunConfig, load_defaults
 
 
 def derive_teacher(config: RunConfig, micro_batch_size: int, micro_batches: int) -> RunConfig:
-    """Return the config of the teacher's pass: the run's ranks and data, its own model and split into stages, and each
-    other key at its default. With `distill.online` the stages are those of the run's schedule, so that its loss and
-    the student's are on one rank. micro_batch_size, micro_batches: the run's, of a step of one pipeline."""
+    """Return the config of the teacher's pass.
+
+    The teacher has its own model (`distill.teacher`, `distill.model`). It has its own split if `distill.num_stages` or
+    `distill.tensor_parallel_size` is set, else the run's. The data, the tokenizer, the ranks, the precision, the
+    kernels and all else that is copied below are the run's. Every key that is not named below has its default: the
+    adapter, the optimizer and the callbacks of the run, for example, do not apply.
+
+    With `distill.online` the teacher also follows the run's schedule, so its last layer is on the same rank as the loss
+    of the student, and its steps have as many micro-batches as the run's. Otherwise its steps have one micro-batch.
+
+    config: the run's; its `distill.teacher` must be set. micro_batch_size: the run's samples per micro-batch.
+    micro_batches: the run's micro-batches per step in each pipeline, read with `distill.online` only.
+    """
     distill = config.distill
     assert distill.teacher is not None
     teacher = replace(

@@ -1,6 +1,12 @@
-"""Simulates a schedule: when each pass starts and stops, for passes and transfers of given lengths. Pure.
+"""Simulates one step of a pipeline schedule: computes when each pass starts and stops, from the duration of each pass
+and of each transfer between stages. Pure functions; the durations come from the caller (`training/planner/plan.py`).
 
-P stages, V chunks of layers per stage, M micro-batches; see `training/pipeline/schedule.py`.
+A stage runs its passes one after the other, in the order of the schedule. A pass starts when its stage is free and its
+input has arrived. A transfer delays only the pass that needs the input: the stage that sends continues with its next
+pass at once, and transfers do not slow each other down.
+
+P stages, V chunks of layers per stage, M micro-batches. Chunks are numbered from 0 to P x V - 1 in the order of the
+model (`training/pipeline/schedule.py`).
 """
 
 from __future__ import annotations
@@ -13,14 +19,14 @@ from training.pipeline.schedule import Schedule, Unit, UnitKind
 
 @dataclass(frozen=True)
 class Pass:
-    """A unit on its rank; seconds from the start of the step."""
+    """One pass of one micro-batch through one chunk, with its time in the simulated step."""
 
-    stage_id: int
-    chunk: int
-    micro_batch: int
+    stage_id: int  # the stage that runs the pass, from 0
+    chunk: int  # from 0, in the order of the model
+    micro_batch: int  # from 0
     kind: UnitKind
-    start: float
-    stop: float
+    start: float  # seconds from the start of the step
+    stop: float  # seconds from the start of the step
 
 
 def simulate(
@@ -30,10 +36,15 @@ def simulate(
     transfer: Sequence[float],
     weight_backward: Sequence[float] = (),
 ) -> list[Pass]:
-    """Return the passes of one step, in the order in which they can start.
+    """Return all passes of one step. Each pass comes after the passes that it depends on; the list is not sorted by
+    time.
 
-    forward, backward: seconds of a micro-batch through each chunk [P x V]. transfer: seconds from each chunk to the
-    next, either way [P x V - 1]. weight_backward: those of `backward` that can be put off; for a schedule that does.
+    forward: seconds of the forward pass of one micro-batch through each chunk, [P x V]. backward: the same for the
+    whole backward pass, [P x V]. transfer: seconds that a micro-batch takes from each chunk to the next one, or back,
+    [P x V - 1]. weight_backward: the seconds of `backward` that compute the gradients of weights, [P x V]; only for a
+    schedule that defers them (`Schedule.splits_backward`), empty for others.
+
+    An AssertionError means that the schedule has a deadlock: every stage waits for another one.
     """
     seconds = {UnitKind.forward: forward, UnitKind.backward: backward, UnitKind.weight_backward: weight_backward}
     seconds[UnitKind.input_backward] = [b - w for b, w in zip(backward, weight_backward)]
@@ -59,8 +70,13 @@ def simulate(
 
 
 def _ready_at(unit: Unit, transfer: Sequence[float], stops: Mapping[Unit, float]) -> float | None:
-    """When the pass has its input; None while that is not known. A backward pass through the last chunk follows its own
-    forward pass."""
+    """Return the time at which the input of a pass has arrived, in seconds from the start of the step; None if the pass
+    that makes the input is not simulated yet.
+
+    The first chunk has its inputs from the start. A backward pass through the last chunk starts from the forward pass
+    through the same chunk, and the gradients of weights follow the gradient of the input; neither needs a transfer.
+    transfer: as in `simulate`. stops: when each pass that is already simulated stops.
+    """
     chunk, micro_batch, kind = unit
     if kind is UnitKind.weight_backward:
         return stops.get(unit._replace(kind=UnitKind.input_backward))
@@ -76,14 +92,15 @@ def _ready_at(unit: Unit, transfer: Sequence[float], stops: Mapping[Unit, float]
 
 
 def list_transfers(passes: Sequence[Pass], transfer: Sequence[float]) -> Iterator[tuple[int, float, float]]:
-    """Yield (stage_id, start, stop) of the transfers that a stage waits for: the part of its idle time before a pass in
-    which its input is being sent.
+    """Yield (stage_id, start, stop) of each time that a stage waits for a transfer, in seconds from the start of the
+    step: the part of its idle time before a pass in which the input of that pass is being sent. A transfer that ends
+    while the stage is still busy is not listed.
 
-    passes, transfer: as `simulate` returns and takes them.
+    passes: as `simulate` returns them. transfer: as `simulate` takes it.
     """
-    free = dict.fromkeys((p.stage_id for p in passes), 0.0)
+    free = dict.fromkeys((p.stage_id for p in passes), 0.0)  # when the last pass of each stage so far has stopped
     for p in sorted(passes, key=lambda p: p.start):
-        boundary = p.chunk - 1 if p.kind is UnitKind.forward else p.chunk  # that the input crosses
+        boundary = p.chunk - 1 if p.kind is UnitKind.forward else p.chunk  # the one that the input crosses
         has_input = 0 <= boundary < len(transfer) and p.kind is not UnitKind.weight_backward
         start = max(free[p.stage_id], p.start - transfer[boundary]) if has_input else p.start
         if start < p.start:

@@ -1,4 +1,9 @@
-"""Costs and weights of a model's layers, each counted once: a search of layouts asks thousands of times."""
+"""Counts what the layers of a model cost, and what they weigh in the split into stages. Each result is kept, since a
+search of layouts asks for the same ones thousands of times.
+
+The *costs* of a layer are its parameters, FLOPs and bytes (`training/costs/cost.py`). Its *weight* is one number, by
+which layers are distributed over stages (`weigh_layers` in `training/pipeline/partition.py`).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +28,9 @@ from training.resolution.architecture import packs_rows
 
 
 class LayerCounts:
-    """Costs and weights of the layers of one model, under the keys that shape them: precision, adapter, tensor,
-    context and expert parallelism."""
+    """The costs and the weights of the layers of one model. They hold for one choice of the keys that change a layer,
+    such as precision, adapter, kernels, and the sizes of tensor, context and expert parallelism. They can be asked for
+    at any number of stages, micro-batch size and sequence length."""
 
     def __init__(
         self,
@@ -35,23 +41,36 @@ class LayerCounts:
         parts: ContextParallel,
         rebuild: Callable[[], Sequence[Layer]],
     ) -> None:
-        """layers: as `shard_layers` makes them. adapter: put on them. parts: of sequences, of no rank in particular.
-        rebuild: returns the same layers to be counted, which moves what they share to the meta device."""
+        """config: the run's keys. architecture: the model's config, completed by these keys. layers: as `shard_layers`
+        makes them, for the weights. adapter: the adapter that is put on the layers; None without one. parts: how ranks
+        share each sequence (context parallelism); the costs are those of the first of these ranks.
+
+        rebuild: returns the same layers, for the costs; it is called at most once. Costs are counted on the meta
+        device, and counting moves the objects that several layers hold there too. So a run passes a function that
+        builds the layers again. A plan, which loads no weights, may return `layers` itself.
+        """
         self._config, self._architecture, self._adapter, self._parts = config, architecture, adapter, parts
         self._layers, self._rebuild = layers, rebuild
-        self.weigh_layers = cache(self._weigh_layers)
+        self.weigh_layers = cache(self._weigh_layers)  # see `_weigh_layers`; the argument has to be hashable
         self._count = cache(self._count_costs)
 
     @cached_property
     def _counted(self) -> Sequence[Layer]:
+        """The layers that costs are counted on."""
         return self._rebuild()
 
     def count_costs(self, layout: Layout, seq_length: int) -> Sequence[LayerCost]:
-        """Return the cost of each layer for one micro-batch of the layout, its rows `seq_length` tokens long."""
+        """Return the cost of each layer for one micro-batch of `layout`, in the order of the model.
+
+        layout: only its micro-batch size and its schedule are read. seq_length: the tokens of each whole row, which
+        ranks may share.
+        """
         rows = layout.micro_batch_size * get_objective(self._config).group_size(self._config.data)
         return self._count(rows, seq_length, find_schedule(layout.schedule).splits_backward)
 
     def _count_costs(self, rows: int, seq_length: int, splits_backward: bool) -> Sequence[LayerCost]:
+        """Return the cost of each layer. rows: rows of a micro-batch. seq_length: as in `count_costs`. splits_backward:
+        whether the schedule defers the gradients of weights."""
         config = self._config
         return count_layers(
             self._counted,
@@ -68,5 +87,10 @@ class LayerCounts:
         )
 
     def _weigh_layers(self, method: Any) -> tuple[int, ...]:
-        """Return the weight of each layer by `partition_method`. Raises UserError as `weigh_layers` does."""
+        """Return the weight of each layer in the split into stages, in the order of the model. method: the key
+        `partition_method`, a list as a tuple. The unit depends on it: multiply-adds per token up to a constant for
+        "balanced", parameters for "parameters", else a number of layers.
+
+        Raises UserError for an unknown method, and for a "type:REGEX" that is not valid or matches no layer.
+        """
         return tuple(weigh_layers(self._layers, method))
