@@ -65,11 +65,18 @@ class DataKind:
 KINDS = {
     kind.name: kind
     for kind in (
-        DataKind("sft", SFTEncoder, task="sft"),
-        DataKind("chat", ChatEncoder, task="sft"),
+        # 2: the end of a turn, for templates that do not show the next one
+        DataKind("sft", SFTEncoder, task="sft", format_version=2),
+        DataKind("chat", ChatEncoder, task="sft", format_version=2),
         DataKind("pretrain", PretrainEncoder, task="pretrain", concatenates=True),
-        DataKind("preference", PreferenceEncoder, task="dpo", together=("chosen", "rejected")),
-        DataKind("unpaired_preference", UnpairedEncoder, task="kto", label_names=("not liked", "liked")),
+        DataKind("preference", PreferenceEncoder, task="dpo", together=("chosen", "rejected"), format_version=2),
+        DataKind(
+            "unpaired_preference",
+            UnpairedEncoder,
+            task="kto",
+            label_names=("not liked", "liked"),
+            format_version=2,
+        ),
         DataKind("classification", ClassificationEncoder, task="classification"),
         DataKind("process_reward", ProcessRewardEncoder, task="process_reward"),
         DataKind("embedding", EmbeddingEncoder, task="embedding", together=("query", "positive")),

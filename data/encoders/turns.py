@@ -171,8 +171,8 @@ def _close_thought(shown: str, turn: Turn) -> str:
 
 def _find_following(shown: Renderer, turns: Sequence[Turn], generated: str) -> str:
     """Return what the template writes between the end of the last turn and the text of a turn that follows: a tool's
-    result if the last turn calls a tool, else a user's turn. Empty if the template refuses such a turn; without meaning
-    if it accepts the turn and does not show its text.
+    result if the last turn calls a tool, else a user's turn. Empty if the template refuses such a turn, or does not
+    show its text.
 
     shown: the renderer for the last turn. generated: what the template shows of the last turn after its prompt.
     """
@@ -181,10 +181,9 @@ def _find_following(shown: Renderer, turns: Sequence[Turn], generated: str) -> s
         probe = [{"role": "tool", "content": PROBE, **_name_result(call)} for call in calls[:1]]
     else:
         probe = [{"role": "user", "content": PROBE}]
-    text = shown.try_render([*turns, *probe]) or ""
-    end = text.rfind(PROBE)
-    start, _ = _align(text[: max(end, 0)], generated.rstrip())
-    return text[start:end]
+    before, _, _ = (shown.try_render([*turns, *probe]) or "").rpartition(PROBE)
+    start, _ = _align(before, generated.rstrip())
+    return before[start:]
 
 
 def _name_result(call: dict) -> dict:

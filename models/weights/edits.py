@@ -117,6 +117,6 @@ class EditedWeights:
 
 
 def edit_weights(source: WeightSource, edits: Iterable[Edit]) -> WeightSource:
-    """Return `source` with the edits, in whatever order they are given: they are made in that of `EditOrder`, each to the
-    result of the last. Without any it is `source` itself. Raises UserError for a model that cannot be edited so."""
+    """Return `source` with the edits, which are made in the order of `EditOrder`, each to the result of the last.
+    Without any it is `source` itself. Raises UserError for a model that cannot be edited so."""
     return reduce(EditedWeights, sorted(edits, key=lambda edit: edit.order), source)

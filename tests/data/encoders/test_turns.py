@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.chat_families import CLOSE, CONVERSATIONS, FAMILIES, OPEN
@@ -17,7 +19,7 @@ from data.encoders.messages import REASONING_FIELDS
 from data.encoders.preference import PreferenceEncoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.stops import read_stop_tokens
-from data.encoders.turns import _align, _count_shared, find_template_stops
+from data.encoders.turns import PROBE, _align, _count_shared, _find_following, find_template_stops
 from data.options import LengthPolicy, OnBadRecord, RewrittenTurns
 from data.sources.formats import RawRecord
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
@@ -301,3 +303,15 @@ def test_generation_tags_decide_and_a_disagreement_is_counted(monkeypatch: pytes
     assert counts.num_other_masks == 2
     (part,) = counts.describe()
     assert part.startswith("in 2 turns the chat template's generation tags, which decide, mark something else")
+
+
+@pytest.mark.parametrize(
+    ("shown", "following"),
+    [(f"<s>hi\n<u>{PROBE}\n", "\n<u>"), ("<s>hi\n", ""), (None, "")],
+    ids=["shown", "not shown", "refused"],
+)
+def test_what_follows_a_turn_is_empty_if_a_template_does_not_show_the_next_one(
+    shown: str | None, following: str
+) -> None:
+    renderer: Any = SimpleNamespace(try_render=lambda turns: shown)
+    assert _find_following(renderer, [{"role": "assistant", "content": "hi"}], "hi") == following
