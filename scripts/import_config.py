@@ -10,6 +10,7 @@ place, on the screen and at the top of the file. docs/migration.md has the table
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,7 +74,7 @@ def check_output(file: Path | None) -> None:
 def choose_words(file: Path) -> str:
     """Return the words of a command that choose a config."""
     place = file.resolve().parent
-    return f"-cn {file.stem}" if place == CONF else f"--config-dir {place} -cn {file.stem}"
+    return f"-cn {file.stem}" if place == CONF else f"--config-dir {shlex.quote(str(place))} -cn {file.stem}"
 
 
 def list_notes(refusal: str, proposal: str) -> list[str]:

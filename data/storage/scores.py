@@ -8,18 +8,20 @@ They are kept next to the tokens.
     hashes.json         of these files
 
 ID is a hash of what the values depend on: the model by content, the samples, their rows, and settings. While it is
-written, the folder is `NAME-ID.part`, with the number of rows that are done, so that an interrupted pass continues at
-any layout. It gets its name by a rename.
+written, the folder is `NAME-ID.part`, or `NAME-ID.HOST.part` for values per row, with the number of rows that are done,
+so that an interrupted pass continues at any layout. It gets its name by a rename.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from filelock import BaseFileLock
 
@@ -157,11 +160,13 @@ class ScoresWriter:
         self._committed = time.monotonic()
 
     def _choose_part(self) -> Path:
-        """Return the folder to write into: one of this process alone where another run is at the same small scores."""
+        """Return the folder to write into. Of small scores it is this host's, since on some file systems no other host
+        sees its locks, and this process's alone if another run of the host is at the same ones."""
         folder = self._scores.folder
-        part = folder.with_name(f"{folder.name}.part")
+        name = f"{folder.name}.{socket.gethostname()}" if self._scores.is_small else folder.name
+        part = folder.with_name(f"{name}.part")
         try:
-            self._lock = lock_file(folder.with_name(f"{folder.name}.lock"))  # which is released however a process ends
+            self._lock = lock_file(folder.with_name(f"{name}.lock"))  # which is released however a process ends
         except BlockingIOError:
             error = UserError(
                 f"{self._key}: another run is writing the teacher's distributions into {part}; start this one again "
@@ -178,13 +183,21 @@ class ScoresWriter:
             )
         if not self._scores.is_small:
             raise error
-        return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
+        for left in folder.parent.glob(f"{glob.escape(name)}.*.tmp"):
+            number = left.name.split(".")[-3]
+            if number.isdecimal() and not psutil.pid_exists(int(number)):  # of a run that was killed
+                shutil.rmtree(left, ignore_errors=True)
+        return folder.with_name(f"{name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
     def _read_progress(self) -> int:
+        """Return the number of rows that are done; 0 if that is not known, or if a file is not as long as it was."""
         try:
-            return int(json.loads((self._part / PROGRESS).read_text())["rows"])
+            rows = int(json.loads((self._part / PROGRESS).read_text())["rows"])
+            sizes = [self._scores.find_file(self._part, column).stat().st_size for column in self._scores.columns]
         except (OSError, ValueError, KeyError, TypeError):
             return 0
+        expected = [self._scores.num_values * count_bytes([column]) for column in self._scores.columns]
+        return rows if sizes == expected else 0
 
     def _check_room(self) -> None:
         taken = sum(file.stat().st_blocks * 512 for file in self._part.iterdir())

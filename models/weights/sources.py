@@ -160,19 +160,25 @@ def _open_adapted(
 
 def _follow_run(base: WeightSource, config: PretrainedConfig) -> list[Edit]:
     """Return the edits that a run made to its base model before it trained an adapter: a new head, a larger vocabulary,
-    layers that predict further tokens. The run may also have changed the keys of positions and, for a new head, the
-    pad token. These have no weights and are copied into `base.config`, which is changed in place.
+    layers that predict further tokens. The run may also have changed the keys of positions, the end tokens and, for a
+    head, the names of its labels and the pad token. These have no weights and are copied into `base.config`, which is
+    changed in place.
 
     base: the base model as it was before the run. config: the config of the model that the run trained."""
     copy_positions(config, base.config)
+    base.config.eos_token_id = config.eos_token_id
     edits: list[Edit] = []
-    if (head := find_head(config)) is not None and find_head(base.config) is None:
+    if (head := find_head(config)) is not None:
         base.config.pad_token_id = config.pad_token_id
-        labels = Labels(list_labels(config), config.num_labels, config.problem_type)
-        edits.append(NewHead(head, labels, seed=0))  # the adapter brings the trained one
+        if find_head(base.config) is None:
+            labels = Labels(list_labels(config), config.num_labels, config.problem_type)
+            edits.append(NewHead(head, labels, seed=0))  # the adapter brings the trained one
+        elif base.config.num_labels == config.num_labels:
+            for name in ("id2label", "label2id", "problem_type"):
+                setattr(base.config, name, getattr(config, name))
     if config.vocab_size > base.config.vocab_size:
         edits.append(ResizedVocabulary(with_rows(base.config, config.vocab_size)))
-    if count_trained(config):  # the adapter is on further layers too
+    if count_trained(config) and not count_trained(base.config):  # the adapter is on further layers too
         edits.append(FurtherLayers())
     return edits
 

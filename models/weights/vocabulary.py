@@ -3,6 +3,7 @@ which the model stops."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from bisect import bisect_left
@@ -18,7 +19,7 @@ from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import TOKENIZER_FILES, has_tokenizer
 from models.storage.hub import split_revision
 from models.storage.tensor_files import load_json
-from models.weights.config_file import UNPADDED, parse_model
+from models.weights.config_file import UNPADDED
 from models.weights.source import WeightSource
 
 # The JSON files of a tokenizer whose fields can be emptied, and what stands for an emptied one; else it is removed.
@@ -213,11 +214,12 @@ def trim_vocabulary(source: WeightSource) -> PretrainedConfig:
 
 
 def _replace_fields(source: WeightSource, changed: dict[str, int | None]) -> PretrainedConfig:
-    """Return the source's config with other values; None removes a field."""
-    file = source.config_dir / "config.json"
-    fields = load_json(file)
-    text_fields = fields.get(TEXT_CONFIG, fields) if source.wrapper is not None else fields
-    text_fields |= {key: value for key, value in changed.items() if value is not None}
-    for key in [key for key, value in changed.items() if value is None]:
-        text_fields.pop(key, None)
-    return parse_model(fields, file)[0]
+    """Return a copy of the source's config with other values; None removes a field. Not of its config.json, which does
+    not have what edits of the weights have changed."""
+    config = copy.deepcopy(source.config)
+    for name, value in changed.items():
+        if value is not None:
+            setattr(config, name, value)
+        elif hasattr(config, name):
+            delattr(config, name)
+    return config

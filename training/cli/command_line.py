@@ -203,7 +203,8 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
     full_key = _first(r"full_key: (\S+)", text)
     if unknown := _first(r"Key '([^']+)' (?:is not in struct|not in )", text):
         others = [key for word in overrides if _is_unknown(key := word.partition("=")[0])]
-        return " ".join(map(_unknown_key, dict.fromkeys([full_key or unknown, *others])))
+        *lines, last = map(_unknown_key, dict.fromkeys([full_key or unknown, *others]))
+        return " ".join([*(line if line.endswith("?") else f"{line}." for line in lines), last])
     if full_key is None:
         return f"{reason} (in: {' '.join(overrides)})"
     if full_key.isdecimal():  # OmegaConf (2.3.1) names an entry of a list of lists without its key
@@ -229,13 +230,23 @@ def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     missing = f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml"
     if not group:
+        own = [each for each in known if not (CONF / f"{each}.yaml").is_file()]
+        if own:
+            return f"{missing}; {meant}--config-dir has {', '.join(own)}, and conf/ {len(known) - len(own)} others"
         return f"{missing}; {meant}conf/ has {len(known)} others; one in another folder needs --config-dir FOLDER"
     return f"{missing}; {meant}there are {', '.join(known)}"
 
 
 def _is_unknown(key: str) -> bool:
-    """Return whether an override names a key that there is not; one that adds or deletes a key does not."""
-    return key[:1] not in "+~" and key.partition(".")[0] not in _open_groups() and key not in _known_keys()
+    """Return whether an override names a key that there is not; one that adds or deletes a key does not, nor one inside
+    a value of any type."""
+    known = set(_known_keys())
+    if key[:1] in "+~" or key in known or key.partition(".")[0] in _open_groups():
+        return False
+    above = key.rpartition(".")[0]
+    while above and above not in known:
+        above = above.rpartition(".")[0]
+    return not above or any(each.startswith(f"{above}.") for each in known)
 
 
 def _unknown_key(key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,21 @@ def list_changed_keys(file: Path, config: RunConfig) -> list[str]:
         return []
     if not isinstance(saved, dict):
         return []
-    before, after = dict(_list_keys(saved)), dict(_list_keys(yaml.safe_load(write_config(config))))
-    return [
-        f"{key} was {before[key]}, is {value}"
-        for key, value in after.items()
-        if key not in _OF_A_START and key in before and before[key] != value
-    ]
+    changed = _compare(saved, yaml.safe_load(write_config(config)), config)
+    return [f"{key} was {before}, is {after}" for key, before, after in changed if key not in _OF_A_START]
 
 
-def _list_keys(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _list_keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _compare(
+    before: dict[str, Any], after: dict[str, Any], node: object, prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, value before and value after. node: the part of the config that `after` is. A key of ours that is not
+    in `before` is one that an earlier version did not know."""
+    for name in after if is_dataclass(node) else {**before, **after}:
+        if is_dataclass(node) and name not in before:
+            continue
+        old, new = before.get(name), after.get(name)
+        inner = getattr(node, name, None) if is_dataclass(node) else None
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _compare(old, new, inner, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}", old, new

@@ -34,7 +34,7 @@ from training.objectives.registry import describe_forward
 from training.pipeline.preparation import Kernels
 
 T = TypeVar("T")
-_VERSION = 4  # raise it when the same model gives other values, or their files change
+_VERSION = 5  # raise it when the same model gives other values, or their files change
 _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
 
 
@@ -65,7 +65,8 @@ def compute_model_id(
 
     def compute() -> str:
         forward = sorted(describe_forward(config).items())
-        state = (_VERSION, fingerprint_weights(source), astuple(kernels), forward, list(quantized))
+        rows = source.config.vocab_size  # the softmax is over all, and those that are added are in no file
+        state = (_VERSION, fingerprint_weights(source), rows, astuple(kernels), forward, list(quantized))
         return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     return broadcast_from_main(compute, ranks)

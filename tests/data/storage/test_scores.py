@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,45 @@ def test_runs_may_write_small_scores_at_a_time(path: Path) -> None:
         writer.finish({})
         assert scores.is_whole()
         assert scores.map(scores.folder, REFERENCE, "r")[3] == -17
-    assert sorted(file.name for file in path.glob("reference-*")) == [scores.folder.name, f"{scores.folder.name}.lock"]
+    lock = f"{scores.folder.name}.{socket.gethostname()}.lock"
+    assert sorted(file.name for file in path.glob("reference-*")) == [scores.folder.name, lock]
+
+
+def test_hosts_that_do_not_see_each_others_locks_write_apart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, names = find_reference(path), iter(["one", "other"])
+    monkeypatch.setattr("socket.gethostname", lambda: next(names))
+    writers = [ScoresWriter(scores, "train_file") for _ in range(2)]
+    for writer in writers:
+        writer.write(np.arange(NUM_ROWS), [np.full(NUM_ROWS, -3.0)])
+    writers[1].finish({})
+    writers[0].advance(1)
+    assert scores.is_whole()
+    writers[0].finish({})
+    assert scores.is_whole() and not list(path.glob("*.part"))
+
+
+def test_what_a_killed_run_left_is_deleted(path: Path) -> None:
+    scores = find_reference(path)
+    left = (
+        path / f"{scores.folder.name}.{socket.gethostname()}.{2**22 + 1}.00000000.tmp"
+    )  # above the largest process id
+    left.mkdir()
+    first = ScoresWriter(scores, "train_file")
+    ScoresWriter(scores, "train_file")
+    assert not left.exists() and first.rows_done == 0
+
+
+def test_a_pass_whose_file_was_cut_begins_anew(path: Path) -> None:
+    scores = find_teacher(path)
+    writer = ScoresWriter(scores, "train_file")
+    writer._committed -= 100
+    writer.advance(4)
+    assert writer._lock is not None
+    writer._lock.release()
+    file = next(scores.folder.with_name(f"{scores.folder.name}.part").glob("*.bin"))
+    with open(file, "r+b") as stream:
+        stream.truncate(8)
+    assert ScoresWriter(scores, "train_file").rows_done == 0
 
 
 def test_the_disk_space_is_taken_before_a_pass(path: Path) -> None:

@@ -15,14 +15,17 @@ from support.adapters import make_adapter
 from support.families import save_family
 from support.model_folders import convert, export
 from support.tiny import save_llama, save_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from errors import UserError
 from models.adapters.build import build_adapter
 from models.adapters.options import AdapterName, AdapterOptions
 from models.architecture.lookup import build_layers
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
+from models.weights.edits import edit_weights
+from models.weights.resized_vocab import ResizedVocabulary
 from models.weights.sources import open_weights
+from models.weights.vocabulary import resize_config
 
 BOUND = 1e-5
 
@@ -81,6 +84,50 @@ def test_a_head_that_was_trained_apart_from_its_embedding_is_merged(saved: list[
     layers = build_layers(open_weights(str(tmp_path / "hf")).config)
     with pytest.raises(UserError, match="has trained a head apart from the embedding"):
         build_adapter(options, layers, seed=0, base_name="model")
+
+
+def test_a_head_that_was_trained_apart_stays_so_with_more_rows(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf", tied=True)
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "hf", modules_to_save=["lm_head"])
+    merged = open_weights(str(adapter))
+    config = resize_config(merged, merged.config.vocab_size + 3)
+    resized = edit_weights(merged, [ResizedVocabulary(config)])
+    heads = [source.read_layer(len(layers) - 1, layers[-1]) for source in (merged, resized)
+             for layers in [build_layers(source.config)]]  # fmt: skip
+    (before, after) = (head["weight"] for head in heads)
+    assert not config.tie_word_embeddings and torch.equal(after[:-3], before)
+
+
+def test_a_merged_adapter_ends_where_its_run_did(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text()) | {"eos_token_id": [2, 1]}
+    (adapter / "config.json").write_text(json.dumps(config))
+    assert json.loads((export(adapter, tmp_path / "merged") / "config.json").read_text())["eos_token_id"] == [2, 1]
+
+
+def test_a_merged_classifier_has_the_labels_of_its_run(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf")
+    fields = json.loads((tmp_path / "hf/config.json").read_text()) | {
+        "architectures": ["LlamaForSequenceClassification"], "pad_token_id": None,
+        "id2label": {str(number): f"LABEL_{number}" for number in range(3)},
+        "label2id": {f"LABEL_{number}": number for number in range(3)},
+    }  # fmt: skip
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**fields))
+    model.save_pretrained(tmp_path / "classifier")
+    save_tokenizer(tmp_path / "classifier")
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "classifier")
+    adapted.save_pretrained(tmp_path / "adapter")
+    named = json.loads((tmp_path / "classifier/config.json").read_text()) | {
+        "id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}, "pad_token_id": 0,
+        "problem_type": "single_label_classification",
+    }  # fmt: skip
+    (tmp_path / "adapter/config.json").write_text(json.dumps(named))
+    merged = json.loads((export(tmp_path / "adapter", tmp_path / "merged") / "config.json").read_text())
+    for name in ("id2label", "label2id", "pad_token_id", "problem_type"):
+        assert merged[name] == named[name], name
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])

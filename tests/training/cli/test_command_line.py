@@ -187,6 +187,14 @@ def test_a_missing_config_or_option_comes_with_the_existing_ones() -> None:
     )
 
 
+def test_all_unknown_keys_are_named_and_no_other() -> None:
+    message = message_of("lora_r=8 'data.template_kwargs={a:1}' data.template_kwargs.a=2 foo=1 lr=1e-4 seed=1")
+    assert message == (
+        "unknown key 'lora_r'; did you mean 'adapter.r'? unknown key 'foo'; conf/base.yaml lists the known ones. "
+        "unknown key 'lr'; did you mean 'learning_rate'?"
+    )
+
+
 def test_a_mistake_in_a_user_defined_config(tmp_path: Path) -> None:
     register_schema()
     for file in [*CONF.glob("*/**/*.yaml"), CONF / "base.yaml"]:
@@ -240,6 +248,8 @@ def test_a_user_defined_folder_is_searched_too(tmp_path: Path) -> None:
     assert (composed.num_stages, composed.data.prompt_field) == (3, "question")
     with pytest.raises(UserError, match="unknown key 'num_stage'; did you mean 'num_stages'?"):
         check_command_line([*given, "num_stage=2"], CONF, "base")
+    with pytest.raises(UserError, match="-cn other: .*; --config-dir has mine, and conf/ [0-9]+ others"):
+        check_command_line([*given[:2], "-cn", "other"], CONF, "base")
     own = "chat, classification, embedding, preference, pretrain, process_reward, quiz, rerank, sft"
     with pytest.raises(
         UserError, match=f"data=quizz: there is no conf/data/quizz.yaml; did you mean quiz\\? there are {own}"
