@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from support.adapters import make_adapter
-from support.families import save_family
+from support.families import build_family_config, save_family
 from support.model_folders import convert, export
 from support.tiny import save_llama, save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -21,10 +23,12 @@ from errors import UserError
 from models.adapters.build import build_adapter
 from models.adapters.options import AdapterName, AdapterOptions
 from models.architecture.lookup import build_layers
+from models.further.table import TRAINED
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.weights.edits import edit_weights
+from models.weights.further import FurtherLayers
 from models.weights.resized_vocab import ResizedVocabulary
-from models.weights.sources import open_weights
+from models.weights.sources import _follow_run, open_weights
 from models.weights.vocabulary import resize_config
 
 BOUND = 1e-5
@@ -173,6 +177,16 @@ def test_a_classifier_with_new_rows_keeps_its_trained_head(tmp_path: Path) -> No
     assert torch.equal(merged.score.weight, adapted.base_model.model.score.modules_to_save["default"].weight)
     assert merged.get_input_embeddings().weight.shape[0] == 330
     convert(tmp_path / "adapter", tmp_path / "pipeline", verify=True)
+
+
+def test_further_layers_are_made_only_of_a_base_that_has_not_trained_them() -> None:
+    """A run with mtp.loss_coef may begin with the published model, or with what such a run has left."""
+    published = build_family_config("deepseek_v3")
+    trained = copy.deepcopy(published)
+    setattr(trained, TRAINED, 1)
+    for config, made in ((published, [FurtherLayers]), (trained, [])):
+        base: Any = SimpleNamespace(config=copy.deepcopy(config))
+        assert [type(edit) for edit in _follow_run(base, trained)] == made
 
 
 def test_a_peft_folder_brings_its_own_tokenizer(tmp_path: Path) -> None:
