@@ -7,6 +7,7 @@ import pickle
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,7 @@ def test_runs_may_write_small_scores_at_a_time(path: Path) -> None:
 def test_hosts_that_do_not_see_each_others_locks_write_apart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores, names = find_reference(path), iter(["one", "other"])
     monkeypatch.setattr("socket.gethostname", lambda: next(names))
+    monkeypatch.setattr("data.storage.scores.lock_file", lambda file: SimpleNamespace(release=lambda: None))
     writers = [ScoresWriter(scores, "train_file") for _ in range(2)]
     for writer in writers:
         writer.write(np.arange(NUM_ROWS), [np.full(NUM_ROWS, -3.0)])
