@@ -192,7 +192,8 @@ MISTAKES = {
     "more stages than layers": (
         ("num_stages=9", *TWO),
         {"world_size": 9},
-        "num_stages=9 exceeds the model's 8 layers; set num_stages to 8 or less",
+        "num_stages=9 exceeds the model's 8 layers (embedding, norm and head count as one each); "
+        "set num_stages to 8 or less",
     ),
     "stages do not divide": (
         ("num_stages=2", *TWO),
