@@ -1,12 +1,13 @@
 """Shows what holds the resident memory of a long run on CPUs: tensors and objects that are alive, or the allocator.
 
-    python benchmarks/resident.py [--steps 300] [--layers 30] [--num_stages 2] [--settings plain trimmed small]
+    python benchmarks/resident.py [--steps 300] [--layers 30] [--settings plain few_shapes trimmed small]
 
 A Llama of random weights with the width and vocabulary of SmolLM-135M learns from rows of many lengths, without
 packing, so that every micro-batch has tensors of other sizes. After every tenth step each stage notes three figures, in
 GiB above those after the first step: `resident`, what the system counts for the process; `in use`, what glibc has
 handed out and not got back, which grows if anything leaks; `kept free`, what glibc got back and has not returned to the
-system. The settings: `plain`, as a user starts a run; `trimmed`, malloc_trim after each tenth step, before the figures;
+system. The settings: `plain`, as a user starts a run; `few_shapes`, oneDNN and torch keep what they prepare for a
+product of one shape for 8 shapes, not for 1,024 each; `trimmed`, malloc_trim after each tenth step, before the figures;
 `small`, every block from 64 KiB on is a mapping of its own, which returns to the system when it is freed, and costs
 time. Needs glibc 2.33 (mallinfo2).
 """
@@ -32,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 GIB = 2**30
 SETTINGS: dict[str, dict[str, str]] = {
     "plain": {},
+    "few_shapes": {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"},
     "trimmed": {},
     "small": {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
 }
