@@ -166,13 +166,13 @@ def _name_checkpointing(candidate: Candidate) -> str:
 
 
 def _name_tensor(candidate: Candidate) -> str:
-    sharing = candidate.sharing
-    return f"{sharing.tensor}{' sp' if sharing.splits_sequence and sharing.tensor > 1 else ''}"
+    size = candidate.keys.tensor_parallel_size
+    return f"{size}{' sp' if candidate.keys.sequence_parallel and size > 1 else ''}"
 
 
 def _name_sequences(candidate: Candidate) -> str:
-    sharing = candidate.sharing
-    return f"{sharing.size} {sharing.mode.value}" if sharing.size > 1 else "1"
+    size, mode = candidate.keys.context_parallel_size, candidate.keys.context_parallel_mode
+    return f"{size} {mode.value}" if size > 1 else "1"
 
 
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
@@ -181,7 +181,7 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "tp": _name_tensor,
     "cp": _name_sequences,
     "dp": lambda candidate: str(candidate.plan.layout.dp_size),
-    "ep": lambda candidate: str(candidate.sharing.experts),
+    "ep": lambda candidate: str(candidate.keys.expert_parallel_size),
     "schedule": lambda candidate: candidate.plan.layout.schedule,
     "micro-batch": lambda candidate: str(candidate.plan.layout.micro_batch_size),
     "micro-batches": lambda candidate: str(candidate.plan.layout.gradient_accumulation_steps),

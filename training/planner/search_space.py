@@ -7,23 +7,25 @@ says, so each layout trains the same run.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from errors import UserError
 from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
-from training.distributed.topology import CONTEXT, DATA, PIPE, TENSOR, Layout, Topology, read_sizes
-from training.pipeline.schedules import schedule_layout
-from training.planner.plan import Plan
-from training.resolution.recomputation import CHOICES
-from training.resolution.resolve import ResolvedModel
+from training.config.validate import check_config
+from training.costs.hardware import Machine
+from training.distributed.topology import build_layout
+from training.planner.plan import Plan, plan_resolved
+from training.resolution.recomputation import CHOICES, Choice
+from training.resolution.resolve import ResolvedModel, resolve_layout
+from training.resolution.target import Target
 
-# (mode, interval): from keeping all activations to making all of them again, each slower than the one before. The last
-# takes the same time in groups of any size, so the size with the least memory is taken.
-CHECKPOINTING = (
+# Levels of recomputation, from keeping all activations to making all of them again, each slower than the one before.
+# The last takes the same time in groups of any size, so the size with the least memory is taken.
+CHECKPOINTING: tuple[tuple[Choice, ...], ...] = (
     *((choice,) for choice in CHOICES[:-1]),
     tuple((CheckpointMode.grouped, interval) for interval in (1, 2, 4, 8)),
 )
@@ -46,70 +48,50 @@ UNUSED: dict[str, Any] = {
     "offload_parameters": Offload.none,
     "activation_offload": False,
 }
+PLAIN = "1f1b"  # the schedule that says whether a layout can fit: no other one takes much less memory
 LONG = 8192  # tokens of a sample from which on its sequences are shared as well
 MOST_SHARING = 16  # ranks of a sequence
 MOST_DIVIDING = 64  # ranks of an expert group
 
 
-def shards(memory_overrides: Mapping[str, Any]) -> bool:
-    """Return whether overrides shard over replicas more than the optimizer's state."""
-    return "zero_stage" in memory_overrides
-
-
-def moves_activations(memory_overrides: Mapping[str, Any]) -> bool:
-    """Return whether overrides keep the inputs of recomputed groups on the host."""
-    return "activation_offload" in memory_overrides
-
-
 class Sharing(NamedTuple):
-    """How ranks share each sequence, `context_parallel_size` and `context_parallel_mode`, how many divide experts,
-    `expert_parallel_size`, and how they share layers, `tensor_parallel_size` and `sequence_parallel`."""
+    """How ranks share each sequence, the experts and the layers: the keys of these names."""
 
-    size: int
-    mode: ContextParallelMode
-    experts: int = 1
-    tensor: int = 1
-    splits_sequence: bool = False
+    context_parallel_size: int
+    context_parallel_mode: ContextParallelMode
+    expert_parallel_size: int
+    tensor_parallel_size: int
+    sequence_parallel: bool
 
     @classmethod
     def of(cls, config: RunConfig) -> Sharing:
-        return cls(
-            config.context_parallel_size,
-            config.context_parallel_mode,
-            config.expert_parallel_size,
-            config.tensor_parallel_size,
-            config.sequence_parallel,
-        )
+        return cls(*(getattr(config, key) for key in cls._fields))
 
     def apply(self, config: RunConfig) -> RunConfig:
         """Return the config with these keys."""
-        return replace(config, **dict[str, Any](zip(SHARING_KEYS, self, strict=True)))
+        return replace(config, **self._asdict())
 
 
-SHARING_KEYS = (
-    "context_parallel_size",
-    "context_parallel_mode",
-    "expert_parallel_size",
-    "tensor_parallel_size",
-    "sequence_parallel",
-)
-_TOGETHER = (SHARING_KEYS[:2], SHARING_KEYS[2:3], SHARING_KEYS[3:])  # named all or none
+_TOGETHER = (Sharing._fields[:2], Sharing._fields[2:3], Sharing._fields[3:])  # keys that are named all or none
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was tried. keys: the config of such a run. checkpointing: mode and interval. memory_overrides: an
-    entry of `SAVING`, by key; none where it is empty. tried: what other candidates share differently. resplits: the
-    config's own split is not used. is_moved: layers are on other stages than with more memory, and these uneven."""
+    """A layout that was tried."""
 
-    keys: RunConfig
-    checkpointing: tuple[CheckpointMode, int]
-    memory_overrides: Mapping[str, Any]
+    keys: RunConfig  # the config of such a run
     plan: Plan
-    sharing: Sharing
-    tried: frozenset[str] = frozenset()
-    resplits: bool = False
-    is_moved: bool = False
+    memory_overrides: Mapping[str, Any]  # an entry of `SAVING`, by key; empty without one
+    named: Sequence[str]  # the keys that `overrides` names
+    is_moved: bool  # whether layers are on other stages than with more memory, and these uneven
+
+    @property
+    def sharing(self) -> Sharing:
+        return Sharing.of(self.keys)
+
+    @property
+    def checkpointing(self) -> Choice:
+        return self.keys.activation_checkpoint_mode, int(self.keys.activation_checkpoint_interval)
 
     @property
     def has_room(self) -> bool:
@@ -118,24 +100,8 @@ class Candidate:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The keys that differ from the config's own."""
-        layout, (mode, interval) = self.plan.layout, self.checkpointing
-        return (
-            f"num_stages={layout.num_stages}",
-            *self._list_sharing(),
-            f"micro_batch_size={layout.micro_batch_size}",
-            "gradient_accumulation_steps=null",
-            f"global_batch_size={layout.global_batch_size}",
-            f"activation_checkpoint_interval={interval}",
-            f"activation_checkpoint_mode={mode.value}",
-            f"schedule={layout.schedule}",
-            *(_render(key, value) for key, value in (UNUSED | dict(self.memory_overrides)).items()),
-            *(["partition_method=balanced"] if self.resplits else []),
-        )
-
-    def _list_sharing(self) -> list[str]:
-        keys = dict(zip(SHARING_KEYS, self.sharing, strict=True))
-        return [_render(key, value) for key, value in keys.items() if key in self.tried]
+        """The keys that differ from the config's own, as they are given on the command line."""
+        return tuple(_render(key, getattr(self.keys, key)) for key in self.named)
 
     @property
     def saving(self) -> str:
@@ -144,7 +110,7 @@ class Candidate:
 
 
 def _render(key: str, value: Any) -> str:
-    return f"{key}={str(getattr(value, 'value', value)).lower()}"
+    return f"{key}={'null' if value is None else str(getattr(value, 'value', value)).lower()}"
 
 
 class SharedModels:
@@ -162,95 +128,142 @@ class SharedModels:
 
 
 def list_sharings(models: SharedModels, world_size: int, cards_per_node: int) -> list[Sharing]:
-    """Return the ways to share that the model, the row's length and the other keys allow, the config's own first."""
+    """Return the ways to share that the model, the row's length and the other keys allow, the config's own first: its
+    sizes, then powers of two, those that share layers within a node; `auto` as both modes, where a sequence is
+    shared."""
     own = Sharing.of(models.config)
+    auto, *modes = ContextParallelMode
+    sequences = _list_powers(MOST_SHARING) if models.config.max_seq_length >= LONG else []
     found = []
-    for layers in _list_tensor_sizes(own, world_size, cards_per_node):
-        for sharing in _list_sequence_sharings(models.config, layers, world_size):
-            for size in _list_expert_sizes(own, world_size // layers.tensor):
-                divided = sharing._replace(experts=size)
-                if world_size % (divided.size * divided.tensor):
-                    continue
-                with suppress(UserError):
-                    models.get(divided)
-                    found.append(divided)
-    return list(dict.fromkeys(found)) or [own]
+    for tensor, splits_sequence, context, mode, experts in itertools.product(
+        dict.fromkeys([own.tensor_parallel_size, *_list_powers(cards_per_node)]),
+        (own.sequence_parallel, not own.sequence_parallel),
+        dict.fromkeys([own.context_parallel_size, *sequences]),
+        (auto, *modes),
+        dict.fromkeys([own.expert_parallel_size, *_list_powers(MOST_DIVIDING)]),
+    ):
+        used_modes = modes if own.context_parallel_mode is auto and context > 1 else [own.context_parallel_mode]
+        divides = world_size % (tensor * context) == 0 == world_size % (tensor * experts)
+        if divides and mode in used_modes and (tensor > 1 or not splits_sequence):
+            with suppress(UserError):
+                sharing = Sharing(context, mode, experts, tensor, splits_sequence)
+                models.get(sharing)
+                found.append(sharing)
+    return found or [own]
 
 
-def list_tried(sharings: Sequence[Sharing]) -> frozenset[str]:
-    """Return the keys that the ways to share differ in; of layers, and of sequences, both or none."""
-    values = {key: {sharing[index] for sharing in sharings} for index, key in enumerate(SHARING_KEYS)}
-    return frozenset(key for keys in _TOGETHER if any(len(values[each]) > 1 for each in keys) for key in keys)
+def list_named(sharings: Sequence[Sharing], resplits: bool) -> list[str]:
+    """Return the keys that the overrides of a candidate name, of those in `Sharing` the ones that differ: of layers,
+    and of sequences, both or none. resplits: whether the config's own split is not used."""
+    shared = [
+        key
+        for keys in _TOGETHER
+        if len({tuple(getattr(sharing, key) for key in keys) for sharing in sharings}) > 1
+        for key in keys
+    ]
+    batch = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
+    checkpointing = ("activation_checkpoint_interval", "activation_checkpoint_mode")
+    split = ["partition_method"] if resplits else []
+    return ["num_stages", *shared, *batch, *checkpointing, "schedule", *UNUSED, *split]
+
+
+def list_layouts(config: RunConfig, world_size: int, num_layers: int) -> Iterator[RunConfig]:
+    """Yield the config with each number of stages and micro-batch size that divide the ranks and the global batch;
+    micro-batches in powers of two. config: with a global batch, and without `gradient_accumulation_steps`."""
+    assert config.global_batch_size is not None
+    stages = (size for size in range(1, min(world_size, num_layers) + 1) if world_size % size == 0)
+    for num_stages, micro_batch_size in itertools.product(stages, _list_powers(config.global_batch_size)):
+        keys = replace(config, num_stages=num_stages, micro_batch_size=micro_batch_size)
+        with suppress(UserError):
+            build_layout(keys, world_size, num_layers, has_accelerator=True)
+            yield keys
+
+
+class Planner:
+    """Plans the runs of a search, each once. named: the keys that the overrides of its candidates name."""
+
+    def __init__(self, models: SharedModels, machine: Machine, named: Sequence[str]) -> None:
+        self._models, self._machine, self._named = models, machine, named
+        self._known: dict[tuple[Any, ...], Candidate] = {}
+
+    def plan(self, keys: RunConfig, memory_overrides: Mapping[str, Any]) -> Candidate:
+        """Return the plan of a run; an uneven split is looked for, which takes long, only where it may save memory.
+        Raises UserError where the run would."""
+        keys = replace(keys, **memory_overrides)
+        values = (*Sharing.of(keys), *(getattr(keys, key) for key in self._named))
+        if values not in self._known:
+            check_config(keys, has_accelerator=True)
+            model, target = self._models.get(Sharing.of(keys)), Target(int(keys.world_size), True, is_planned=True)
+            plan = plan_resolved(resolve_layout(model, keys, target), self._machine)
+            is_moved = _may_fit_otherwise(plan)
+            if is_moved:
+                target = replace(target, machine=self._machine)
+                plan = plan_resolved(resolve_layout(model, keys, target), self._machine)
+            self._known[values] = Candidate(keys, plan, memory_overrides, self._named, is_moved)
+        return self._known[values]
+
+    def choose(
+        self, keys: RunConfig, choices: Sequence[Choice], memory_overrides: Mapping[str, Any]
+    ) -> Candidate | None:
+        """Return the plan with that choice of recomputation that takes the least memory; None where the run would
+        refuse all."""
+        found = []
+        for mode, interval in choices:
+            with suppress(UserError):
+                chosen = replace(keys, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
+                found.append(self.plan(chosen, memory_overrides))
+        return min(found, key=lambda candidate: candidate.plan.fullest.memory.peak, default=None)
+
+
+def list_choices(planner: Planner, whole: Candidate, is_late: Callable[[Plan], bool]) -> Iterator[Candidate]:
+    """Yield a layout with more and more recomputation, until there is room or all that is left is late; with each also
+    the overrides that save memory. whole: the layout with nothing recomputed."""
+    if not whole.plan.fits:  # most layouts of a large model never do, which this shows with few plans
+        plain = planner.choose(replace(whole.keys, schedule=PLAIN), CHECKPOINTING[-1], {})
+        most_saved = [plain, *_list_saving(planner, plain, CHECKPOINTING[-1])] if plain else []
+        if not any(candidate.plan.fits for candidate in most_saved):
+            yield from most_saved
+            return
+    for choices in CHECKPOINTING:
+        plain = planner.choose(whole.keys, choices, {})
+        if plain is None:
+            continue
+        if is_late(plain.plan):
+            return
+        yield plain
+        yield from _list_saving(planner, plain, choices)
+        if plain.has_room:
+            return
+
+
+def _list_saving(planner: Planner, plain: Candidate, choices: Sequence[Choice]) -> Iterator[Candidate]:
+    """Yield a candidate with each override that it needs and that may save enough, but for those with more in them than
+    one that did. choices: of recomputation, among which `plain` has the one that takes the least memory."""
+    layout, stages = plain.plan.layout, plain.plan.stages
+    enough: list[Mapping[str, Any]] = []
+    for memory_overrides in SAVING if not plain.has_room else SAVING_IN_ONE * (layout.gradient_accumulation_steps == 1):
+        moves = "activation_offload" in memory_overrides  # the inputs of groups: most in the smallest
+        rest = max(
+            max(stage.memory.recomputation, stage.memory.loss) + (0 if moves else stage.memory.activations)
+            for stage in stages
+        )
+        if (
+            rest > plain.plan.memory_limit
+            or ("zero_stage" in memory_overrides and layout.num_weight_replicas == 1)
+            or any(fewer.items() <= memory_overrides.items() for fewer in enough)
+        ):
+            continue
+        candidate = planner.choose(plain.keys, choices[:1] if moves else [plain.checkpointing], memory_overrides)
+        if candidate is not None:
+            yield candidate
+            enough += [memory_overrides] * candidate.has_room
+
+
+def _may_fit_otherwise(plan: Plan) -> bool:
+    """Whether stages, each of one chunk, have room for what the fullest one has too much of."""
+    total = sum(stage.memory.peak for stage in plan.stages)
+    return plan.layout.num_chunks == 1 and plan.missing_memory > 0 and total <= len(plan.stages) * plan.memory_limit
 
 
 def _list_powers(most: int) -> list[int]:
     return [2**exponent for exponent in range(max(most, 1).bit_length())]
-
-
-def _list_tensor_sizes(sharing: Sharing, world_size: int, cards_per_node: int) -> Iterator[Sharing]:
-    """The config's own number of ranks that share layers, then powers of two within a node; each with whole sequences
-    between blocks and with parts of them."""
-    for size in dict.fromkeys([sharing.tensor, *_list_powers(min(world_size, cards_per_node))]):
-        for splits_sequence in dict.fromkeys([sharing.splits_sequence, False, True]) if size > 1 else [False]:
-            yield sharing._replace(tensor=size, splits_sequence=splits_sequence)
-
-
-def _list_expert_sizes(own: Sharing, num_ranks: int) -> list[int]:
-    """The config's own number of ranks that divide experts, then powers of two. A layout may have too few replicas for
-    them."""
-    return list(dict.fromkeys([own.experts, *_list_powers(min(MOST_DIVIDING, num_ranks))]))
-
-
-def _list_sequence_sharings(config: RunConfig, sharing: Sharing, world_size: int) -> Iterator[Sharing]:
-    """The config's own number of ranks that share a sequence, then powers of two, each in the config's mode or, where
-    that is `auto`, in both."""
-    powers = _list_powers(min(MOST_SHARING, world_size // sharing.tensor)) if config.max_seq_length >= LONG else []
-    auto, *others = ContextParallelMode
-    for size in dict.fromkeys([sharing.size, *powers]):
-        for mode in others if sharing.mode is auto and size > 1 else [sharing.mode]:
-            yield sharing._replace(size=size, mode=mode)
-
-
-def list_layouts(config: RunConfig, sharing: Sharing, world_size: int, num_layers: int, total: int) -> Iterator[Layout]:
-    """Yield (stages, micro-batches) that divide the ranks and the global batch, under 1F1B; micro-batches in powers of
-    two. total: samples of the global batch."""
-    given = read_sizes(config) | {CONTEXT: sharing.size, TENSOR: sharing.tensor}
-    del given[PIPE]
-    ranks = world_size // math.prod(given.values())
-    for num_stages in range(1, min(ranks, num_layers) + 1):
-        replicas = ranks // num_stages
-        if ranks % num_stages or total % replicas or replicas * sharing.size % sharing.experts:
-            continue
-        topology = Topology.of(world_size, experts=sharing.experts, **given, **{PIPE: num_stages})
-        for micro_batch_size in _list_powers(total // replicas):
-            if total // replicas % micro_batch_size == 0:
-                yield Layout(topology, micro_batch_size, total // (micro_batch_size * topology.size(DATA)))
-
-
-def list_schedules(layout: Layout, config: RunConfig, names: list[str], num_layers: int) -> Iterator[Layout]:
-    """Yield the layout under each of these schedules that can run it; one stage has no bubble to fill."""
-    for name in names if layout.num_stages > 1 else []:
-        with suppress(UserError):
-            yield schedule_layout(layout, replace(config, schedule=name), num_layers)
-
-
-def build_keys(
-    config: RunConfig,
-    layout: Layout,
-    sharing: Sharing,
-    checkpointing: tuple[CheckpointMode, int],
-    memory_overrides: Mapping[str, Any],
-) -> RunConfig:
-    """Return the config of a run that is laid out so."""
-    mode, interval = checkpointing
-    return replace(
-        sharing.apply(config),
-        num_stages=layout.num_stages,
-        micro_batch_size=layout.micro_batch_size,
-        gradient_accumulation_steps=None,
-        global_batch_size=layout.global_batch_size,
-        activation_checkpoint_mode=mode,
-        activation_checkpoint_interval=interval,
-        schedule=layout.schedule,
-        **(UNUSED | dict(memory_overrides)),
-    )
