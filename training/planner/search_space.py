@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from errors import UserError
@@ -31,17 +32,12 @@ CHECKPOINTING: tuple[tuple[Choice, ...], ...] = (
 )
 # Overrides that save memory and cost time, in addition to recomputation: tried where a layout does not fit without. But
 # with one micro-batch ZeRO stage 2 sums as often as stage 1, and sends less, so that it is always tried.
+_ZERO_2, _ZERO_3, _MOVED = {"zero_stage": 2}, {"zero_stage": 3}, {"activation_offload": True}
+_OPTIMIZER, _PARAMETERS = {"offload_optimizer": Offload.cpu}, {"offload_parameters": Offload.cpu}
 SAVING: tuple[dict[str, Any], ...] = (
-    {"zero_stage": 2},
-    {"offload_optimizer": Offload.cpu},
-    {"zero_stage": 3},
-    {"zero_stage": 3, "offload_parameters": Offload.cpu},
-    {"activation_offload": True},
-    {"activation_offload": True, "offload_optimizer": Offload.cpu},
-    {"activation_offload": True, "zero_stage": 2},
-    {"activation_offload": True, "zero_stage": 3},
+    *(_ZERO_2, _OPTIMIZER, _ZERO_3, _ZERO_3 | _PARAMETERS),
+    *(_MOVED, _MOVED | _OPTIMIZER, _MOVED | _ZERO_2, _MOVED | _ZERO_3),
 )
-SAVING_IN_ONE = SAVING[:1]  # of one micro-batch
 UNUSED: dict[str, Any] = {
     "offload_optimizer": Offload.none,
     "zero_stage": 1,
@@ -69,9 +65,12 @@ class Sharing(NamedTuple):
 
     def apply(self, config: RunConfig) -> RunConfig:
         """Return the config with these keys."""
-        return replace(config, **self._asdict())
+        return replace(config, **dict[str, Any](self._asdict()))
 
 
+_BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
+_CHECKPOINTING = ("activation_checkpoint_interval", "activation_checkpoint_mode")
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _TOGETHER = (Sharing._fields[:2], Sharing._fields[2:3], Sharing._fields[3:])  # keys that are named all or none
 
 
@@ -131,20 +130,22 @@ def list_sharings(models: SharedModels, world_size: int, cards_per_node: int) ->
     """Return the ways to share that the model, the row's length and the other keys allow, the config's own first: its
     sizes, then powers of two, those that share layers within a node; `auto` as both modes, where a sequence is
     shared."""
-    own = Sharing.of(models.config)
-    auto, *modes = ContextParallelMode
-    sequences = _list_powers(MOST_SHARING) if models.config.max_seq_length >= LONG else []
+    own, (auto, *modes) = Sharing.of(models.config), ContextParallelMode
+    tensors = [
+        (size, splits_sequence)
+        for size in dict.fromkeys([own.tensor_parallel_size, *_list_powers(cards_per_node)])
+        for splits_sequence in ((own.sequence_parallel, not own.sequence_parallel) if size > 1 else (False,))
+    ]
+    powers = _list_powers(MOST_SHARING) if models.config.max_seq_length >= LONG else []
+    sequences = [
+        (size, mode)
+        for size in dict.fromkeys([own.context_parallel_size, *powers])
+        for mode in (modes if own.context_parallel_mode is auto and size > 1 else [own.context_parallel_mode])
+    ]
+    shares = dict.fromkeys([own.expert_parallel_size, *_list_powers(MOST_DIVIDING)])
     found = []
-    for tensor, splits_sequence, context, mode, experts in itertools.product(
-        dict.fromkeys([own.tensor_parallel_size, *_list_powers(cards_per_node)]),
-        (own.sequence_parallel, not own.sequence_parallel),
-        dict.fromkeys([own.context_parallel_size, *sequences]),
-        (auto, *modes),
-        dict.fromkeys([own.expert_parallel_size, *_list_powers(MOST_DIVIDING)]),
-    ):
-        used_modes = modes if own.context_parallel_mode is auto and context > 1 else [own.context_parallel_mode]
-        divides = world_size % (tensor * context) == 0 == world_size % (tensor * experts)
-        if divides and mode in used_modes and (tensor > 1 or not splits_sequence):
+    for (tensor, splits_sequence), (context, mode), experts in itertools.product(tensors, sequences, shares):
+        if world_size % (tensor * context) == 0 and world_size % (tensor * experts) == 0:
             with suppress(UserError):
                 sharing = Sharing(context, mode, experts, tensor, splits_sequence)
                 models.get(sharing)
@@ -152,58 +153,64 @@ def list_sharings(models: SharedModels, world_size: int, cards_per_node: int) ->
     return found or [own]
 
 
-def list_named(sharings: Sequence[Sharing], resplits: bool) -> list[str]:
-    """Return the keys that the overrides of a candidate name, of those in `Sharing` the ones that differ: of layers,
-    and of sequences, both or none. resplits: whether the config's own split is not used."""
-    shared = [
-        key
-        for keys in _TOGETHER
-        if len({tuple(getattr(sharing, key) for key in keys) for sharing in sharings}) > 1
-        for key in keys
-    ]
-    batch = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
-    checkpointing = ("activation_checkpoint_interval", "activation_checkpoint_mode")
-    split = ["partition_method"] if resplits else []
-    return ["num_stages", *shared, *batch, *checkpointing, "schedule", *UNUSED, *split]
-
-
-def list_layouts(config: RunConfig, world_size: int, num_layers: int) -> Iterator[RunConfig]:
-    """Yield the config with each number of stages and micro-batch size that divide the ranks and the global batch;
-    micro-batches in powers of two. config: with a global batch, and without `gradient_accumulation_steps`."""
-    assert config.global_batch_size is not None
-    stages = (size for size in range(1, min(world_size, num_layers) + 1) if world_size % size == 0)
-    for num_stages, micro_batch_size in itertools.product(stages, _list_powers(config.global_batch_size)):
-        keys = replace(config, num_stages=num_stages, micro_batch_size=micro_batch_size)
+def list_layouts(config: RunConfig, sharings: Sequence[Sharing], num_layers: int) -> list[RunConfig]:
+    """Return the keys of each way to share with each number of stages and micro-batch size, in powers of two, that
+    divide the ranks and the global batch; nothing recomputed, and no memory saved. num_layers: of those that a split
+    can separate. Raises UserError where there are none."""
+    world_size, total = int(config.world_size), config.global_batch_size
+    if total is None:
+        total = build_layout(config, world_size, num_layers, has_accelerator=True).global_batch_size
+    if isinstance(config.partition_method, list):  # which serves one number of stages only
+        config = replace(config, partition_method="balanced")
+    config = replace(config, plan=True, global_batch_size=total, gradient_accumulation_steps=None, **UNUSED)
+    stages = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    found = []
+    for sharing, num_stages, micro_batch_size in itertools.product(sharings, stages, _list_powers(total)):
+        keys = replace(sharing.apply(config), num_stages=num_stages, micro_batch_size=micro_batch_size)
         with suppress(UserError):
             build_layout(keys, world_size, num_layers, has_accelerator=True)
-            yield keys
+            found.append(keys)
+    if not found:
+        raise UserError(
+            f"no split of world_size={world_size} divides global_batch_size={total}; "
+            "give a multiple of a divisor of world_size"
+        )
+    return found
+
+
+def _list_powers(most: int) -> list[int]:
+    return [2**exponent for exponent in range(max(most, 1).bit_length())]
 
 
 class Planner:
-    """Plans the runs of a search, each once. named: the keys that the overrides of its candidates name."""
+    """Plans the runs of a search, each once."""
 
-    def __init__(self, models: SharedModels, machine: Machine, named: Sequence[str]) -> None:
-        self._models, self._machine, self._named = models, machine, named
-        self._known: dict[tuple[Any, ...], Candidate] = {}
+    def __init__(self, models: SharedModels, machine: Machine, sharings: Sequence[Sharing]) -> None:
+        self.models, self._machine, self._known = models, machine, dict[tuple[Any, ...], Candidate]()
+        differing = {key for key, *values in zip(Sharing._fields, *sharings, strict=True) if len({*values}) > 1}
+        shared = [key for keys in _TOGETHER if differing & {*keys} for key in keys]
+        split = ["partition_method"] if isinstance(models.config.partition_method, list) else []
+        self._named = ["num_stages", *shared, *_BATCH, *_CHECKPOINTING, "schedule", *UNUSED, *split]
 
-    def plan(self, keys: RunConfig, memory_overrides: Mapping[str, Any]) -> Candidate:
-        """Return the plan of a run; an uneven split is looked for, which takes long, only where it may save memory.
-        Raises UserError where the run would."""
-        keys = replace(keys, **memory_overrides)
-        values = (*Sharing.of(keys), *(getattr(keys, key) for key in self._named))
+    def plan(self, keys: RunConfig, memory_overrides: Mapping[str, Any] = _NONE) -> Candidate:
+        """Return the plan of a run; an uneven split, which takes long to find, is looked for only where the fullest
+        stage has too much of what others, each of one chunk, have room for. Raises UserError where the run would."""
+        keys, sharing = replace(keys, **memory_overrides), Sharing.of(keys)
+        values = (sharing, *(getattr(keys, key) for key in self._named))
         if values not in self._known:
             check_config(keys, has_accelerator=True)
-            model, target = self._models.get(Sharing.of(keys)), Target(int(keys.world_size), True, is_planned=True)
+            model, target = self.models.get(sharing), Target(int(keys.world_size), True, is_planned=True)
             plan = plan_resolved(resolve_layout(model, keys, target), self._machine)
-            is_moved = _may_fit_otherwise(plan)
+            room = len(plan.stages) * plan.memory_limit - sum(stage.memory.peak for stage in plan.stages)
+            is_moved = plan.missing_memory > 0 and room >= 0 and plan.layout.num_chunks == 1
             if is_moved:
-                target = replace(target, machine=self._machine)
-                plan = plan_resolved(resolve_layout(model, keys, target), self._machine)
+                run = resolve_layout(model, keys, replace(target, machine=self._machine))
+                plan = plan_resolved(run, self._machine)
             self._known[values] = Candidate(keys, plan, memory_overrides, self._named, is_moved)
         return self._known[values]
 
     def choose(
-        self, keys: RunConfig, choices: Sequence[Choice], memory_overrides: Mapping[str, Any]
+        self, keys: RunConfig, choices: Sequence[Choice], memory_overrides: Mapping[str, Any] = _NONE
     ) -> Candidate | None:
         """Return the plan with that choice of recomputation that takes the least memory; None where the run would
         refuse all."""
@@ -215,55 +222,41 @@ class Planner:
         return min(found, key=lambda candidate: candidate.plan.fullest.memory.peak, default=None)
 
 
-def list_choices(planner: Planner, whole: Candidate, is_late: Callable[[Plan], bool]) -> Iterator[Candidate]:
+def list_choices(planner: Planner, whole: Candidate, is_late: Callable[[Candidate], bool]) -> Iterator[Candidate]:
     """Yield a layout with more and more recomputation, until there is room or all that is left is late; with each also
     the overrides that save memory. whole: the layout with nothing recomputed."""
     if not whole.plan.fits:  # most layouts of a large model never do, which this shows with few plans
-        plain = planner.choose(replace(whole.keys, schedule=PLAIN), CHECKPOINTING[-1], {})
-        most_saved = [plain, *_list_saving(planner, plain, CHECKPOINTING[-1])] if plain else []
+        most_saved = list(_list_level(planner, replace(whole.keys, schedule=PLAIN), CHECKPOINTING[-1]))
         if not any(candidate.plan.fits for candidate in most_saved):
             yield from most_saved
             return
     for choices in CHECKPOINTING:
-        plain = planner.choose(whole.keys, choices, {})
-        if plain is None:
+        level = _list_level(planner, whole.keys, choices)
+        plain = next(level, None)
+        if plain is not None:
+            if is_late(plain):
+                return
+            yield plain
+            yield from level
+            if plain.has_room:
+                return
+
+
+def _list_level(planner: Planner, keys: RunConfig, choices: Sequence[Choice]) -> Iterator[Candidate]:
+    """Yield a layout with the one of these choices of recomputation that takes the least memory, then with each
+    override that it needs besides, but for those with more in them than one that made room."""
+    plain = planner.choose(keys, choices)
+    if plain is None:
+        return
+    yield plain
+    layout, enough = plain.plan.layout, list[Mapping[str, Any]]()
+    in_one = SAVING[:1] if layout.gradient_accumulation_steps == 1 else ()
+    for memory_overrides in in_one if plain.has_room else SAVING:
+        has_nothing_to_shard = "zero_stage" in memory_overrides and layout.num_weight_replicas == 1
+        if has_nothing_to_shard or any(fewer.items() <= memory_overrides.items() for fewer in enough):
             continue
-        if is_late(plain.plan):
-            return
-        yield plain
-        yield from _list_saving(planner, plain, choices)
-        if plain.has_room:
-            return
-
-
-def _list_saving(planner: Planner, plain: Candidate, choices: Sequence[Choice]) -> Iterator[Candidate]:
-    """Yield a candidate with each override that it needs and that may save enough, but for those with more in them than
-    one that did. choices: of recomputation, among which `plain` has the one that takes the least memory."""
-    layout, stages = plain.plan.layout, plain.plan.stages
-    enough: list[Mapping[str, Any]] = []
-    for memory_overrides in SAVING if not plain.has_room else SAVING_IN_ONE * (layout.gradient_accumulation_steps == 1):
         moves = "activation_offload" in memory_overrides  # the inputs of groups: most in the smallest
-        rest = max(
-            max(stage.memory.recomputation, stage.memory.loss) + (0 if moves else stage.memory.activations)
-            for stage in stages
-        )
-        if (
-            rest > plain.plan.memory_limit
-            or ("zero_stage" in memory_overrides and layout.num_weight_replicas == 1)
-            or any(fewer.items() <= memory_overrides.items() for fewer in enough)
-        ):
-            continue
-        candidate = planner.choose(plain.keys, choices[:1] if moves else [plain.checkpointing], memory_overrides)
+        candidate = planner.choose(keys, choices[:1] if moves else [plain.checkpointing], memory_overrides)
         if candidate is not None:
             yield candidate
-            enough += [memory_overrides] * candidate.has_room
-
-
-def _may_fit_otherwise(plan: Plan) -> bool:
-    """Whether stages, each of one chunk, have room for what the fullest one has too much of."""
-    total = sum(stage.memory.peak for stage in plan.stages)
-    return plan.layout.num_chunks == 1 and plan.missing_memory > 0 and total <= len(plan.stages) * plan.memory_limit
-
-
-def _list_powers(most: int) -> list[int]:
-    return [2**exponent for exponent in range(max(most, 1).bit_length())]
+            enough += [memory_overrides] if candidate.has_room else []
