@@ -1,24 +1,30 @@
 """`plan=search`: the fastest layouts that fit, best first.
 
-What is tried (`search_space.py`): every way to share layers, sequences and experts, with every number of stages and
-every micro-batch size, under every schedule; each with the least recomputation that fits and, where it does not fit
-without, with more of it and with overrides that save memory.
+Planning the memory of a layout and a bound of its step is cheap, simulating its schedule is not. So layouts are planned
+with nothing recomputed and no memory saved, which is faster than what makes them fit, and are ranked by the bound. In
+that order they are planned with what makes them fit, and simulated, until `SHOWN` found steps are shorter than every
+bound that is left.
 
-A layout is not listed where it does not fit, where the run would refuse its keys, or where `SHOWN` others are faster.
-And it is not tried
+Why a layout is not listed: it does not fit, the run would refuse its keys, `SHOWN` others are faster, or it is not
+tried. What is tried (`search_space.py`):
 
-- with recomputation or overrides that it has the memory to do without: those cost time (`_list_choices`);
-- under another schedule where it does not fit under 1F1B: none of them takes much less memory;
-- under a schedule that is ordered by rules (`zero_bubble`), but for the `MOST_ORDERS` that promise most of those with
-  at most `MOST_PASSES` passes.
-
-Planning the memory of a layout, and a bound of its step, is cheap next to simulating a schedule. So layouts are looked
-at in the order of what their step takes at least, and only what can be among the fastest is simulated.
+- every number of stages; micro-batches in powers of two. Not another global batch.
+- the config's own sizes and modes of tensor, context and expert parallelism, and powers of two: of tensor parallelism
+  within a node, of context parallelism up to `MOST_SHARING` for samples of `LONG` tokens, of experts up to
+  `MOST_DIVIDING`.
+- the levels of recomputation in `CHECKPOINTING`, and with each the overrides in `SAVING`. Not more recomputation than a
+  layout needs; not an override where it has room without, or with fewer.
+- each schedule, where the layout fits with most memory saved under 1F1B: no other schedule takes much less. Of those
+  that are ordered by rules (zero bubble), only the `MOST_ORDERS` candidates that promise most, of at most `MOST_PASSES`
+  passes.
+- the config's `partition_method`, or `balanced` where it is a list; layers on other stages than that says where a stage
+  has too much.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -45,7 +51,6 @@ SHOWN = 10  # layouts
 MOST_ORDERS = 6  # candidates whose passes are ordered by trying rules, which takes a second each
 MOST_PASSES = 1024  # stages x micro-batches of those
 ORDERED = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
-UNORDERED = [PLAIN, *(name for name in SCHEDULES if name not in (PLAIN, *ORDERED))]
 
 
 class _Fastest:
@@ -80,36 +85,42 @@ def search_plans(
     sharings = among or list_sharings(models, int(config.world_size), machine.cards_per_node)
     planner = Planner(models, machine, sharings)
     layouts = list_layouts(config, sharings, models.model.num_units)
-    scheduled = [replace(each, schedule=name) for each in layouts for name in UNORDERED[: each.num_stages]]
-    opened = [whole for keys in scheduled if (whole := planner.choose(keys, CHECKPOINTING[0]))]
-    if not opened:
+    scheduled = [
+        replace(keys, schedule=name)
+        for keys in layouts
+        for name in SCHEDULES
+        if name == PLAIN or (keys.num_stages > 1 and name not in ORDERED)  # one stage has no bubble to fill
+    ]
+    bases = [base for keys in scheduled if (base := planner.choose(keys, CHECKPOINTING[0]))]
+    if not bases:
         planner.plan(scheduled[0])  # raises what the run would
-    fastest, tried = _Fastest(most), list(opened)
-    for whole in sorted(opened, key=_bound):
-        if _bound(whole) >= fastest.limit:
+    fastest, tried = _Fastest(most), list(bases)
+    for base in sorted(bases, key=_bound):
+        if _bound(base) >= fastest.limit:
             break
-        for candidate in list_choices(planner, whole, lambda plain: _bound(plain) >= fastest.limit):
+        for candidate in list_choices(planner, base, lambda plain: _bound(plain) >= fastest.limit):
             tried.append(candidate)
             if candidate.plan.fits and _bound(candidate) + candidate.plan.reduce_seconds < fastest.limit:
                 fastest.offer(candidate)
     for name in ORDERED:
-        _order(planner, [whole for whole in opened if whole.keys.schedule == PLAIN], name, fastest)
+        _order(planner, [base for base in bases if base.keys.schedule == PLAIN], name, fastest)
     return fastest.candidates or [min(tried, key=_measure_lack)]
 
 
-def _order(planner: Planner, opened: Sequence[Candidate], name: str, fastest: _Fastest) -> None:
+def _order(planner: Planner, bases: Sequence[Candidate], name: str, fastest: _Fastest) -> None:
     """Offer candidates under a schedule that is ordered by rules: those that promise most, of what fits under 1F1B, and
     with more recomputation where they do not fit then."""
     fitting: list[Candidate] = []
-    for whole in sorted((each for each in opened if _may_order(planner, each, name)), key=_bound_any):
-        promise_more = [candidate for candidate in fitting if _bound_any(candidate) <= _bound_any(whole)]
-        if len(promise_more) >= MOST_ORDERS or _bound_any(whole) >= fastest.limit:
+    for base in sorted((each for each in bases if _may_order(planner, each, name)), key=_bound_any):
+        promise_more = [candidate for candidate in fitting if _bound_any(candidate) <= _bound_any(base)]
+        if len(promise_more) >= MOST_ORDERS or _bound_any(base) >= fastest.limit:
             break
-        tried = list_choices(planner, whole, lambda plain: _bound_any(plain) >= fastest.limit)
+        tried = list_choices(planner, base, lambda plain: _bound_any(plain) >= fastest.limit)
         fitting += [candidate for candidate in tried if candidate.plan.fits and _may_order(planner, candidate, name)]
     for candidate in sorted(fitting, key=_bound_any)[:MOST_ORDERS]:
-        level = next(level for level, choices in enumerate(CHECKPOINTING) if candidate.checkpointing in choices)
-        for choices in CHECKPOINTING[level:] if _bound_any(candidate) < fastest.limit else ():
+        if _bound_any(candidate) >= fastest.limit:
+            break
+        for choices in itertools.dropwhile(lambda choices: candidate.checkpointing not in choices, CHECKPOINTING):
             ordered = planner.choose(replace(candidate.keys, schedule=name), choices, candidate.memory_overrides)
             if ordered is not None and ordered.plan.fits:
                 fastest.offer(ordered)

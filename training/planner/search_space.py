@@ -222,19 +222,19 @@ class Planner:
         return min(found, key=lambda candidate: candidate.plan.fullest.memory.peak, default=None)
 
 
-def list_choices(planner: Planner, whole: Candidate, is_late: Callable[[Candidate], bool]) -> Iterator[Candidate]:
-    """Yield a layout with more and more recomputation, until there is room or all that is left is late; with each also
-    the overrides that save memory. whole: the layout with nothing recomputed."""
-    if not whole.plan.fits:  # most layouts of a large model never do, which this shows with few plans
-        most_saved = list(_list_level(planner, replace(whole.keys, schedule=PLAIN), CHECKPOINTING[-1]))
+def list_choices(planner: Planner, base: Candidate, is_too_slow: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+    """Yield a layout with more and more recomputation, until there is room or all that is left is too slow; with each
+    also the overrides that save memory. base: the layout with nothing recomputed."""
+    if not base.plan.fits:  # most layouts of a large model never do, which this shows with few plans
+        most_saved = list(_list_level(planner, replace(base.keys, schedule=PLAIN), CHECKPOINTING[-1]))
         if not any(candidate.plan.fits for candidate in most_saved):
             yield from most_saved
             return
     for choices in CHECKPOINTING:
-        level = _list_level(planner, whole.keys, choices)
+        level = _list_level(planner, base.keys, choices)
         plain = next(level, None)
         if plain is not None:
-            if is_late(plain):
+            if is_too_slow(plain):
                 return
             yield plain
             yield from level
