@@ -138,9 +138,22 @@ def compute_logits(chunk: Chunk) -> PassCost:
     return PassCost(forward_seconds=moved / (run.hardware.memory_bandwidth * GB * STREAM_RATE))
 
 
+def compute_early_products(chunk: Chunk) -> PassCost:
+    """Return the seconds of the head's backward pass, moved into the forward pass: a loss that is a sum over tokens
+    turns a chunk of logits into their gradient, and multiplies it, while it has them
+    (`models/losses/cross_entropy.py`). In layers that were timed they are there."""
+    config = chunk.run.config
+    objective = get_objective(config)
+    waits = objective.head is not None or objective.remakes_logits or config.precision is Precision.fp16
+    if not chunk.has_loss or waits or config.evaluate_only or chunk.layers[-1].work.pass_seconds:
+        return PassCost()
+    seconds = chunk.time_backward(chunk.layers[-1])
+    return PassCost(forward_seconds=seconds, backward_seconds=-seconds)
+
+
 def compute_loss_cost(chunk: Chunk) -> PassCost:
     """Return the time of the loss in addition to the head's products."""
-    return compute_second_logits(chunk) + compute_logits(chunk)
+    return compute_second_logits(chunk) + compute_logits(chunk) + compute_early_products(chunk)
 
 
 def compute_first_pass(chunk: Chunk) -> PassCost:

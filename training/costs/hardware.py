@@ -57,6 +57,15 @@ class Machine:
         return self.intra_node_bandwidth * min(1.0, peers / max(1, self.cards_per_node - 1))
 
 
+# A core, to split and order a run by: only the ratio of its rates counts
+ANY_CPU = Machine(
+    name="any CPU", device=Device.cpu, cards_per_node=2**20, memory=16, usable_memory=1.0,
+    peak_flops=dict.fromkeys(("fp32", "bf16", "fp16"), 50e9), efficiency=0.8, memory_bandwidth=10,
+    intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=16, host_memory_bandwidth=10, host_link_bandwidth=10,
+    device_name="cpu",
+)  # fmt: skip
+
+
 def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size: int) -> Machine:
     """Return `hardware` with every null measured on this machine, its cores and memory shared by `world_size` ranks.
 

@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from training.cost_terms import table
 from training.cost_terms.context_parallel import ModeCost, compare_modes
 from training.cost_terms.cost_term import Chunk, PlannedRun, Stage, list_stages
+from training.cost_terms.pass_times import time_passes
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.memory import Memory
@@ -289,12 +290,8 @@ def _plan_stage(stage: Stage) -> StagePlan:
 
 
 def _plan_chunk(chunk: Chunk) -> ChunkPlan:
-    cost = table.sum_pass_cost(chunk)
+    cost, seconds = table.sum_pass_cost(chunk), time_passes(chunk)
     layout, hardware = chunk.run.layout, chunk.run.hardware
-    forward_sending, backward_sending = (
-        compute_sending_seconds(sent, layout, chunk.stage_id, hardware)
-        for sent in (cost.forward_sent, cost.backward_sent)
-    )
     schedule = build_schedule(layout)
     to = schedule.find_stage(min(chunk.number + 1, schedule.last_chunk))
     is_sent = to != chunk.stage_id
@@ -305,12 +302,12 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
         last_layer=chunk.indices.stop - 1,
         forward_flops=cost.forward_flops,
         backward_flops=cost.backward_flops,
-        forward_seconds=cost.forward_seconds + forward_sending,
-        backward_seconds=cost.backward_seconds + backward_sending,
-        deferred_seconds=cost.deferred_seconds,
+        forward_seconds=seconds.forward,
+        backward_seconds=seconds.backward,
+        deferred_seconds=seconds.deferred,
         recomputed_seconds=cost.recomputed_seconds,
         excess_seconds=cost.excess_seconds,
-        sum_seconds=forward_sending + backward_sending,
+        sum_seconds=seconds.sending,
         sent=cost.forward_sent + cost.backward_sent,
         boundary_bytes=cost.boundary_bytes if is_sent else 0,
         transfer_seconds=cost.boundary_bytes / 2 / link if is_sent else 0.0,
