@@ -181,7 +181,18 @@ class Plan:
 
     def compute_cost(self, num_tokens: float, price_per_hour: float) -> float:
         """Return the price of training on so many tokens, in the unit of `price_per_hour`, which is that of a GPU."""
-        return num_tokens / self.tokens_per_second / 3600 * self.layout.world_size * price_per_hour
+        return self.price_seconds(num_tokens / self.tokens_per_second, price_per_hour)
+
+    def price_seconds(self, seconds: float, price_per_hour: float) -> float:
+        """Return the price of all GPUs for so many seconds, in the unit of `price_per_hour`, which is that of a GPU."""
+        return seconds / 3600 * self.layout.world_size * price_per_hour
+
+    def time_forward(self, num_samples: int) -> float:
+        """Return the seconds of one forward pass over samples, in the micro-batches of a step: with the mismatched
+        answers of each, where an objective's step reads those too."""
+        micro_batches = -(-num_samples // (self.layout.micro_batch_size * self.layout.dp_size))
+        slowest = max(stage.forward_seconds for stage in self.stages)
+        return (micro_batches + self.layout.num_stages - 1) * slowest
 
     @property
     def mfu(self) -> float:

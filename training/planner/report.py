@@ -3,8 +3,9 @@ change."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from training.config.schema import CheckpointMode, Offload, RunConfig
@@ -30,11 +31,13 @@ def render_plan(
     total_steps: int | None,
     *,
     note: str = "",
+    earlier: Mapping[str, float] = MappingProxyType({}),
     width: int | None = None,
     remedies: Sequence[Remedy] = (),
 ) -> str:
-    """Return the report of a plan, without a newline at the end. note: on `total_steps`. width: of the table, as in
-    `render_rows`. remedies: for a plan that does not fit."""
+    """Return the report of a plan, without a newline at the end. total_steps: those that the run trains. note: on
+    them. earlier: as in `render_run`. width: of the table, as in `render_rows`. remedies: for a plan that does not
+    fit."""
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
@@ -48,7 +51,7 @@ def render_plan(
             *render_table(plan, width),
             "",
             *render_step(plan, hardware),
-            *render_run(plan, total_steps, hardware.price_per_hour),
+            *render_run(plan, total_steps, hardware.price_per_hour, earlier),
             *([note] if note else []),
             f"on disk: {render_disk(plan.checkpoint, config)}",
             "",
@@ -175,29 +178,31 @@ def _share_of_sums(plan: Plan) -> float:
     return plan.layout.gradient_accumulation_steps * max(stage.sum_seconds for stage in plan.stages) / plan.step_seconds
 
 
-def render_run(plan: Plan, total_steps: int | None, price_per_hour: float | None = None) -> list[str]:
+def render_run(
+    plan: Plan,
+    total_steps: int | None,
+    price_per_hour: float | None = None,
+    earlier: Mapping[str, float] = MappingProxyType({}),
+) -> list[str]:
     """Return a line on the whole run: steps, tokens, time, and its price where that of a GPU is known; says so where
-    `total_steps` is not known."""
+    `total_steps` is not known. earlier: the seconds of each pass over the data before training, by its name."""
     if total_steps is None:
-        billion = [] if price_per_hour is None else [f"1B tokens cost {_render_price(plan, 1e9, price_per_hour)}"]
+        billion = _render_price(plan, 1e9 / plan.tokens_per_second, price_per_hour)
         unknown = "whole run: not known; give max_steps, or a train_file, with a tokenizer where its samples are packed"
-        return ["; ".join([unknown, *billion])]
-    tokens = total_steps * plan.tokens_per_step
-    cost = [] if price_per_hour is None else [_render_price(plan, tokens, price_per_hour)]
-    return [
-        ", ".join(
-            [
-                f"whole run: {total_steps:,} steps, at most {render_count(tokens)} tokens, "
-                f"{render_seconds(total_steps * plan.step_seconds)}",
-                *cost,
-            ]
-        )
-    ]
+        return ["; ".join([unknown, *(f"1B tokens cost {price}" for price in billion)])]
+    seconds = total_steps * plan.step_seconds + sum(earlier.values())
+    parts = " and ".join(f"{render_seconds(each)} {name}" for name, each in earlier.items())
+    line = (
+        f"whole run: {total_steps:,} steps, at most {render_count(total_steps * plan.tokens_per_step)} tokens, "
+        f"{render_seconds(seconds)}{f' ({parts} before training)' * bool(earlier)}"
+    )
+    return [", ".join([line, *_render_price(plan, seconds, price_per_hour)])]
 
 
-def _render_price(plan: Plan, num_tokens: float, price_per_hour: float) -> str:
-    cost = render_cost(plan.compute_cost(num_tokens, price_per_hour))
-    return f"{cost} at {price_per_hour:g} per GPU and hour"
+def _render_price(plan: Plan, seconds: float, price_per_hour: float | None) -> list[str]:
+    if price_per_hour is None:
+        return []
+    return [f"{render_cost(plan.price_seconds(seconds, price_per_hour))} at {price_per_hour:g} per GPU and hour"]
 
 
 def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = ()) -> list[str]:
