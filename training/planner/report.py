@@ -12,7 +12,6 @@ from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.costs.hardware import GIB, Machine
 from training.costs.memory import Memory
 from training.distributed.topology import EXPERTS
-from training.objectives.registry import get_objective
 from training.planner.disk import render_disk
 from training.planner.formatting import render_cost, render_count, render_rows, render_seconds
 from training.planner.plan import Plan, StagePlan
@@ -41,7 +40,7 @@ def render_plan(
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
-            f"{get_objective(config).group_size(config.data) * config.max_seq_length} tokens a sample",
+            f"{_describe_samples(plan)}",
             f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, "
             f"{config.precision.value}, zero_stage={config.zero_stage}, "
             f"offload_optimizer={config.offload_optimizer.value}, "
@@ -58,6 +57,12 @@ def render_plan(
             *render_verdict(plan, config, remedies),
         ]
     )
+
+
+def _describe_samples(plan: Plan) -> str:
+    if plan.tokens_per_sample == plan.longest_sample:
+        return f"{plan.longest_sample} tokens a sample"
+    return f"{plan.tokens_per_sample} tokens a sample on average, memory for the longest, of {plan.longest_sample}"
 
 
 def list_figures(plan: Plan) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def render_step(plan: Plan, hardware: Machine) -> list[str]:
         *_render_sums(plan),
         *_render_sequences(plan, hardware),
         *_render_experts(plan),
-        f"{plan.tokens_per_second:,.0f} tokens/s with full samples, "
+        f"{plan.tokens_per_second:,.0f} tokens/s with samples of {plan.tokens_per_sample} tokens, "
         f"{plan.tokens_per_second / plan.layout.world_size:,.0f} per GPU; "
         f"MFU {plan.mfu:.1%}; while computing, a GPU is assumed to reach {hardware.efficiency:.0%} of its peak",
         f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of {num_ranks} rank{'s' * (num_ranks > 1)}, "
@@ -192,8 +197,9 @@ def render_run(
         return ["; ".join([unknown, *(f"1B tokens cost {price}" for price in billion)])]
     seconds = total_steps * plan.step_seconds + sum(earlier.values())
     parts = " and ".join(f"{render_seconds(each)} {name}" for name, each in earlier.items())
+    bound = "at most" if plan.tokens_per_sample == plan.longest_sample else "about"
     line = (
-        f"whole run: {total_steps:,} steps, at most {render_count(total_steps * plan.tokens_per_step)} tokens, "
+        f"whole run: {total_steps:,} steps, {bound} {render_count(total_steps * plan.tokens_per_step)} tokens, "
         f"{render_seconds(seconds)}{f' ({parts} before training)' * bool(earlier)}"
     )
     return [", ".join([line, *_render_price(plan, seconds, price_per_hour)])]
@@ -261,6 +267,23 @@ def largest_kind(stage: StagePlan) -> str:
 
 
 def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
+    """Changes that give the memory that is missing, and take none that is."""
+    if plan.missing_memory <= 0:
+        offloads = {
+            "offload_optimizer=none": config.offload_optimizer is not Offload.none,
+            "activation_offload=false": config.activation_offload,
+            "offload_parameters=none": config.offload_parameters is not Offload.none,
+        }
+        return [*(key for key, is_given in offloads.items() if is_given), "fewer ranks on each node"]
+    advice = _gpu_advice(plan, config)
+    if config.shards_weights and config.offload_parameters is Offload.none and plan.has_host_room("weights"):
+        advice.append("offload_parameters=cpu")
+    if config.offload_optimizer is Offload.none and not config.shards_weights and plan.has_host_room("optimizer"):
+        advice.append("offload_optimizer=cpu")
+    return [*advice, "more num_stages"]
+
+
+def _gpu_advice(plan: Plan, config: RunConfig) -> list[str]:
     advice = []
     if (config.activation_checkpoint_interval, config.activation_checkpoint_mode) != (1, CheckpointMode.grouped):
         advice.append("activation_checkpoint_interval=1 activation_checkpoint_mode=grouped")
@@ -268,13 +291,9 @@ def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
         advice.append("a smaller micro_batch_size")
     if plan.layout.num_stages == 1 and plan.layout.dp_size > 1 and not config.shards_weights:
         advice.append("zero_stage=3")
-    if config.shards_weights and config.offload_parameters is Offload.none:
-        advice.append("offload_parameters=cpu")
-    if config.offload_optimizer is Offload.none and not config.shards_weights:
-        advice.append("offload_optimizer=cpu")
     if plan.layout.num_stages > 1 and plan.layout.dp_size == 1 and config.offload_optimizer is Offload.none:
         advice.append("twice the world_size, so that replicas share the optimizer")
-    return [*advice, "more num_stages"]
+    return advice
 
 
 def _speed_advice(plan: Plan, config: RunConfig) -> str:

@@ -356,8 +356,11 @@ def test_steps_of_the_whole_run(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_whole_run_is_what_the_run_trains(tmp_path: Path, keys: tuple[str, ...], steps: int) -> None:
+def test_the_whole_run_is_what_the_run_trains(
+    keys: tuple[str, ...], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a tokenizer: a record is a row."""
+    monkeypatch.setattr("training.planner.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
     (tmp_path / "train.jsonl").write_text("{}\n" * 120)
     given = ("model=llama_tiny", "plan=true", "world_size=1", "micro_batch_size=1", "global_batch_size=4")
     given += ("hardware=h100", "hardware.price_per_hour=3", "max_seq_length=64", "learning_rate=1e-5", "warmup_ratio=0")
