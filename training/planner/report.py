@@ -17,6 +17,10 @@ from training.planner.formatting import render_cost, render_count, render_rows, 
 from training.planner.plan import Plan, StagePlan
 from training.planner.remedies import Remedy, describe_remedies
 
+_RECOMPUTE_LESS = dict.fromkeys(
+    CheckpointMode,
+    "activation_checkpoint_mode=selective saves most of it, activation_checkpoint_interval=0 all of it",
+) | {CheckpointMode.selective: "activation_checkpoint_interval=0 saves it"}
 COLUMNS = (
     "stage", "layers", "params", "GFLOP/token", "weights", "gradients", "optimizer", "activations", "recompute", "loss",
     "buffers", "step", "peak", "boundary",
@@ -310,8 +314,8 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
     losses = [
         (
             again / (len(plan.stages) * step),
-            f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_mode=selective or "
-            "activation_checkpoint_interval=0 saves it where activations fit",
+            f"recomputation takes {recomputed:.0%} of the work; {_RECOMPUTE_LESS[config.activation_checkpoint_mode]}, "
+            "where activations fit",
         ),
         (
             waiting - uneven,
