@@ -49,8 +49,21 @@ def compute_recomputation(chunk: Chunk) -> PassCost:
     """Return the time of running layers again: whole, or under `selective` the operators whose results it does not
     keep."""
     layers = chunk.list_recomputed()
-    again = chunk.remake(layers) if chunk.checkpointing.is_selective else chunk.run_again(layers)
+    again = chunk.remake(layers) if chunk.checkpointing.is_selective else chunk.run_again(layers) + leave_out(chunk)
     return again + compute_offload(chunk, again) if chunk.checkpointing.offloads else again
+
+
+def leave_out(chunk: Chunk) -> PassCost:
+    """Return, as a negative cost, the products that recomputation leaves out."""
+    layers = [layer for layer in chunk.list_stopped() if layer.work.unrepeated_flops]
+    seconds = -sum(
+        layer.work.unrepeated_flops / layer.work.forward_flops * chunk.time_products(layer) for layer in layers
+    )
+    return PassCost(
+        backward_flops=-sum(layer.work.unrepeated_flops for layer in layers),
+        backward_seconds=seconds,
+        recomputed_seconds=seconds,
+    )
 
 
 def compute_offload(chunk: Chunk, again: PassCost) -> PassCost:

@@ -17,7 +17,7 @@ from models.adapters.adapter import NF4_BYTES
 from training.config.schema import AttnImplementation, FlashKernels, Precision, RunConfig
 from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
 from training.costs.hardware import GB, Machine
-from training.costs.kernels import time_attention, time_kernels
+from training.costs.kernels import LAUNCH_SECONDS, REPEATED_LAUNCH, SELECTIVE_LAUNCH, time_attention, time_kernels
 from training.costs.memory import Kept, Memory, bytes_of
 from training.costs.time import PassCost, StepCost
 from training.distributed.topology import Layout
@@ -93,8 +93,8 @@ class PlannedRun:
         (`moe.imbalance`). What its rows move is in the layer's traffic."""
         return 1 + (self.config.moe.imbalance - 1) * layer.work.divided_share
 
-    def time_pass(self, layer: LayerCost, is_backward: bool = False) -> float:
-        """Return the seconds of a layer's pass over a micro-batch."""
+    def time_pass(self, layer: LayerCost, is_backward: bool = False, launch: float = LAUNCH_SECONDS) -> float:
+        """Return the seconds of a layer's pass over a micro-batch. launch: as of `time_kernels`."""
         flops, traffic = layer.work.forward_flops, layer.work.forward_traffic
         if is_backward:
             flops, traffic = layer.work.backward_flops, layer.work.backward_traffic
@@ -103,12 +103,15 @@ class PlannedRun:
         if not self._is_eager:  # two matrix products, of all scores
             flops -= (1 + is_backward) * layer.work.attention_flops
             attending = self.time_attention(layer, is_backward)
-        return time_kernels(flops * self.tokens / self.flops_per_second, attending, traffic, self.hardware)
+        return time_kernels(flops * self.tokens / self.flops_per_second, attending, traffic, self.hardware, launch)
 
     def time_remade(self, layer: LayerCost) -> float:
         """Return the seconds of the operators that `selective` runs again, the scores of eager attention included."""
         flops = self.count_remade_flops(layer)
-        return time_kernels(flops * self.tokens / self.flops_per_second, 0.0, layer.work.remade_traffic, self.hardware)
+        launch = LAUNCH_SECONDS if self.config.compile else SELECTIVE_LAUNCH
+        return time_kernels(
+            flops * self.tokens / self.flops_per_second, 0.0, layer.work.remade_traffic, self.hardware, launch
+        )
 
     def count_remade_flops(self, layer: LayerCost) -> float:
         """Return the FLOPs of a token that `selective` repeats: those of eager attention."""
@@ -195,12 +198,21 @@ class Chunk:
         groups = (group for group in self.groups if group.is_recomputed)
         return [layer for group in groups for layer in self.layers[group.start : min(group.stop, stop)]]
 
+    def list_stopped(self) -> list[LayerCost]:
+        """Return the layers whose recomputation stops before its last products, as soon as all that was kept is there
+        again (torch's `set_checkpoint_early_stop`): the last one of each group, unless it is compiled."""
+        if self.run.config.compile or self.checkpointing.is_selective:
+            return []
+        stop = len(self.layers) - self.has_loss
+        groups = (group for group in self.groups if group.is_recomputed and group.start < stop)
+        return [self.layers[min(group.stop, stop) - 1] for group in groups]
+
     def run_again(self, layers: Sequence[LayerCost]) -> PassCost:
         """Return the cost that a second forward pass of `layers` adds to the backward pass."""
         return PassCost(
             backward_flops=sum(layer.work.forward_flops for layer in layers),
-            backward_seconds=sum(self.time_forward(layer) for layer in layers),
-            recomputed_seconds=sum(self.time_forward(layer) for layer in layers),
+            backward_seconds=sum(map(self.time_repeated, layers)),
+            recomputed_seconds=sum(map(self.time_repeated, layers)),
             excess_seconds=sum(map(self.run.time_excess, layers)),
         )
 
@@ -219,6 +231,18 @@ class Chunk:
         if layer.work.pass_seconds:
             return layer.work.pass_seconds[0] * self.run.tokens * self.run.stretch_experts(layer)
         return self.run.time_pass(layer)
+
+    def time_repeated(self, layer: LayerCost) -> float:
+        """Return the seconds of a whole forward pass that is repeated."""
+        if layer.work.pass_seconds or self.run.config.compile:
+            return self.time_forward(layer)
+        return self.run.time_pass(layer, launch=REPEATED_LAUNCH)
+
+    def time_products(self, layer: LayerCost) -> float:
+        """Return the seconds of the products of a forward pass; of a layer that was timed those of all of it."""
+        if layer.work.pass_seconds:
+            return self.time_forward(layer)
+        return layer.work.forward_flops * self.run.tokens / self.run.flops_per_second
 
     def time_remade(self, layer: LayerCost) -> float:
         """Return the seconds of what `selective` runs again of a layer; of one that was timed by the bytes it moves."""

@@ -71,6 +71,7 @@ class Work:
     forward_flops: float  # of a forward pass; causal attention at its mean number of keys, as it is computed
     attention_flops: float = 0  # those of `forward_flops` that attention takes
     frozen_flops: float = 0  # those of `forward_flops` in frozen matrices, whose own gradient is not computed
+    unrepeated_flops: float = 0  # of products behind the last activation that is kept, which recomputation leaves out
     deferred_flops: float = 0  # of the backward pass, those that the schedule can put off; 0 if it puts none off
     divided_flops: float = 0  # those of `forward_flops` in experts that ranks divide among them
     attention_width: int = (
@@ -325,6 +326,7 @@ def _count_work(built: _BuiltLayer, trace: Trace | None, width: int, keys: float
         frozen_flops=2
         * times
         * sum(active[name] for name in multiplied if not module.get_parameter(name).requires_grad),
+        unrepeated_flops=_count_unrepeated(trace) / built.batch.tokens,
         deferred_flops=2 * sum(active[name] for name in deferred),
         divided_flops=2 * sum(active[name] for name in multiplied if name in divided),
         attention_width=width,
@@ -344,8 +346,9 @@ def _count_bytes(built: _BuiltLayer, trace: Trace | None, width: int, shared: Sh
     if trace is None:
         saved = kept = remade = _estimate_saved(built)
     else:
+        all_kept = _list_fused(trace) if built.passes.fuses else trace.saved
         held = {operand.storage for operator in trace.forward if operator.is_kept for operand in operator.made}
-        saved, kept, remade = map(trace.sum_sizes, (trace.saved, held, trace.saved - held))
+        saved, kept, remade = map(trace.sum_sizes, (all_kept, held, all_kept - held))
     if shared is not None:
         saved, kept, remade = saved + shared.saved_extra, kept + shared.kept_extra, remade + shared.remade_extra
     return Bytes(
@@ -359,6 +362,40 @@ def _count_bytes(built: _BuiltLayer, trace: Trace | None, width: int, shared: Sh
         ),
         deferred=_count_deferred(built, trace),
     )
+
+
+def _count_unrepeated(trace: Trace | None) -> float:
+    """Return the FLOPs of a micro-batch's products behind the last activation that is kept."""
+    if trace is None:
+        return 0
+    (left_out,) = count_traffic([trace.forward[trace.num_repeated :]], fuses=False)
+    return sum(2.0 * rows * depth * columns for rows, depth, columns in left_out.products)
+
+
+def _list_fused(trace: Trace) -> set[int]:
+    """Return the storages that fused kernels keep: what products and attention make or take, and what the layer takes.
+    All else is made of these again (Liger-Kernel, 2410.10989; the partitioner of `torch.compile`)."""
+    makers = {
+        operand.storage: operator
+        for operator in trace.forward
+        for operand in operator.made
+        if operand.storage not in {taken.storage for taken in operator.taken}
+    }
+    written = {
+        operand.storage
+        for operator in trace.forward
+        if operator.name in PRODUCTS or operator.is_kept
+        for operand in (*operator.taken, *operator.made)
+    }
+    found, waiting = set[int](), set(trace.saved)
+    while waiting:
+        storage = waiting.pop()
+        maker = makers.get(storage)
+        if maker is None or not maker.taken or storage in written:
+            found.add(storage)
+        else:
+            waiting |= {operand.storage for operand in maker.taken if operand.numel > 1} - found
+    return found
 
 
 def _list_active(built: _BuiltLayer) -> dict[str, float]:

@@ -22,7 +22,10 @@ STREAM_RATE = 0.8  # of a data sheet's bandwidth, what kernels that move long ro
 # Of the GPU, for a kernel to start and to drain, besides its bytes: on an H200, over the rate of a copy, 5 us for SiLU
 # and a product of two tensors each, 12 for the eight of an eager RMSNorm (benchmarks/results/nvidia-h200-2026-11-27)
 KERNEL_SECONDS = 5e-6
-LAUNCH_SECONDS = 8e-6  # of the host, for an operator of PyTorch and the Python around it
+# Of the host, for an operator of PyTorch and the Python around it: in a plain pass, in one that checkpointing repeats
+# with its hooks, and in one that `selective` repeats under its dispatch modes (timed on a CPU, scaled to the host of an
+# H200, whose shortest operator takes 9.8 us)
+LAUNCH_SECONDS, REPEATED_LAUNCH, SELECTIVE_LAUNCH = 10e-6, 25e-6, 60e-6
 
 
 def time_attention(
@@ -36,10 +39,13 @@ def time_attention(
     return products / rate * (ATTENTION_BACKWARD if is_backward else 1)
 
 
-def time_kernels(products: float, attending: float, traffic: Traffic, machine: Machine) -> float:
+def time_kernels(
+    products: float, attending: float, traffic: Traffic, machine: Machine, launch: float = LAUNCH_SECONDS
+) -> float:
     """Return the seconds of a layer's pass.
 
-    products: seconds of its FLOPs at the rate of large products; attending: those of its attention. The host runs ahead
+    products: seconds of its FLOPs at the rate of large products; attending: those of its attention. launch: the host's
+    seconds for an operator. The host runs ahead
     of the GPU, so launching counts where it takes longer than all that is launched. Products whose shapes are known
     take as much longer as they leave multiprocessors idle.
     """
@@ -47,7 +53,7 @@ def time_kernels(products: float, attending: float, traffic: Traffic, machine: M
         return products + attending
     moving = traffic.moved / (machine.memory_bandwidth * GB * STREAM_RATE) + traffic.kernels * KERNEL_SECONDS
     computing = products * stretch_products(traffic.products, machine.multiprocessors)
-    return max(computing + attending + moving, traffic.kernels * LAUNCH_SECONDS)
+    return max(computing + attending + moving, traffic.kernels * launch)
 
 
 @lru_cache(maxsize=2**12)  # a search asks for the same layers thousands of times
