@@ -60,8 +60,7 @@ def test_all_wait_for_the_most_loaded_rank() -> None:
 
 
 def test_the_load_of_the_most_loaded_rank_counts_once() -> None:
-    """Layers that move as many bytes as their rows, of which all are of experts: the passes grow by the factor, however
-    much of their time the bytes take."""
+    """However much of a pass its bytes take, which grow with the rows too, it grows at most by the factor."""
     keys = ("model=mixtral_8x7b", "plan=true", "world_size=8", "hardware=h100", "model_name_or_path=none")
     keys += ("max_seq_length=1024", "micro_batch_size=1", "global_batch_size=8", "expert_parallel_size=4")
     for mode in ("interval=0", "interval=1", "mode=selective"):

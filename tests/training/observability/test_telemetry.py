@@ -22,7 +22,7 @@ from training.observability.metrics import split_stages
 from training.observability.stage_timer import RankTimes
 from training.observability.telemetry import Telemetry, combine
 from training.planner.prediction import Prediction, find_machine, predict
-from training.planner.report import render_plan, render_table
+from training.planner.report import render_plan
 from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target
 
@@ -158,8 +158,8 @@ def test_time_is_predicted_for_the_padding_of_most_rows_and_memory_for_the_longe
     report = render_plan(mixed.plan, config, machine, 10)  # plan.txt
     assert "32 tokens a sample on average, memory for the longest, of 64" in report
     assert f"{half.plan.tokens_per_second:,.0f} tokens/s with samples of 32 tokens" in report
-    assert render_table(mixed.plan) == render_table(full.plan) != render_table(half.plan)
-    assert mixed.plan.missing_memory == full.plan.missing_memory
+    memory, longest, shortest = ([stage.memory for stage in each.plan.stages] for each in (mixed, full, half))
+    assert memory == longest != shortest and mixed.plan.missing_memory == full.plan.missing_memory
     assert "64 tokens a sample\n" in render_plan(full.plan, config, machine, 10)
 
 

@@ -44,7 +44,7 @@ def test_keys_that_make_it_fit(keys: tuple[str, ...], expected: list[str]) -> No
 
 
 def test_a_full_host_gets_no_more() -> None:
-    """What is on the host goes back where the GPU has room for it; nothing goes there that the host has no room for."""
+    """A full host gives back what the GPU has room for, and no offloading is named that it has no room for."""
     keys = (*KEYS, "model_name_or_path=none", "hardware=h200", "offload_optimizer=cpu", "hardware.host_memory=100")
     config = build_config(*keys)
     build = build_planner(config)
