@@ -128,7 +128,7 @@ def _travel(layer: LayerCost, run: PlannedRun, bandwidth: float, *, is_backward:
     gradient = shared.block_gradient_bytes if is_backward else 0
     attending, excess = run.time_attention(layer, is_backward), 0.0
     if _makes_scores(run, shared):
-        work = shared.scores * SCORE_BYTES[is_backward] / (run.hardware.memory_bandwidth * GB)
+        work = shared.scores * SCORE_BYTES[is_backward] / run.hardware.stream_rate
     else:
         work = run.time_flash_attention_2(layer, is_backward) - attending
         excess = work

@@ -16,7 +16,7 @@ from typing import Any
 from models.adapters.adapter import NF4_BYTES
 from training.config.schema import AttnImplementation, FlashKernels, Precision, RunConfig
 from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
-from training.costs.hardware import GB, Machine
+from training.costs.hardware import Machine
 from training.costs.kernels import LAUNCH_SECONDS, REPEATED_LAUNCH, SELECTIVE_LAUNCH, time_attention, time_kernels
 from training.costs.memory import Kept, Memory, bytes_of
 from training.costs.time import PassCost, StepCost
@@ -247,7 +247,7 @@ class Chunk:
     def time_remade(self, layer: LayerCost) -> float:
         """Return the seconds of what `selective` runs again of a layer; of one that was timed by the bytes it moves."""
         if layer.work.pass_seconds:
-            moving = layer.work.remade_traffic.moved / (self.run.hardware.memory_bandwidth * GB)
+            moving = layer.work.remade_traffic.moved / self.run.hardware.stream_rate
             return min(moving, self.time_forward(layer))
         return self.run.time_remade(layer)
 

@@ -7,8 +7,6 @@ from models.losses.options import Divergence
 from training.config.schema import Device, DistillConfig, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
-from training.costs.hardware import GB
-from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
 from training.costs.time import PassCost
 from training.objectives.objective import PassOver
@@ -135,7 +133,7 @@ def compute_logits(chunk: Chunk) -> PassCost:
         return PassCost()
     num_targets = run.tokens * chunk.layers[-1].num_blocks
     moved = LOGIT_BYTES * num_targets * -(-run.vocab_size // run.layout.tensor_parallel_size)
-    return PassCost(forward_seconds=moved / (run.hardware.memory_bandwidth * GB * STREAM_RATE))
+    return PassCost(forward_seconds=moved / run.hardware.stream_rate)
 
 
 def compute_early_products(chunk: Chunk) -> PassCost:

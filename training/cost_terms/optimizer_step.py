@@ -21,7 +21,7 @@ def compute_update(stage: Stage) -> StepCost:
     part = stage.num_in_part
     moved = count_moved(config) * part
     if config.offload_optimizer is Offload.none:
-        return StepCost(optimizer_seconds=moved / (hardware.memory_bandwidth * GB))
+        return StepCost(optimizer_seconds=moved / hardware.stream_rate)
     ranks_on_node = min(run.layout.world_size, hardware.cards_per_node)
     across = (4 + run.weight_bytes) * part / (hardware.host_link_bandwidth * GB)
     return StepCost(optimizer_seconds=across + moved * ranks_on_node / (hardware.host_memory_bandwidth * GB))

@@ -18,7 +18,7 @@ def compute_reduction(stage: Stage) -> StepCost:
     """
     run = stage.run
     copied = count_reduce_bytes(run) * stage.num_trainable * _count_rounds(run)
-    seconds = copied / (run.hardware.memory_bandwidth * GB)
+    seconds = copied / run.hardware.stream_rate
     if run.config.offload_parameters is Offload.cpu:
         seconds += _count_from_host(stage) / (run.hardware.host_link_bandwidth * GB)
     return StepCost(reduce_seconds=seconds, reduce_sent=_count_sent(stage))

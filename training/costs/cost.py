@@ -346,9 +346,8 @@ def _count_bytes(built: _BuiltLayer, trace: Trace | None, width: int, shared: Sh
     if trace is None:
         saved = kept = remade = _estimate_saved(built)
     else:
-        all_kept = _list_fused(trace) if built.passes.fuses else trace.saved
         held = {operand.storage for operator in trace.forward if operator.is_kept for operand in operator.made}
-        saved, kept, remade = map(trace.sum_sizes, (all_kept, held, all_kept - held))
+        saved, kept, remade = map(trace.sum_sizes, (trace.saved, held, trace.saved - held))
     if shared is not None:
         saved, kept, remade = saved + shared.saved_extra, kept + shared.kept_extra, remade + shared.remade_extra
     return Bytes(
@@ -370,32 +369,6 @@ def _count_unrepeated(trace: Trace | None) -> float:
         return 0
     (left_out,) = count_traffic([trace.forward[trace.num_repeated :]], fuses=False)
     return sum(2.0 * rows * depth * columns for rows, depth, columns in left_out.products)
-
-
-def _list_fused(trace: Trace) -> set[int]:
-    """Return the storages that fused kernels keep: what products and attention make or take, and what the layer takes.
-    All else is made of these again (Liger-Kernel, 2410.10989; the partitioner of `torch.compile`)."""
-    makers = {
-        operand.storage: operator
-        for operator in trace.forward
-        for operand in operator.made
-        if operand.storage not in {taken.storage for taken in operator.taken}
-    }
-    written = {
-        operand.storage
-        for operator in trace.forward
-        if operator.name in PRODUCTS or operator.is_kept
-        for operand in (*operator.taken, *operator.made)
-    }
-    found, waiting = set[int](), set(trace.saved)
-    while waiting:
-        storage = waiting.pop()
-        maker = makers.get(storage)
-        if maker is None or not maker.taken or storage in written:
-            found.add(storage)
-        else:
-            waiting |= {operand.storage for operand in maker.taken if operand.numel > 1} - found
-    return found
 
 
 def _list_active(built: _BuiltLayer) -> dict[str, float]:

@@ -17,6 +17,7 @@ from training.distributed.host_memory import measure_host_memory
 
 GIB = 2**30
 GB = 10**9
+STREAM_RATE = 0.8  # of a data sheet's bandwidth, what kernels that move long rows reach
 UNMEASURED = ("price_per_hour", "multiprocessors")  # null for not known
 _MATRIX, _ROUNDS = 1024, 5
 
@@ -43,6 +44,11 @@ class Machine:
     price_per_hour: float | None = None
     multiprocessors: int | None = None
     flash_attention_2: float = 1.0
+
+    @property
+    def stream_rate(self) -> float:
+        """Bytes a second that kernels which move long rows read and write; a CPU's bandwidth is that of such work."""
+        return self.memory_bandwidth * GB * (STREAM_RATE if self.device is Device.cuda else 1)
 
     @property
     def usable_bytes(self) -> float:

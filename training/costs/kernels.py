@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from training.config.schema import Device
-from training.costs.hardware import GB, Machine
+from training.costs.hardware import Machine
 from training.costs.traffic import Traffic
 
 # Of the rate of large products, what fused attention reaches by the fastest kernels of a GPU (FlashAttention-2 on an
@@ -18,7 +18,6 @@ ATTENTION_RATE, ATTENTION_BACKWARD = 0.65, 2.5 / 2
 # Tiles of a product that reach the rate of large products: rows and columns (NVIDIA, Matrix Multiplication Background
 # User's Guide, 2.3; smaller ones take less of it)
 TILES = ((256, 128), (128, 256), (128, 128))
-STREAM_RATE = 0.8  # of a data sheet's bandwidth, what kernels that move long rows reach
 # Of the GPU, for a kernel to start and to drain, besides its bytes: on an H200, over the rate of a copy, 5 us for SiLU
 # and a product of two tensors each, 12 for the eight of an eager RMSNorm (benchmarks/results/nvidia-h200-2026-11-27)
 KERNEL_SECONDS = 5e-6
@@ -51,7 +50,7 @@ def time_kernels(
     """
     if machine.device is not Device.cuda:
         return products + attending
-    moving = traffic.moved / (machine.memory_bandwidth * GB * STREAM_RATE) + traffic.kernels * KERNEL_SECONDS
+    moving = traffic.moved / machine.stream_rate + traffic.kernels * KERNEL_SECONDS
     computing = products * stretch_products(traffic.products, machine.multiprocessors)
     return max(computing + attending + moving, traffic.kernels * launch)
 

@@ -55,8 +55,9 @@ def test_all_wait_for_the_most_loaded_rank() -> None:
     even, uneven = (sum_pass_cost(build_stage(*keys).chunks[0]) for keys in ((), ("moe.imbalance=1.5",)))
     assert uneven.forward_sent[EXPERTS] == 1.5 * even.forward_sent[EXPERTS]
     products = 4e8 * TOKENS / 1e12  # of one layer forward
-    assert uneven.forward_seconds - even.forward_seconds == pytest.approx(0.5 * 2 * products)
-    assert uneven.backward_seconds - even.backward_seconds == pytest.approx(0.5 * (2 * 2 + 1) * products)
+    # The second layer is the head, whose gradients the loss makes in the forward pass; the first is recomputed
+    assert uneven.forward_seconds - even.forward_seconds == pytest.approx(0.5 * (2 + 2) * products)
+    assert uneven.backward_seconds - even.backward_seconds == pytest.approx(0.5 * (2 + 1) * products)
 
 
 def test_the_load_of_the_most_loaded_rank_counts_once() -> None:

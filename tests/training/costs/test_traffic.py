@@ -12,13 +12,12 @@ from torch import nn
 
 from models.experts.exchange import exchange_rows
 from training.config.schema import CheckpointMode, Device
-from training.costs.hardware import GB, Machine
+from training.costs.hardware import GB, STREAM_RATE, Machine
 from training.costs.kernels import (
     ATTENTION_BACKWARD,
     ATTENTION_RATE,
     KERNEL_SECONDS,
     LAUNCH_SECONDS,
-    STREAM_RATE,
     stretch_products,
     time_attention,
     time_kernels,

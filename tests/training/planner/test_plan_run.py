@@ -489,10 +489,11 @@ def test_projections_in_4_bits_take_4_bits(tmp_path: Path) -> None:
     assert quantized.step_seconds > whole.step_seconds  # each product dequantizes its weight
 
 
-@pytest.mark.parametrize(("adapter", "share"), [("none", 0.25), ("lora", 0.31)])
+@pytest.mark.parametrize(("adapter", "share"), [("none", 0.19), ("lora", 0.27)])
 def test_the_share_of_recomputation(adapter: str, share: float) -> None:
-    """Recomputation is one of four passes as long as a forward pass. Frozen weights have no gradient, so it is then one
-    of three, apart from the head, which is not recomputed, and the adapters."""
+    """Recomputation is one of four passes as long as a forward pass, but for the last product of each layer, a quarter
+    of them. Frozen weights have no gradient, so it is then one of three, apart from the head, which is not recomputed,
+    and the adapters."""
     keys = ("model=llama_70b", "max_seq_length=2048", "micro_batch_size=1", "global_batch_size=64", "num_stages=8")
     keys += ("world_size=8", "hardware=b300", "plan=true", "activation_checkpoint_interval=1")
     config = build("base", *keys, f"adapter={adapter}", "schedule=zero_bubble", "gradient_reduce_dtype=bf16")
