@@ -9,7 +9,6 @@ from training.costs.hardware import GIB, Machine
 from training.planner.formatting import render_cost, render_rows, render_seconds
 from training.planner.remedies import Remedy, describe_remedies
 from training.planner.report import largest_kind
-from training.planner.search import SHOWN
 from training.planner.search_space import Candidate
 
 MARGIN = 0.1  # of tokens/s: of published runs, two layouts so near are often in the other order (docs/plan.md)
@@ -29,17 +28,19 @@ def render_search(
 
     Raises UserError when none fits, with what the nearest one lacks.
     """
-    fitting = [candidate for candidate in candidates if candidate.plan.fits][:SHOWN]
-    if not fitting:
-        raise UserError(_nothing_fits(candidates[0], hardware, remedies))
+    first, *others = candidates
+    if not first.plan.fits:
+        raise UserError(_nothing_fits(first, hardware, remedies))
+    least = (1 - MARGIN) * first.plan.tokens_per_second
+    num_near = sum(candidate.plan.tokens_per_second > least for candidate in others)
     return "\n".join(
         [
-            f"the fastest layouts that fit {fitting[0].plan.layout.world_size} x {hardware.name}, as predicted:",
+            f"the fastest layouts that fit {first.plan.layout.world_size} x {hardware.name}, as predicted:",
             "",
-            *render_rows(*_tabulate(fitting, hardware, total_steps), width),
+            *render_rows(*_tabulate(candidates, hardware, total_steps), width),
             "",
-            _render_margin(f"the first: {_count_near(fitting) or 'none'} of these"),
-            f"use: {' '.join(fitting[0].overrides)}",
+            _render_margin(f"the first: {num_near or 'none'} of these"),
+            f"use: {' '.join(first.overrides)}",
         ]
     )
 
@@ -102,29 +103,24 @@ def _render_choices(best: Mapping[int, Candidate], hardware: Machine, total_step
     """A line for each number of GPUs that is the best in some way, and one of those that are as good within the margin.
     Whatever a GPU costs, the cheapest trains the most tokens a second on each."""
 
-    def speed(size: int) -> float:
-        return best[size].plan.tokens_per_second
+    speeds = {size: candidate.plan.tokens_per_second for size, candidate in best.items()}
+    per_gpu = {size: speed / size for size, speed in speeds.items()}
+    fastest, cheapest = (max(best, key=values.__getitem__) for values in (speeds, per_gpu))
 
-    def list_near(chosen: int, value: Callable[[int], float]) -> str:
-        near = [str(size) for size in best if size != chosen and value(size) > (1 - MARGIN) * value(chosen)]
+    def list_near(chosen: int, values: Mapping[int, float]) -> str:
+        near = [str(size) for size in best if size != chosen and values[size] > (1 - MARGIN) * values[chosen]]
         return f"{' and '.join(near)} GPUs" if near else "none of these"
 
-    fastest, cheapest = max(best, key=speed), max(best, key=lambda size: speed(size) / size)
     chosen: dict[int, list[str]] = {}
-    chosen.setdefault(fastest, []).append("fastest")
-    chosen.setdefault(cheapest, []).append("cheapest")
-    chosen.setdefault(min(best), []).append("fewest GPUs")
+    for name, size in (("fastest", fastest), ("cheapest", cheapest), ("fewest GPUs", min(best))):
+        chosen.setdefault(size, []).append(name)
     lines = [
-        f"{', '.join(names)}: {size} GPU{'s' * (size > 1)}, {speed(size):,.0f} tokens/s, "
-        f"{speed(size) / size:,.0f} per GPU"
+        f"{', '.join(names)}: {size} GPU{'s' * (size > 1)}, {speeds[size]:,.0f} tokens/s, {per_gpu[size]:,.0f} per GPU"
         + "".join(f", {name} {cost}" for name, cost in _price(best[size], hardware, total_steps).items())
         + f"; use: world_size={size} {' '.join(best[size].overrides)}"
         for size, names in chosen.items()
     ]
-    near = (
-        f"the fastest: {list_near(fastest, speed)}; to the cheapest: "
-        f"{list_near(cheapest, lambda size: speed(size) / size)}"
-    )
+    near = f"the fastest: {list_near(fastest, speeds)}; to the cheapest: {list_near(cheapest, per_gpu)}"
     return [*lines, _render_margin(near)]
 
 
@@ -141,23 +137,17 @@ def _render_margin(near: str) -> str:
     return f"a plan cannot tell apart what differs by less than {MARGIN:.0%}; so near to {near}"
 
 
-def _count_near(fitting: Sequence[Candidate]) -> int:
-    least = (1 - MARGIN) * fitting[0].plan.tokens_per_second
-    return sum(candidate.plan.tokens_per_second > least for candidate in fitting[1:])
-
-
 def _tabulate(
     candidates: Sequence[Candidate], hardware: Machine, total_steps: int | None, shows_gpus: bool = False
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The header and a row for each candidate; a column in which all are 1 is omitted."""
+    """The header and a row for each candidate; a column of ranks in which all are 1 is omitted."""
     columns = {name: [read(candidate) for candidate in candidates] for name, read in _COLUMNS.items()}
-    shown = [name for name, cells in columns.items() if name not in _OMITTED or {*cells} != {_OMITTED[name]}]
-    if not shows_gpus:
-        shown.remove("GPUs")
-    for name in _price(candidates[0], hardware, total_steps):
-        columns[name] = [_price(candidate, hardware, total_steps)[name] for candidate in candidates]
-        shown.append(name)
-    return tuple(shown), list(zip(*(columns[name] for name in shown), strict=True))
+    omitted = [name for name in ("tp", "cp", "ep") if {*columns[name]} == {"1"}] + ["GPUs"] * (not shows_gpus)
+    shown = {name: cells for name, cells in columns.items() if name not in omitted}
+    for candidate in candidates:
+        for name, cost in _price(candidate, hardware, total_steps).items():
+            shown.setdefault(name, []).append(cost)
+    return tuple(shown), list(zip(*shown.values(), strict=True))
 
 
 def _name_checkpointing(candidate: Candidate) -> str:
@@ -166,13 +156,13 @@ def _name_checkpointing(candidate: Candidate) -> str:
 
 
 def _name_tensor(candidate: Candidate) -> str:
-    sharing = candidate.sharing
-    return f"{sharing.tensor}{' sp' if sharing.splits_sequence and sharing.tensor > 1 else ''}"
+    size = candidate.keys.tensor_parallel_size
+    return f"{size}{' sp' if candidate.keys.sequence_parallel and size > 1 else ''}"
 
 
 def _name_sequences(candidate: Candidate) -> str:
-    sharing = candidate.sharing
-    return f"{sharing.size} {sharing.mode.value}" if sharing.size > 1 else "1"
+    size, mode = candidate.keys.context_parallel_size, candidate.keys.context_parallel_mode
+    return f"{size} {mode.value}" if size > 1 else "1"
 
 
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
@@ -181,7 +171,7 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "tp": _name_tensor,
     "cp": _name_sequences,
     "dp": lambda candidate: str(candidate.plan.layout.dp_size),
-    "ep": lambda candidate: str(candidate.sharing.experts),
+    "ep": lambda candidate: str(candidate.keys.expert_parallel_size),
     "schedule": lambda candidate: candidate.plan.layout.schedule,
     "micro-batch": lambda candidate: str(candidate.plan.layout.micro_batch_size),
     "micro-batches": lambda candidate: str(candidate.plan.layout.gradient_accumulation_steps),
@@ -193,7 +183,6 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "tokens/s": lambda candidate: f"{candidate.plan.tokens_per_second:,.0f}",
     "MFU": lambda candidate: f"{candidate.plan.mfu:.1%}",
 }
-_OMITTED = {"tp": "1", "cp": "1", "ep": "1"}  # a column in which all cells are this
 
 
 def _nothing_fits(nearest: Candidate, hardware: Machine, remedies: Sequence[Remedy]) -> str:

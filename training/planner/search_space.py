@@ -7,109 +7,90 @@ says, so each layout trains the same run.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from errors import UserError
 from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
-from training.distributed.topology import CONTEXT, DATA, PIPE, TENSOR, Layout, Topology, read_sizes
-from training.pipeline.schedules import schedule_layout
-from training.planner.plan import Plan
-from training.resolution.recomputation import CHOICES
-from training.resolution.resolve import ResolvedModel
+from training.config.validate import check_config
+from training.costs.hardware import Machine
+from training.distributed.topology import build_layout
+from training.planner.plan import Plan, plan_resolved
+from training.resolution.recomputation import CHOICES, Choice
+from training.resolution.resolve import ResolvedModel, resolve_layout
+from training.resolution.target import Target
 
-# (mode, interval): from keeping all activations to making all of them again, each slower than the one before. The last
-# takes the same time in groups of any size, so the size with the least memory is taken.
-CHECKPOINTING = (
+# Levels of recomputation, from keeping all activations to making all of them again, each slower than the one before.
+# The last takes the same time in groups of any size, so the size with the least memory is taken.
+CHECKPOINTING: tuple[tuple[Choice, ...], ...] = (
     *((choice,) for choice in CHOICES[:-1]),
     tuple((CheckpointMode.grouped, interval) for interval in (1, 2, 4, 8)),
 )
 # Overrides that save memory and cost time, in addition to recomputation: tried where a layout does not fit without. But
 # with one micro-batch ZeRO stage 2 sums as often as stage 1, and sends less, so that it is always tried.
+_ZERO_2, _ZERO_3, _MOVED = {"zero_stage": 2}, {"zero_stage": 3}, {"activation_offload": True}
+_OPTIMIZER, _PARAMETERS = {"offload_optimizer": Offload.cpu}, {"offload_parameters": Offload.cpu}
 SAVING: tuple[dict[str, Any], ...] = (
-    {"zero_stage": 2},
-    {"offload_optimizer": Offload.cpu},
-    {"zero_stage": 3},
-    {"zero_stage": 3, "offload_parameters": Offload.cpu},
-    {"activation_offload": True},
-    {"activation_offload": True, "offload_optimizer": Offload.cpu},
-    {"activation_offload": True, "zero_stage": 2},
-    {"activation_offload": True, "zero_stage": 3},
+    *(_ZERO_2, _OPTIMIZER, _ZERO_3, _ZERO_3 | _PARAMETERS),
+    *(_MOVED, _MOVED | _OPTIMIZER, _MOVED | _ZERO_2, _MOVED | _ZERO_3),
 )
-SAVING_IN_ONE = SAVING[:1]  # of one micro-batch
 UNUSED: dict[str, Any] = {
     "offload_optimizer": Offload.none,
     "zero_stage": 1,
     "offload_parameters": Offload.none,
     "activation_offload": False,
 }
+PLAIN = "1f1b"  # the schedule that says whether a layout can fit: no other one takes much less memory
 LONG = 8192  # tokens of a sample from which on its sequences are shared as well
 MOST_SHARING = 16  # ranks of a sequence
 MOST_DIVIDING = 64  # ranks of an expert group
 
 
-def shards(memory_overrides: Mapping[str, Any]) -> bool:
-    """Return whether overrides shard over replicas more than the optimizer's state."""
-    return "zero_stage" in memory_overrides
-
-
-def moves_activations(memory_overrides: Mapping[str, Any]) -> bool:
-    """Return whether overrides keep the inputs of recomputed groups on the host."""
-    return "activation_offload" in memory_overrides
-
-
 class Sharing(NamedTuple):
-    """How ranks share each sequence, `context_parallel_size` and `context_parallel_mode`, how many divide experts,
-    `expert_parallel_size`, and how they share layers, `tensor_parallel_size` and `sequence_parallel`."""
+    """How ranks share each sequence, the experts and the layers: the keys of these names."""
 
-    size: int
-    mode: ContextParallelMode
-    experts: int = 1
-    tensor: int = 1
-    splits_sequence: bool = False
+    context_parallel_size: int
+    context_parallel_mode: ContextParallelMode
+    expert_parallel_size: int
+    tensor_parallel_size: int
+    sequence_parallel: bool
 
     @classmethod
     def of(cls, config: RunConfig) -> Sharing:
-        return cls(
-            config.context_parallel_size,
-            config.context_parallel_mode,
-            config.expert_parallel_size,
-            config.tensor_parallel_size,
-            config.sequence_parallel,
-        )
+        return cls(*(getattr(config, key) for key in cls._fields))
 
     def apply(self, config: RunConfig) -> RunConfig:
         """Return the config with these keys."""
-        return replace(config, **dict[str, Any](zip(SHARING_KEYS, self, strict=True)))
+        return replace(config, **dict[str, Any](self._asdict()))
 
 
-SHARING_KEYS = (
-    "context_parallel_size",
-    "context_parallel_mode",
-    "expert_parallel_size",
-    "tensor_parallel_size",
-    "sequence_parallel",
-)
-_TOGETHER = (SHARING_KEYS[:2], SHARING_KEYS[2:3], SHARING_KEYS[3:])  # named all or none
+_BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
+_CHECKPOINTING = ("activation_checkpoint_interval", "activation_checkpoint_mode")
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_TOGETHER = (Sharing._fields[:2], Sharing._fields[2:3], Sharing._fields[3:])  # keys that are named all or none
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was tried. keys: the config of such a run. checkpointing: mode and interval. memory_overrides: an
-    entry of `SAVING`, by key; none where it is empty. tried: what other candidates share differently. resplits: the
-    config's own split is not used. is_moved: layers are on other stages than with more memory, and these uneven."""
+    """A layout that was tried."""
 
-    keys: RunConfig
-    checkpointing: tuple[CheckpointMode, int]
-    memory_overrides: Mapping[str, Any]
+    keys: RunConfig  # the config of such a run
     plan: Plan
-    sharing: Sharing
-    tried: frozenset[str] = frozenset()
-    resplits: bool = False
-    is_moved: bool = False
+    memory_overrides: Mapping[str, Any]  # an entry of `SAVING`, by key; empty without one
+    named: Sequence[str]  # the keys that `overrides` names
+    is_moved: bool  # whether layers are on other stages than with more memory, and these uneven
+
+    @property
+    def sharing(self) -> Sharing:
+        return Sharing.of(self.keys)
+
+    @property
+    def checkpointing(self) -> Choice:
+        return self.keys.activation_checkpoint_mode, int(self.keys.activation_checkpoint_interval)
 
     @property
     def has_room(self) -> bool:
@@ -118,24 +99,8 @@ class Candidate:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The keys that differ from the config's own."""
-        layout, (mode, interval) = self.plan.layout, self.checkpointing
-        return (
-            f"num_stages={layout.num_stages}",
-            *self._list_sharing(),
-            f"micro_batch_size={layout.micro_batch_size}",
-            "gradient_accumulation_steps=null",
-            f"global_batch_size={layout.global_batch_size}",
-            f"activation_checkpoint_interval={interval}",
-            f"activation_checkpoint_mode={mode.value}",
-            f"schedule={layout.schedule}",
-            *(_render(key, value) for key, value in (UNUSED | dict(self.memory_overrides)).items()),
-            *(["partition_method=balanced"] if self.resplits else []),
-        )
-
-    def _list_sharing(self) -> list[str]:
-        keys = dict(zip(SHARING_KEYS, self.sharing, strict=True))
-        return [_render(key, value) for key, value in keys.items() if key in self.tried]
+        """The keys that differ from the config's own, as they are given on the command line."""
+        return tuple(_render(key, getattr(self.keys, key)) for key in self.named)
 
     @property
     def saving(self) -> str:
@@ -144,7 +109,7 @@ class Candidate:
 
 
 def _render(key: str, value: Any) -> str:
-    return f"{key}={str(getattr(value, 'value', value)).lower()}"
+    return f"{key}={'null' if value is None else str(getattr(value, 'value', value)).lower()}"
 
 
 class SharedModels:
@@ -162,95 +127,136 @@ class SharedModels:
 
 
 def list_sharings(models: SharedModels, world_size: int, cards_per_node: int) -> list[Sharing]:
-    """Return the ways to share that the model, the row's length and the other keys allow, the config's own first."""
-    own = Sharing.of(models.config)
+    """Return the ways to share that the model, the row's length and the other keys allow, the config's own first: its
+    sizes, then powers of two, those that share layers within a node; `auto` as both modes, where a sequence is
+    shared."""
+    own, (auto, *modes) = Sharing.of(models.config), ContextParallelMode
+    tensors = [
+        (size, splits_sequence)
+        for size in dict.fromkeys([own.tensor_parallel_size, *_list_powers(cards_per_node)])
+        for splits_sequence in ((own.sequence_parallel, not own.sequence_parallel) if size > 1 else (False,))
+    ]
+    powers = _list_powers(MOST_SHARING) if models.config.max_seq_length >= LONG else []
+    sequences = [
+        (size, mode)
+        for size in dict.fromkeys([own.context_parallel_size, *powers])
+        for mode in (modes if own.context_parallel_mode is auto and size > 1 else [own.context_parallel_mode])
+    ]
+    shares = dict.fromkeys([own.expert_parallel_size, *_list_powers(MOST_DIVIDING)])
     found = []
-    for layers in _list_tensor_sizes(own, world_size, cards_per_node):
-        for sharing in _list_sequence_sharings(models.config, layers, world_size):
-            for size in _list_expert_sizes(own, world_size // layers.tensor):
-                divided = sharing._replace(experts=size)
-                if world_size % (divided.size * divided.tensor):
-                    continue
-                with suppress(UserError):
-                    models.get(divided)
-                    found.append(divided)
-    return list(dict.fromkeys(found)) or [own]
+    for (tensor, splits_sequence), (context, mode), experts in itertools.product(tensors, sequences, shares):
+        if world_size % (tensor * context) == 0 and world_size % (tensor * experts) == 0:
+            with suppress(UserError):
+                sharing = Sharing(context, mode, experts, tensor, splits_sequence)
+                models.get(sharing)
+                found.append(sharing)
+    return found or [own]
 
 
-def list_tried(sharings: Sequence[Sharing]) -> frozenset[str]:
-    """Return the keys that the ways to share differ in; of layers, and of sequences, both or none."""
-    values = {key: {sharing[index] for sharing in sharings} for index, key in enumerate(SHARING_KEYS)}
-    return frozenset(key for keys in _TOGETHER if any(len(values[each]) > 1 for each in keys) for key in keys)
+def list_layouts(config: RunConfig, sharings: Sequence[Sharing], num_layers: int) -> list[RunConfig]:
+    """Return the keys of each way to share with each number of stages and micro-batch size, in powers of two, that
+    divide the ranks and the global batch; nothing recomputed, and no memory saved. num_layers: of those that a split
+    can separate. Raises UserError where there are none."""
+    world_size, total = int(config.world_size), config.global_batch_size
+    if total is None:
+        total = build_layout(config, world_size, num_layers, has_accelerator=True).global_batch_size
+    if isinstance(config.partition_method, list):  # which serves one number of stages only
+        config = replace(config, partition_method="balanced")
+    config = replace(config, plan=True, global_batch_size=total, gradient_accumulation_steps=None, **UNUSED)
+    stages = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    found = []
+    for sharing, num_stages, micro_batch_size in itertools.product(sharings, stages, _list_powers(total)):
+        keys = replace(sharing.apply(config), num_stages=num_stages, micro_batch_size=micro_batch_size)
+        with suppress(UserError):
+            build_layout(keys, world_size, num_layers, has_accelerator=True)
+            found.append(keys)
+    if not found:
+        raise UserError(
+            f"no split of world_size={world_size} divides global_batch_size={total}; "
+            "give a multiple of a divisor of world_size"
+        )
+    return found
 
 
 def _list_powers(most: int) -> list[int]:
     return [2**exponent for exponent in range(max(most, 1).bit_length())]
 
 
-def _list_tensor_sizes(sharing: Sharing, world_size: int, cards_per_node: int) -> Iterator[Sharing]:
-    """The config's own number of ranks that share layers, then powers of two within a node; each with whole sequences
-    between blocks and with parts of them."""
-    for size in dict.fromkeys([sharing.tensor, *_list_powers(min(world_size, cards_per_node))]):
-        for splits_sequence in dict.fromkeys([sharing.splits_sequence, False, True]) if size > 1 else [False]:
-            yield sharing._replace(tensor=size, splits_sequence=splits_sequence)
+class Planner:
+    """Plans the runs of a search, each once."""
+
+    def __init__(self, models: SharedModels, machine: Machine, sharings: Sequence[Sharing]) -> None:
+        self.models, self._machine, self._known = models, machine, dict[tuple[Any, ...], Candidate]()
+        differing = {key for key, *values in zip(Sharing._fields, *sharings, strict=True) if len({*values}) > 1}
+        shared = [key for keys in _TOGETHER if differing & {*keys} for key in keys]
+        split = ["partition_method"] if isinstance(models.config.partition_method, list) else []
+        self._named = ["num_stages", *shared, *_BATCH, *_CHECKPOINTING, "schedule", *UNUSED, *split]
+
+    def plan(self, keys: RunConfig, memory_overrides: Mapping[str, Any] = _NONE) -> Candidate:
+        """Return the plan of a run; an uneven split, which takes long to find, is looked for only where the fullest
+        stage has too much of what others, each of one chunk, have room for. Raises UserError where the run would."""
+        keys, sharing = replace(keys, **memory_overrides), Sharing.of(keys)
+        values = (sharing, *(getattr(keys, key) for key in self._named))
+        if values not in self._known:
+            check_config(keys, has_accelerator=True)
+            model, target = self.models.get(sharing), Target(int(keys.world_size), True, is_planned=True)
+            plan = plan_resolved(resolve_layout(model, keys, target), self._machine)
+            room = len(plan.stages) * plan.memory_limit - sum(stage.memory.peak for stage in plan.stages)
+            is_moved = plan.missing_memory > 0 and room >= 0 and plan.layout.num_chunks == 1
+            if is_moved:
+                run = resolve_layout(model, keys, replace(target, machine=self._machine))
+                plan = plan_resolved(run, self._machine)
+            self._known[values] = Candidate(keys, plan, memory_overrides, self._named, is_moved)
+        return self._known[values]
+
+    def choose(
+        self, keys: RunConfig, choices: Sequence[Choice], memory_overrides: Mapping[str, Any] = _NONE
+    ) -> Candidate | None:
+        """Return the plan with that choice of recomputation that takes the least memory; None where the run would
+        refuse all."""
+        found = []
+        for mode, interval in choices:
+            with suppress(UserError):
+                chosen = replace(keys, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
+                found.append(self.plan(chosen, memory_overrides))
+        return min(found, key=lambda candidate: candidate.plan.fullest.memory.peak, default=None)
 
 
-def _list_expert_sizes(own: Sharing, num_ranks: int) -> list[int]:
-    """The config's own number of ranks that divide experts, then powers of two. A layout may have too few replicas for
-    them."""
-    return list(dict.fromkeys([own.experts, *_list_powers(min(MOST_DIVIDING, num_ranks))]))
+def list_choices(planner: Planner, base: Candidate, is_too_slow: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+    """Yield a layout with more and more recomputation, until there is room or all that is left is too slow; with each
+    also the overrides that save memory. base: the layout with nothing recomputed."""
+    if not base.plan.fits:  # most layouts of a large model never do, which this shows with few plans
+        most_saved = list(_list_level(planner, replace(base.keys, schedule=PLAIN), CHECKPOINTING[-1]))
+        if not any(candidate.plan.fits for candidate in most_saved):
+            yield from most_saved
+            return
+    for choices in CHECKPOINTING:
+        level = _list_level(planner, base.keys, choices)
+        plain = next(level, None)
+        if plain is not None:
+            if is_too_slow(plain):
+                return
+            yield plain
+            yield from level
+            if plain.has_room:
+                return
 
 
-def _list_sequence_sharings(config: RunConfig, sharing: Sharing, world_size: int) -> Iterator[Sharing]:
-    """The config's own number of ranks that share a sequence, then powers of two, each in the config's mode or, where
-    that is `auto`, in both."""
-    powers = _list_powers(min(MOST_SHARING, world_size // sharing.tensor)) if config.max_seq_length >= LONG else []
-    auto, *others = ContextParallelMode
-    for size in dict.fromkeys([sharing.size, *powers]):
-        for mode in others if sharing.mode is auto and size > 1 else [sharing.mode]:
-            yield sharing._replace(size=size, mode=mode)
-
-
-def list_layouts(config: RunConfig, sharing: Sharing, world_size: int, num_layers: int, total: int) -> Iterator[Layout]:
-    """Yield (stages, micro-batches) that divide the ranks and the global batch, under 1F1B; micro-batches in powers of
-    two. total: samples of the global batch."""
-    given = read_sizes(config) | {CONTEXT: sharing.size, TENSOR: sharing.tensor}
-    del given[PIPE]
-    ranks = world_size // math.prod(given.values())
-    for num_stages in range(1, min(ranks, num_layers) + 1):
-        replicas = ranks // num_stages
-        if ranks % num_stages or total % replicas or replicas * sharing.size % sharing.experts:
+def _list_level(planner: Planner, keys: RunConfig, choices: Sequence[Choice]) -> Iterator[Candidate]:
+    """Yield a layout with the one of these choices of recomputation that takes the least memory, then with each
+    override that it needs besides, but for those with more in them than one that made room."""
+    plain = planner.choose(keys, choices)
+    if plain is None:
+        return
+    yield plain
+    layout, enough = plain.plan.layout, list[Mapping[str, Any]]()
+    in_one = SAVING[:1] if layout.gradient_accumulation_steps == 1 else ()
+    for memory_overrides in in_one if plain.has_room else SAVING:
+        has_nothing_to_shard = "zero_stage" in memory_overrides and layout.num_weight_replicas == 1
+        if has_nothing_to_shard or any(fewer.items() <= memory_overrides.items() for fewer in enough):
             continue
-        topology = Topology.of(world_size, experts=sharing.experts, **given, **{PIPE: num_stages})
-        for micro_batch_size in _list_powers(total // replicas):
-            if total // replicas % micro_batch_size == 0:
-                yield Layout(topology, micro_batch_size, total // (micro_batch_size * topology.size(DATA)))
-
-
-def list_schedules(layout: Layout, config: RunConfig, names: list[str], num_layers: int) -> Iterator[Layout]:
-    """Yield the layout under each of these schedules that can run it; one stage has no bubble to fill."""
-    for name in names if layout.num_stages > 1 else []:
-        with suppress(UserError):
-            yield schedule_layout(layout, replace(config, schedule=name), num_layers)
-
-
-def build_keys(
-    config: RunConfig,
-    layout: Layout,
-    sharing: Sharing,
-    checkpointing: tuple[CheckpointMode, int],
-    memory_overrides: Mapping[str, Any],
-) -> RunConfig:
-    """Return the config of a run that is laid out so."""
-    mode, interval = checkpointing
-    return replace(
-        sharing.apply(config),
-        num_stages=layout.num_stages,
-        micro_batch_size=layout.micro_batch_size,
-        gradient_accumulation_steps=None,
-        global_batch_size=layout.global_batch_size,
-        activation_checkpoint_mode=mode,
-        activation_checkpoint_interval=interval,
-        schedule=layout.schedule,
-        **(UNUSED | dict(memory_overrides)),
-    )
+        moves = "activation_offload" in memory_overrides  # the inputs of groups: most in the smallest
+        candidate = planner.choose(keys, choices[:1] if moves else [plain.checkpointing], memory_overrides)
+        if candidate is not None:
+            yield candidate
+            enough += [memory_overrides] if candidate.has_room else []

@@ -20,17 +20,16 @@ from training.costs.hardware import GIB
 from training.planner import search
 from training.planner.remedies import list_other_updates
 from training.planner.run import SHARED_AS, build_plan, plan_run
-from training.planner.search import MOST_ORDERS, PLAIN, SHOWN, search_plans
+from training.planner.search import MOST_ORDERS, SHOWN, search_plans
 from training.planner.search_report import MARGIN, render_other_updates, render_search, render_sizes
 from training.planner.search_space import (
     CHECKPOINTING,
+    PLAIN,
     SAVING,
     UNUSED,
     Candidate,
     Sharing,
-    build_keys,
     list_layouts,
-    list_schedules,
     list_sharings,
 )
 
@@ -45,30 +44,31 @@ def build(*overrides: str) -> RunConfig:
 
 
 def find_all(config: RunConfig) -> list[Candidate]:
-    """Everything that the search tries when it looks for more than there is."""
+    """Everything that fits of what the search tries when it looks for more than there is."""
     return search_config(config, most=10**6)
 
 
 def test_every_split_that_divides_is_a_layout() -> None:
     config = build("world_size=8")
-    for sharing in (Sharing.of(config), Sharing.of(config)._replace(tensor=2)):
-        layouts = list(list_layouts(config, sharing, 8, 35, 16))
-        ranks = 8 // sharing.tensor
-        assert {(layout.num_stages, layout.micro_batch_size) for layout in layouts} == {
+    for tensor in (1, 2):
+        sharing = Sharing.of(config)._replace(tensor_parallel_size=tensor)
+        layouts = list_layouts(config, [sharing], 35)
+        ranks = 8 // tensor
+        assert {(keys.num_stages, keys.micro_batch_size) for keys in layouts} == {
             (stages, micro)
             for stages in (1, 2, 4, 8)
             for micro in (1, 2, 4, 8, 16)
             if ranks % stages == 0 and 16 % (ranks // stages * micro) == 0
         }
-        assert all(layout.global_batch_size == 16 for layout in layouts)
+        assert all(keys.global_batch_size == 16 and Sharing.of(keys) == sharing for keys in layouts)
 
 
 @pytest.mark.full
 def test_every_schedule_is_tried_where_a_layout_allows_it() -> None:
-    found = [c for c in find_all(build("world_size=4", "model=llama_tiny")) if c.plan.fits]
+    found = find_all(build("world_size=4", "model=llama_tiny"))
     plain, interleaved, zero_bubble = (
         {
-            (c.sharing.tensor, c.plan.layout.num_stages, c.plan.layout.micro_batch_size)
+            (c.keys.tensor_parallel_size, c.plan.layout.num_stages, c.plan.layout.micro_batch_size)
             for c in found
             if c.plan.layout.schedule == schedule
         }
@@ -88,8 +88,8 @@ def test_the_fastest_are_those_of_all(memory: float) -> None:
     """A search for everything finds the same best ones: those that are left out are slower. Each is named once, though
     with little memory several ways lead to it."""
     config = build("world_size=4", "model=llama_tiny", "hardware=a100_40g", f"hardware.memory={memory}")
-    everything = [c.overrides for c in find_all(config) if c.plan.fits]
-    best = [c.overrides for c in search_config(config) if c.plan.fits]
+    everything = [c.overrides for c in find_all(config)]
+    best = [c.overrides for c in search_config(config)]
     assert len(best) == SHOWN < len(everything) == len(set(everything))
     assert best == everything[:SHOWN]
 
@@ -102,16 +102,15 @@ def test_nothing_that_fits_is_faster(memory: float, monkeypatch: pytest.MonkeyPa
     config = build("world_size=2", "model=llama_tiny", "hardware=a100_40g", f"hardware.memory={memory}")
     models, machine = share_models(config), describe_machine(config)
     fitting = []
-    for sharing in list_sharings(models, 2, 8):
-        for plain in list_layouts(config, sharing, 2, models.model.num_units, 16):
-            layouts = [plain, *list_schedules(plain, config, ["interleaved"], models.model.num_units)]
-            each = itertools.product(layouts, itertools.chain(*CHECKPOINTING), ({}, *SAVING))
-            for layout, checkpointing, memory_overrides in each:
-                keys = replace(build_keys(config, layout, sharing, checkpointing, memory_overrides), plan=True)
-                with suppress(UserError):
-                    plan = build_plan(keys, models.get(sharing), machine)
-                    fitting += [plan.step_seconds] if plan.fits else []
-    found = [candidate.plan.step_seconds for candidate in search_config(config) if candidate.plan.fits]
+    for plain in list_layouts(config, list_sharings(models, 2, 8), models.model.num_units):
+        each = itertools.product(("1f1b", "interleaved"), itertools.chain(*CHECKPOINTING), ({}, *SAVING))
+        for schedule, (mode, interval), memory_overrides in each:
+            keys = replace(plain, schedule=schedule, activation_checkpoint_mode=mode, **memory_overrides)
+            keys = replace(keys, activation_checkpoint_interval=interval)
+            with suppress(UserError):
+                plan = build_plan(keys, models.get(Sharing.of(keys)), machine)
+                fitting += [plan.step_seconds] if plan.fits else []
+    found = [candidate.plan.step_seconds for candidate in search_config(config)]
     assert len(fitting) > len(found) == SHOWN and found[0] == pytest.approx(min(fitting))
 
 
@@ -135,7 +134,7 @@ def test_layers_are_shared_within_a_node() -> None:
 
 def test_the_overrides_share_layers_too() -> None:
     small = ("world_size=4", "model=llama_tiny", "hardware=a100_40g")
-    found = [c for c in find_all(build(*small)) if c.plan.fits]
+    found = find_all(build(*small))
     for splits_sequence in (False, True):
         used = next(c for c in found if c.sharing[3:] == (2, splits_sequence))
         plan = plan_config(build(*small, *used.overrides))
@@ -144,12 +143,11 @@ def test_the_overrides_share_layers_too() -> None:
         assert plan.layout.tensor_parallel_size == 2
 
 
-def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
+def test_what_fits_is_listed_and_the_fastest_of_it_first() -> None:
     config = build("world_size=8", "hardware=a100_40g")
     found = search_config(config)
-    fits = [candidate.plan.fits for candidate in found]
-    assert fits == sorted(fits, reverse=True) and sum(fits) == SHOWN < len(fits)
-    speeds = [candidate.plan.tokens_per_second for candidate in found if candidate.plan.fits]
+    assert all(candidate.plan.fits for candidate in found) and len(found) == SHOWN
+    speeds = [candidate.plan.tokens_per_second for candidate in found]
     assert speeds == sorted(speeds, reverse=True)
     near = sum(speed > (1 - MARGIN) * speeds[0] for speed in speeds[1:])
     text = render_search(found, config.hardware)
@@ -200,7 +198,7 @@ def test_where_a_gpu_is_too_small_replicas_shard_or_the_host_helps() -> None:
     """Memory overrides are tried for a layout only where the run without them does not fit; and a run of
     one replica has nothing to shard."""
     config = build("world_size=8", "hardware=a100_40g", "hardware.cards_per_node=1")
-    found = [c for c in find_all(config) if c.plan.fits]
+    found = find_all(config)
     assert {c.memory_overrides.get("zero_stage", 1) for c in found} == {1, 2, 3}
     assert any("offload_optimizer" in c.memory_overrides for c in found)
     for c in found:
@@ -215,7 +213,7 @@ def test_where_a_gpu_is_too_small_replicas_shard_or_the_host_helps() -> None:
 @pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_overrides_of_a_stage_of_zero_make_its_plan(zero_stage: int) -> None:
     found = find_all(build("world_size=8", "hardware=a100_40g", "hardware.cards_per_node=1"))
-    used = next(c for c in found if c.plan.fits and c.memory_overrides == {"zero_stage": zero_stage})
+    used = next(c for c in found if c.memory_overrides == {"zero_stage": zero_stage})
     again = build("world_size=8", "hardware=a100_40g", "hardware.cards_per_node=1", *used.overrides)
     plan = plan_config(again)
     assert plan.step_seconds == used.plan.step_seconds and plan.fullest.memory.peak == used.plan.fullest.memory.peak
@@ -231,8 +229,10 @@ def test_nothing_fits_and_by_how_much() -> None:
     config = build("world_size=1", "hardware=rtx4090")
     with pytest.raises(UserError) as caught:
         "\n".join(plan_run(config))
-    nearest = search_config(config)[0].plan
-    assert f"misses {nearest.missing_memory / 2**30:.1f} GiB on a GPU (stage 0; most of it is " in str(caught.value)
+    nearest, *others = search_config(config)
+    plan = nearest.plan
+    assert not others
+    assert f"misses {plan.missing_memory / 2**30:.1f} GiB on a GPU (stage 0; most of it is " in str(caught.value)
     assert str(caught.value).startswith(
         "no layout fits world_size=1 x hardware=rtx4090; the nearest (num_stages=1 micro_batch_size=1 "
     )
@@ -290,7 +290,7 @@ def test_what_changes_the_update_is_a_table_of_its_own() -> None:
 
 def test_what_a_plan_cannot_tell_apart_is_named_with_the_margin() -> None:
     config = build("world_size=2", "model=llama_tiny", "hardware=a100_40g")
-    found = [candidate for candidate in search_config(config) if candidate.plan.fits]
+    found = search_config(config)
     fast, slow = found[0], found[-1]
     assert slow.plan.tokens_per_second < (1 - MARGIN) * fast.plan.tokens_per_second
     others = render_other_updates({"one": fast, "two": slow}, fast, config.hardware)
@@ -344,9 +344,10 @@ def test_the_overrides_share_sequences_too() -> None:
     long = ("world_size=4", "hardware=a100_40g", "max_seq_length=32768", "model=llama_tiny")
     config = build(*long)
     best = next(candidate for candidate in find_all(config) if candidate.plan.layout.context_parallel_size > 1)
-    assert {f"context_parallel_size={best.sharing.size}", f"context_parallel_mode={best.sharing.mode.value}"} < {
-        *best.overrides
-    }
+    assert {
+        f"context_parallel_size={best.keys.context_parallel_size}",
+        f"context_parallel_mode={best.keys.context_parallel_mode.value}",
+    } < {*best.overrides}
     again = build(*long, *best.overrides)
     plan = plan_config(again)
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
@@ -358,7 +359,7 @@ def test_what_the_run_would_refuse_is_not_offered(monkeypatch: pytest.MonkeyPatc
     staged = Feature("as many stages", lambda run: run.config.num_stages == best.plan.layout.num_stages)
     sized = Feature("as large", lambda run: run.config.micro_batch_size == best.plan.layout.micro_batch_size)
     monkeypatch.setattr(incompatible, "INCOMPATIBLE", (*INCOMPATIBLE, Pair(staged, sized, "of a test", "give another")))
-    offered = [(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in search_config(config)[:SHOWN]]
+    offered = [(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in search_config(config)]
     assert len(offered) == SHOWN and (best.plan.layout.num_stages, best.plan.layout.micro_batch_size) not in offered
 
 
@@ -367,12 +368,12 @@ def test_the_overrides_divide_experts_too() -> None:
     mixture = ("world_size=8", "hardware=h200", "model=mixtral_8x7b", "global_batch_size=8")
     config = build(*mixture)
     found = find_all(config)
-    assert {candidate.sharing.experts for candidate in found} == {1, 2, 4, 8}
-    assert all(candidate.plan.layout.num_weight_replicas % candidate.sharing.experts == 0 for candidate in found)
-    best = next(candidate for candidate in found if candidate.sharing.experts > 1 and candidate.plan.fits)
-    assert f"expert_parallel_size={best.sharing.experts}" in best.overrides
+    assert {candidate.keys.expert_parallel_size for candidate in found} == {1, 2, 4, 8}
+    assert all(c.plan.layout.num_weight_replicas % c.keys.expert_parallel_size == 0 for c in found)
+    best = next(candidate for candidate in found if candidate.keys.expert_parallel_size > 1)
+    assert f"expert_parallel_size={best.keys.expert_parallel_size}" in best.overrides
     plan = plan_config(build(*mixture, *best.overrides))
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
     compiled = replace(config, compile=True)  # with which experts are not divided
     models = share_models(compiled)
-    assert {sharing.experts for sharing in list_sharings(models, 8, 8)} == {1}
+    assert {sharing.expert_parallel_size for sharing in list_sharings(models, 8, 8)} == {1}
