@@ -32,11 +32,11 @@ from dataclasses import replace
 
 from errors import UserError
 from training.config.schema import RunConfig
-from training.config.validate import check_config
 from training.costs.hardware import Machine
-from training.pipeline.schedules import SCHEDULES, schedule_layout
+from training.pipeline.schedules import schedule_layout
 from training.planner.search_space import (
     CHECKPOINTING,
+    ORDERED,
     PLAIN,
     Candidate,
     Planner,
@@ -50,7 +50,6 @@ from training.planner.search_space import (
 SHOWN = 10  # layouts
 MOST_ORDERS = 6  # candidates whose passes are ordered by trying rules, which takes a second each
 MOST_PASSES = 1024  # stages x micro-batches of those
-ORDERED = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
 
 
 class _Fastest:
@@ -66,8 +65,7 @@ class _Fastest:
 
     def offer(self, candidate: Candidate) -> None:
         """Take a candidate, which is simulated, where it is faster; once, as several ways lead to some."""
-        is_known = any(candidate is other for other in self.candidates)
-        if not is_known and candidate.plan.step_seconds < self.limit:
+        if candidate.plan.step_seconds < self.limit and all(candidate is not other for other in self.candidates):
             bisect.insort(self.candidates, candidate, key=lambda each: each.plan.step_seconds)
             del self.candidates[self.most :]
 
@@ -85,26 +83,19 @@ def search_plans(
     sharings = among or list_sharings(models, int(config.world_size), machine.cards_per_node)
     planner = Planner(models, machine, sharings)
     layouts = list_layouts(config, sharings, models.model.num_units)
-    scheduled = [
-        replace(keys, schedule=name)
-        for keys in layouts
-        for name in SCHEDULES
-        if name == PLAIN or (keys.num_stages > 1 and name not in ORDERED)  # one stage has no bubble to fill
-    ]
-    bases = [base for keys in scheduled if (base := planner.choose(keys, CHECKPOINTING[0]))]
+    bases = [base for keys in layouts if (base := planner.choose(keys, CHECKPOINTING[0]))]
     if not bases:
-        planner.plan(scheduled[0])  # raises what the run would
-    fastest, tried = _Fastest(most), list(bases)
+        planner.plan(layouts[0])  # raises what the run would
+    fastest = _Fastest(most)
     for base in sorted(bases, key=_bound):
         if _bound(base) >= fastest.limit:
             break
         for candidate in list_choices(planner, base, lambda plain: _bound(plain) >= fastest.limit):
-            tried.append(candidate)
             if candidate.plan.fits and _bound(candidate) + candidate.plan.reduce_seconds < fastest.limit:
                 fastest.offer(candidate)
     for name in ORDERED:
-        _order(planner, [base for base in bases if base.keys.schedule == PLAIN], name, fastest)
-    return fastest.candidates or [min(tried, key=_measure_lack)]
+        _order(planner, bases, name, fastest)
+    return fastest.candidates or [min(planner.known.values(), key=_measure_lack)]
 
 
 def _order(planner: Planner, bases: Sequence[Candidate], name: str, fastest: _Fastest) -> None:
@@ -130,9 +121,9 @@ def _order(planner: Planner, bases: Sequence[Candidate], name: str, fastest: _Fa
 def _may_order(planner: Planner, candidate: Candidate, name: str) -> bool:
     layout, keys = candidate.plan.layout, replace(candidate.keys, schedule=name)
     with suppress(UserError):
-        check_config(keys, has_accelerator=True)
         schedule_layout(layout, keys, planner.models.model.num_units)
-        return 1 < layout.num_stages <= MOST_PASSES / layout.gradient_accumulation_steps
+        num_passes = layout.num_stages * layout.gradient_accumulation_steps
+        return candidate.keys.schedule == PLAIN and layout.num_stages > 1 and num_passes <= MOST_PASSES
     return False
 
 

@@ -19,6 +19,7 @@ from training.config.schema import CheckpointMode, ContextParallelMode, Offload,
 from training.config.validate import check_config
 from training.costs.hardware import Machine
 from training.distributed.topology import build_layout
+from training.pipeline.schedules import SCHEDULES
 from training.planner.plan import Plan, plan_resolved
 from training.resolution.recomputation import CHOICES, Choice
 from training.resolution.resolve import ResolvedModel, resolve_layout
@@ -45,6 +46,8 @@ UNUSED: dict[str, Any] = {
     "activation_offload": False,
 }
 PLAIN = "1f1b"  # the schedule that says whether a layout can fit: no other one takes much less memory
+ORDERED = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]  # by trying rules: takes seconds
+UNORDERED = [name for name in SCHEDULES if name not in ORDERED]
 LONG = 8192  # tokens of a sample from which on its sequences are shared as well
 MOST_SHARING = 16  # ranks of a sequence
 MOST_DIVIDING = 64  # ranks of an expert group
@@ -155,8 +158,8 @@ def list_sharings(models: SharedModels, world_size: int, cards_per_node: int) ->
 
 def list_layouts(config: RunConfig, sharings: Sequence[Sharing], num_layers: int) -> list[RunConfig]:
     """Return the keys of each way to share with each number of stages and micro-batch size, in powers of two, that
-    divide the ranks and the global batch; nothing recomputed, and no memory saved. num_layers: of those that a split
-    can separate. Raises UserError where there are none."""
+    divide the ranks and the global batch, under each schedule of `UNORDERED`; nothing recomputed, and no memory saved.
+    num_layers: of those that a split can separate. Raises UserError where there are none."""
     world_size, total = int(config.world_size), config.global_batch_size
     if total is None:
         total = build_layout(config, world_size, num_layers, has_accelerator=True).global_batch_size
@@ -165,8 +168,8 @@ def list_layouts(config: RunConfig, sharings: Sequence[Sharing], num_layers: int
     config = replace(config, plan=True, global_batch_size=total, gradient_accumulation_steps=None, **UNUSED)
     stages = [size for size in range(1, world_size + 1) if world_size % size == 0]
     found = []
-    for sharing, num_stages, micro_batch_size in itertools.product(sharings, stages, _list_powers(total)):
-        keys = replace(sharing.apply(config), num_stages=num_stages, micro_batch_size=micro_batch_size)
+    for sharing, num_stages, name, size in itertools.product(sharings, stages, UNORDERED, _list_powers(total)):
+        keys = replace(sharing.apply(config), num_stages=num_stages, schedule=name, micro_batch_size=size)
         with suppress(UserError):
             build_layout(keys, world_size, num_layers, has_accelerator=True)
             found.append(keys)
@@ -183,10 +186,10 @@ def _list_powers(most: int) -> list[int]:
 
 
 class Planner:
-    """Plans the runs of a search, each once."""
+    """Plans the runs of a search, each once. known: those that were planned, by the values of their keys."""
 
     def __init__(self, models: SharedModels, machine: Machine, sharings: Sequence[Sharing]) -> None:
-        self.models, self._machine, self._known = models, machine, dict[tuple[Any, ...], Candidate]()
+        self.models, self._machine, self.known = models, machine, dict[tuple[Any, ...], Candidate]()
         differing = {key for key, *values in zip(Sharing._fields, *sharings, strict=True) if len({*values}) > 1}
         shared = [key for keys in _TOGETHER if differing & {*keys} for key in keys]
         split = ["partition_method"] if isinstance(models.config.partition_method, list) else []
@@ -197,7 +200,7 @@ class Planner:
         stage has too much of what others, each of one chunk, have room for. Raises UserError where the run would."""
         keys, sharing = replace(keys, **memory_overrides), Sharing.of(keys)
         values = (sharing, *(getattr(keys, key) for key in self._named))
-        if values not in self._known:
+        if values not in self.known:
             check_config(keys, has_accelerator=True)
             model = self.models.get(sharing)
             target = Target(int(keys.world_size), True, self._machine, fills=False, is_planned=True)
@@ -207,8 +210,8 @@ class Planner:
             if is_moved:
                 run = resolve_layout(model, keys, replace(target, fills=True))
                 plan = plan_resolved(run, self._machine)
-            self._known[values] = Candidate(keys, plan, memory_overrides, self._named, is_moved)
-        return self._known[values]
+            self.known[values] = Candidate(keys, plan, memory_overrides, self._named, is_moved)
+        return self.known[values]
 
     def choose(
         self, keys: RunConfig, choices: Sequence[Choice], memory_overrides: Mapping[str, Any] = _NONE

@@ -103,10 +103,9 @@ def test_nothing_that_fits_is_faster(memory: float, monkeypatch: pytest.MonkeyPa
     models, machine = share_models(config), describe_machine(config)
     fitting = []
     for plain in list_layouts(config, list_sharings(models, 2, 8), models.model.num_units):
-        each = itertools.product(("1f1b", "interleaved"), itertools.chain(*CHECKPOINTING), ({}, *SAVING))
-        for schedule, (mode, interval), memory_overrides in each:
-            keys = replace(plain, schedule=schedule, activation_checkpoint_mode=mode, **memory_overrides)
-            keys = replace(keys, activation_checkpoint_interval=interval)
+        for (mode, interval), overrides in itertools.product(itertools.chain(*CHECKPOINTING), ({}, *SAVING)):
+            recomputed = replace(plain, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
+            keys = replace(recomputed, **overrides)
             with suppress(UserError):
                 plan = build_plan(keys, models.get(Sharing.of(keys)), machine)
                 fitting += [plan.step_seconds] if plan.fits else []
