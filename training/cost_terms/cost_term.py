@@ -17,7 +17,7 @@ from models.adapters.adapter import NF4_BYTES
 from training.config.schema import AttnImplementation, FlashKernels, Precision, RunConfig
 from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
 from training.costs.hardware import Machine
-from training.costs.kernels import LAUNCH_SECONDS, REPEATED_LAUNCH, SELECTIVE_LAUNCH, time_attention, time_kernels
+from training.costs.kernels import Launch, time_attention, time_kernels
 from training.costs.memory import Kept, Memory, bytes_of
 from training.costs.time import PassCost, StepCost
 from training.distributed.topology import Layout
@@ -93,8 +93,8 @@ class PlannedRun:
         (`moe.imbalance`). What its rows move is in the layer's traffic."""
         return 1 + (self.config.moe.imbalance - 1) * layer.work.divided_share
 
-    def time_pass(self, layer: LayerCost, is_backward: bool = False, launch: float = LAUNCH_SECONDS) -> float:
-        """Return the seconds of a layer's pass over a micro-batch. launch: as of `time_kernels`."""
+    def time_pass(self, layer: LayerCost, is_backward: bool = False, launch: Launch = Launch.plain) -> float:
+        """Return the seconds of a layer's pass over a micro-batch."""
         flops, traffic = layer.work.forward_flops, layer.work.forward_traffic
         if is_backward:
             flops, traffic = layer.work.backward_flops, layer.work.backward_traffic
@@ -108,7 +108,7 @@ class PlannedRun:
     def time_remade(self, layer: LayerCost) -> float:
         """Return the seconds of the operators that `selective` runs again, the scores of eager attention included."""
         flops = self.count_remade_flops(layer)
-        launch = LAUNCH_SECONDS if self.config.compile else SELECTIVE_LAUNCH
+        launch = Launch.plain if self.config.compile else Launch.selective
         return time_kernels(
             flops * self.tokens / self.flops_per_second, 0.0, layer.work.remade_traffic, self.hardware, launch
         )
@@ -236,7 +236,7 @@ class Chunk:
         """Return the seconds of a whole forward pass that is repeated."""
         if layer.work.pass_seconds or self.run.config.compile:
             return self.time_forward(layer)
-        return self.run.time_pass(layer, launch=REPEATED_LAUNCH)
+        return self.run.time_pass(layer, launch=Launch.repeated)
 
     def time_products(self, layer: LayerCost) -> float:
         """Return the seconds of the products of a forward pass; of a layer that was timed those of all of it."""

@@ -5,6 +5,7 @@ The constants hold for GPUs of any kind; that of one kind is `hardware.efficienc
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import lru_cache
 
 from training.config.schema import Device
@@ -21,10 +22,19 @@ TILES = ((256, 128), (128, 256), (128, 128))
 # Of the GPU, for a kernel to start and to drain, besides its bytes: on an H200, over the rate of a copy, 5 us for SiLU
 # and a product of two tensors each, 12 for the eight of an eager RMSNorm (benchmarks/results/nvidia-h200-2026-11-27)
 KERNEL_SECONDS = 5e-6
-# Of the host, for an operator of PyTorch and the Python around it: in a plain pass, in one that checkpointing repeats
-# with its hooks, and in one that `selective` repeats under its dispatch modes (timed on a CPU, scaled to the host of an
-# H200, whose shortest operator takes 9.8 us)
-LAUNCH_SECONDS, REPEATED_LAUNCH, SELECTIVE_LAUNCH = 10e-6, 25e-6, 60e-6
+
+
+class Launch(Enum):
+    """How the host launches the operators of a pass."""
+
+    plain = "plain"
+    repeated = "repeated"  # by eager recomputation, with its hooks
+    selective = "selective"  # by eager `selective`, under its dispatch modes
+
+
+# Of the host, for an operator of PyTorch and the Python around it: timed on a CPU, and scaled to the host of an H200,
+# whose shortest operator takes 9.8 us
+LAUNCH_SECONDS = {Launch.plain: 10e-6, Launch.repeated: 25e-6, Launch.selective: 60e-6}
 
 
 def time_attention(
@@ -39,12 +49,11 @@ def time_attention(
 
 
 def time_kernels(
-    products: float, attending: float, traffic: Traffic, machine: Machine, launch: float = LAUNCH_SECONDS
+    products: float, attending: float, traffic: Traffic, machine: Machine, launch: Launch = Launch.plain
 ) -> float:
     """Return the seconds of a layer's pass.
 
-    products: seconds of its FLOPs at the rate of large products; attending: those of its attention. launch: the host's
-    seconds for an operator. The host runs ahead
+    products: seconds of its FLOPs at the rate of large products; attending: those of its attention. The host runs ahead
     of the GPU, so launching counts where it takes longer than all that is launched. Products whose shapes are known
     take as much longer as they leave multiprocessors idle.
     """
@@ -52,7 +61,7 @@ def time_kernels(
         return products + attending
     moving = traffic.moved / machine.stream_rate + traffic.kernels * KERNEL_SECONDS
     computing = products * stretch_products(traffic.products, machine.multiprocessors)
-    return max(computing + attending + moving, traffic.kernels * launch)
+    return max(computing + attending + moving, traffic.kernels * LAUNCH_SECONDS[launch])
 
 
 @lru_cache(maxsize=2**12)  # a search asks for the same layers thousands of times

@@ -18,6 +18,7 @@ from training.costs.kernels import (
     ATTENTION_RATE,
     KERNEL_SECONDS,
     LAUNCH_SECONDS,
+    Launch,
     stretch_products,
     time_attention,
     time_kernels,
@@ -155,7 +156,7 @@ def test_a_pass_is_bound_by_the_gpu_or_by_its_host() -> None:
     moving = 1e9 / (100 * GB * STREAM_RATE) + 5 * KERNEL_SECONDS
     busy = time_kernels(2.0, 1.0, Traffic(10**9, 5), GPU)
     assert busy == pytest.approx(2.0 + 1.0 + moving)
-    assert time_kernels(1e-6, 0.0, Traffic(0, 50), GPU) == 50 * LAUNCH_SECONDS
+    assert time_kernels(1e-6, 0.0, Traffic(0, 50), GPU) == 50 * LAUNCH_SECONDS[Launch.plain]
 
 
 def test_attention_takes_longer_than_products_of_as_many_flops_on_a_gpu() -> None:
