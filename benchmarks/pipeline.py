@@ -167,8 +167,6 @@ def build_runners(
     from models.weights.sources import open_weights
     from training.distributed.ranks import read_ranks
     from training.pipeline.partition import split_layers, weigh_layers
-    from training.pipeline.schedule import Interleaved
-    from training.pipeline.zero_bubble import ZeroBubble
     from training.setup import build_setup
 
     given = (
@@ -190,10 +188,8 @@ def build_runners(
         return peers.Work(config, build_setup(config, open_weights(config.model_name_or_path), read_ranks()))
 
     shared = prepare()
-    layers, bounds, split = shared.layers, shared.setup.bounds, shared.config.partition_method
-    folded = split_layers(
-        weigh_layers(layers, split), NUM_STAGES, split, schedule=ZeroBubble(NUM_STAGES, arguments.micro_batches)
-    )
+    layers, bounds = shared.layers, shared.setup.bounds
+    folded = prepare("schedule=zero_bubble").setup.bounds
     builders: dict[str, Callable[[], Callable[[], object]]] = {
         "ours": lambda: build_ours(shared),
         "ours-interleaved": lambda: build_ours(prepare("schedule=interleaved")),
@@ -205,12 +201,7 @@ def build_runners(
         "torch-default": lambda: peers.build_torch(
             shared, split_layers(weigh_layers(layers, "uniform"), NUM_STAGES, "uniform")
         ),
-        "interleaved": lambda: peers.build_torch(
-            shared,
-            split_layers(
-                weigh_layers(layers, split), NUM_STAGES, split, schedule=Interleaved(NUM_STAGES, NUM_STAGES, 2)
-            ),
-        ),
+        "interleaved": lambda: peers.build_torch(shared, prepare("schedule=interleaved").setup.bounds),
         "zbv": lambda: peers.build_torch(shared, folded, "ScheduleZBVZeroBubble"),
         "torch-dualpipev": lambda: peers.build_torch(shared, folded, "ScheduleDualPipeV"),
         "dualpipev": lambda: peers.build_dualpipev(shared, folded),

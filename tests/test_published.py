@@ -38,8 +38,7 @@ from models.architecture.lookup import build_layers
 from training.config.schema import Device
 from training.cost_terms.loss import LOGIT_BYTES as LOGIT_MOVED_HERE
 from training.costs.cost import Bytes, LayerCost, Parameters, Work, count_layers
-from training.costs.hardware import GB, GIB, Machine
-from training.costs.kernels import STREAM_RATE
+from training.costs.hardware import GB, GIB, STREAM_RATE, Machine
 from training.costs.memory import Memory
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.traffic import Traffic
@@ -315,7 +314,7 @@ def test_without_zero_each_replica_has_the_whole_state(rows: list[PublishedRun])
         plan_run(replace(run, gradients="fp16")).plan.reduce_seconds
         / plan_run(replace(run, gradients="fp32")).plan.reduce_seconds
     )
-    assert run.gradients == "fp16" and fewer == pytest.approx(2 * 2 / (2 * 4), rel=0.1)  # of bytes; the rest is memory
+    assert run.gradients == "fp16" and fewer == pytest.approx(2 * 2 / (2 * 4), rel=0.15)  # of bytes; the rest is memory
 
 
 def test_sums_that_all_ranks_get_are_sent_again(rows: list[PublishedRun]) -> None:

@@ -139,7 +139,8 @@ class TrainingLoop:
         After a signal the run only saves, and `signum` holds the signal's number. Raises UserError when the disk has no
         room for a checkpoint.
         """
-        self._writer.check_room(count_state_bytes(self.config))
+        if self._saves():
+            self._writer.check_room(count_state_bytes(self.config))
         if self._lacks_evaluation():
             self._evaluate()
             self._record_evaluation()
@@ -244,6 +245,12 @@ class TrainingLoop:
             self._untimed(self._save)
             self._interrupts.saved()
             self._notice_signal()
+
+    def _saves(self) -> bool:
+        """Returns whether the run saves checkpoints if nothing ends it early."""
+        config = self.config
+        best = config.keep_best or config.load_best_model_at_end
+        return bool(self._save_every or config.save_minutes or config.save_final or config.export_steps or best)
 
     def _is_final(self) -> bool:
         """Returns whether the run ends with this step and saves it for that."""

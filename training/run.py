@@ -198,7 +198,7 @@ def evaluate_only(run: Run) -> int:
     watchdog = build_watchdog(run)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(config, tokenizer)
-        run = replace(run, setup=load_resumed(run.setup, ranks.say))
+        run = agree_on_setup(run)
         setup = run.setup
         check_same_files(run, datasets, tokenizer)
         sizes = process.broadcast_from_main(lambda: measure_evaluations(config, setup.layout, datasets), ranks)
@@ -256,9 +256,9 @@ def build_watchdog(run: Run) -> Watchdog:
 
 
 def agree_on_setup(run: Run) -> Run:
-    """Return the run with the weights of the checkpoint to resume from, and what follows from a GPU as the main rank
-    has it: the split into stages, the times of passes that order a schedule, and the recomputation of `auto`. Ranks on
-    other GPUs would exchange other things, and wait forever."""
+    """Return the run with the weights of the checkpoint to resume from, and what follows from the times of passes as
+    the main rank has them: the split into stages, the order of passes, and the recomputation of `auto`. Ranks with
+    other numbers, such as those of another GPU, would exchange other things, and wait forever."""
     own, setup = run.config, load_resumed(run.setup, run.ranks.say)
     mode, interval, layout, bounds = process.broadcast_from_main(
         lambda: (own.activation_checkpoint_mode, own.activation_checkpoint_interval, setup.layout, setup.bounds),

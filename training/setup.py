@@ -232,9 +232,10 @@ def open_teacher(setup: RunSetup, ranks: Ranks) -> RunSetup | None:
 
 
 def find_target(config: RunConfig, ranks: Ranks) -> Target:
-    """Return where this run takes place. Without a GPU nothing limits a stage: a host's memory is shared."""
-    machine = find_run_machine(config, ranks) if has_accelerator() and not config.evaluate_only else None
-    return Target(ranks.world_size, has_accelerator(), machine)
+    """Return where this run takes place. Without a GPU nothing limits a stage, as a host's memory is shared, nor does
+    what training would keep limit an evaluation."""
+    machine = find_run_machine(config, ranks) if has_accelerator() else None
+    return Target(ranks.world_size, has_accelerator(), machine, fills=not config.evaluate_only)
 
 
 def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:

@@ -27,6 +27,7 @@ from training.config.sources import list_evaluations
 from training.costs.hardware import GIB
 from training.inputs.cadence import describe_cadence
 from training.inputs.datasets import list_entries
+from training.inputs.skipped_data import count_trained
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, Reporter, describe_evaluation
 from training.optim.lr_schedule import warn_of_warmup
@@ -67,7 +68,8 @@ def show_start(
     facts |= describe_layout(setup, hosts, prediction.plan.sent_in_passes)
     facts["steps"] = f"{start.step} to {budget.last_step} of {budget.total_steps}{_describe_epochs(budget, setup)}"
     if prediction.peak_flops is not None:  # else the plan's times are those of another machine
-        seconds, left = prediction.plan.step_seconds, budget.last_step - start.step
+        seconds = prediction.plan.step_seconds
+        left = count_trained(start.step, budget.last_step, config.skip_data_intervals)
         facts["expected"] = f"{render_seconds(seconds)} a step, {render_seconds(left * seconds)} in all, by the plan"
     attention = setup.architecture._attn_implementation
     facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {attention}"

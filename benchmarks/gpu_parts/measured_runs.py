@@ -37,7 +37,6 @@ _NEEDS = {
     "optimizer=adamw_8bit": ("bitsandbytes",),
     "flash_kernels=fa3": ("hopper", "flash_attn_interface"),
 }
-_SCRIPT = Path(__file__).with_name("unsaved_trainer.py")
 _DOCUMENTS_A_ROW = 4  # of packed data
 
 
@@ -114,7 +113,9 @@ class MeasuredRuns:
             f"model_name_or_path={model}", f"train_file={self.prepare_records('data.packing=true' in overrides)}",
             f"data.cache_dir={self.folder}/cache", "data.prompt_template='{prompt}'", f"precision={self._precision}",
             f"max_seq_length={self.seq_length}", "micro_batch_size=1", f"global_batch_size={self.global_batch_size}",
-            "activation_checkpoint_interval=1", "logging_steps=1", f"max_steps={WARM_UP + STEPS}", *overrides,
+            "activation_checkpoint_interval=1", "logging_steps=1", f"max_steps={WARM_UP + STEPS}",
+            "save_final=false",  # 130 GB of 8B for a few seconds of training, more than many a machine's disk has
+            *overrides,
         ]  # fmt: skip
 
     def run(
@@ -125,7 +126,7 @@ class MeasuredRuns:
         output = self.folder / "runs" / name
         train(
             self.machine, [*given, f"output_dir={output}"], world_size=world_size, log=self.logs / f"{name}.log",
-            deadline=deadline, script=_SCRIPT,
+            deadline=deadline,
         )  # fmt: skip
         return given, output
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 from benchmarks.published_parts.rows import PublishedRun
 from training.cost_terms import loss as loss_here
 from training.costs.cost import LayerCost
-from training.costs.hardware import GIB, Machine
-from training.costs.kernels import STREAM_RATE
+from training.costs.hardware import GIB, STREAM_RATE, Machine
 from training.costs.memory import Memory
 from training.costs.time import Sent, compute_sending_seconds
 from training.distributed.topology import DATA
@@ -271,7 +270,7 @@ def count_gradients_in_pass(run: PublishedRun, layers: Sequence[LayerCost]) -> i
     (`training/cost_terms/layers.py`) and which are not there yet at the peak of a loss that makes all logits."""
     assert run.tp is not None
     parts = run.tp if run.sequence_parallel else 1  # a block works on those of all ranks
-    widest = max(layer.bytes.widest for layer in layers[:-1])
+    widest = max((layer.bytes.widest for layer in layers[:-1]), default=0)
     new = max((4 if run.precision == "fp32" else 2) * layer.parameters.largest_trained for layer in layers)
     return 2 * parts * layers[0].bytes.output + max(widest, new)
 

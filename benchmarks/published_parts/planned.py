@@ -80,8 +80,10 @@ def plan_run(run: PublishedRun) -> Planned:
     if run.split not in ("", "balanced") and keys.schedule != "zero_bubble":  # here it folds the pipeline
         keys = replace(keys, partition_method=_split(run, len(model.layers)))
     check_together(CheckedConfig(keys))
-    resolved = resolve_layout(model, keys, Target(run.gpus, True, is_planned=True))
+    resolved = resolve_layout(model, keys, Target(run.gpus, True, machine, fills=False, is_planned=True))
     costs = adjust_costs(run, resolved.costs, machine)
+    # Megatron's recomputation, and torch's reentrant one, repeat every product
+    costs = [replace(cost, work=replace(cost.work, unrepeated_flops=0.0)) for cost in costs]
     plan = adjust_states(run, plan_resolved(resolved, machine, costs))
     plan = adjust_reduction(run, plan, machine)
     return Planned(run, plan, count_memory(run, plan, costs), count_limit(run, machine))

@@ -90,6 +90,13 @@ class HoldOut:
         """The config key that a message names."""
         return "data.eval_samples" if self.fraction is None else "data.eval_fraction"
 
+    def estimate(self, num_samples: float) -> float:
+        """Return how many of the samples are held out, where each record is one."""
+        if self.fraction is not None:
+            return num_samples * self.fraction
+        assert self.count is not None
+        return min(num_samples, self.count)
+
     def compute_bound(self, list_smallest: Callable[[int], np.ndarray]) -> int:
         """Return the number that the hashes of these records are below.
 
@@ -117,14 +124,12 @@ class Selection:
         """Return the selection with its bound. list_smallest: see `HoldOut.compute_bound`."""
         return self if self.hold_out is None else replace(self, bound=self.hold_out.compute_bound(list_smallest))
 
-    def estimate_trained(self, num_samples: float) -> float:
-        """Return how many of the samples are trained on, where each record is one."""
+    def estimate_taken(self, num_samples: float) -> float:
+        """Return how many of the samples are in this part, where each record is one."""
         if self.hold_out is None:
             return num_samples
-        if self.hold_out.fraction is not None:
-            return num_samples * (1 - self.hold_out.fraction)
-        assert self.hold_out.count is not None
-        return max(0.0, num_samples - self.hold_out.count)
+        held_out = self.hold_out.estimate(num_samples)
+        return held_out if self.takes_held_out else num_samples - held_out
 
     def list_keys(self) -> list[str]:
         """Return the config keys that were given."""

@@ -91,7 +91,7 @@ def estimate_rows(
         lengths = entry.columns["length"]
         laid = lay_samples(np.arange(len(lengths)), lengths, plan).num_rows / plan.group_size
         num_samples = entry.num_records * len(lengths) / entry.num_first
-        num_rows += encoding.selection.estimate_trained(num_samples) * laid / len(lengths)
+        num_rows += encoding.selection.estimate_taken(num_samples) * laid / len(lengths)
         is_exact = is_exact and entry.is_whole
     return RowEstimate(round(num_rows), is_exact)
 

@@ -30,4 +30,5 @@ class HangInExport:
         self._hang = {"sleep": sleep, "stop": stop}[how]
 
     def on_end(self, run: Any) -> None:
-        vars(training_run)["export"] = self._hang
+        assert "export_end" in vars(training_run)
+        vars(training_run)["export_end"] = self._hang

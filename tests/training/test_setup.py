@@ -93,18 +93,6 @@ def test_ranks_with_different_gpus_run_by_the_main_ranks(workers: Callable[[int]
     assert main == other and main[:2] == (0, [0, 2, main[1][-1]])
 
 
-def test_a_run_that_only_evaluates_counts_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_llama(tmp_path / "hf")
-    count = Mock()
-    monkeypatch.setattr(counts, "count_layers", count)
-    config = build_config(
-        f"model_name_or_path={tmp_path}/hf", f"output_dir={tmp_path}/out", "micro_batch_size=1", "global_batch_size=2",
-        "eval_file=eval.jsonl", "evaluate_only=true",
-    )  # fmt: skip
-    setups.check_run(config, SINGLE_PROCESS)
-    assert not count.called
-
-
 def read_own_export(folder: Path) -> tuple[str, ...]:
     return (f"model_name_or_path={folder}/out/hf", "adapter=lora")
 

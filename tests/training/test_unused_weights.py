@@ -168,7 +168,7 @@ def test_a_run_says_what_becomes_of_them(material) -> None:
 def test_the_disk_has_room_for_them(material, tmp_path: Path) -> None:
     """Once next to the checkpoints, and in each export."""
     size = CheckpointSize(weights=10, optimizer=60, passthrough=3)
-    assert count_disk_bytes(build_config("export_steps=[1]"), size) == 70 + 3 + 2 * 13
+    assert count_disk_bytes(build_config("export_steps=[1]"), size) == 2 * 70 + 3 + 2 * 13
 
     case, _ = material("deepseek_v3")
     planned = []

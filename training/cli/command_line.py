@@ -160,7 +160,8 @@ def _check_base(composed: DictConfig, config_name: str) -> None:
 
 def _check_override(override: str) -> None:
     """Raise UserError for what Hydra accepts silently: a key that nothing reads, added with `+`, a removed one, and an
-    interpolation, which a path of data that is called so would become."""
+    interpolation, which a path of data that is called so would become; in an open group, as for a tracker's key that is
+    in the environment, it is replaced."""
     if override.startswith("~"):
         raise UserError(
             f"{override}: keys cannot be removed; give it another value, or null where conf/base.yaml allows it"
@@ -168,14 +169,14 @@ def _check_override(override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals:
         raise UserError(f"'{override}' is not of the form key=value; conf/base.yaml lists the keys")
-    if "${" in value:
+    key = key.lstrip("+").partition("@")[0]
+    group = key.partition(".")[0]
+    is_open = group in _open_groups() or any(key.startswith(f"{each}.") for each in _open_keys())
+    if "${" in value and not is_open:
         raise UserError(
             f"{override}: ${{...}} on the command line is neither replaced nor taken as text; write the value itself, "
             "or a shell variable outside of single quotes"
         )
-    key = key.lstrip("+").partition("@")[0]
-    group = key.partition(".")[0]
-    is_open = group in _open_groups() or any(key.startswith(f"{each}.") for each in _open_keys())
     if override.startswith("+") and not is_open and key not in _known_keys():
         raise UserError(_unknown_key(key))
 

@@ -13,10 +13,12 @@ def compute_kept(chunk: Chunk) -> Kept:
     """Return the bytes that a micro-batch keeps, and the peak of recomputation.
 
     Counted group by group as the backward pass goes: what later groups kept is freed by then. Of what is on the host,
-    the input of the group that is recomputed has come back, and that of the one before it is coming."""
+    the input of the group that is recomputed has come back, and that of the one before it is coming. A layer that runs
+    no backward pass keeps nothing. Its forward pass counts where nothing later takes as much: the factors of an MLP's
+    product, one of them before its activation function too, and the product."""
     checkpointing = chunk.checkpointing
     kept = recomputation = on_host = deferred = 0  # deferred: by the groups that are done
-    for group in reversed(checkpointing.list_groups(len(chunk.layers))):
+    for group in reversed(chunk.groups):
         layers = chunk.layers[group.start : group.stop]
         if not group.is_recomputed:
             kept += sum(layer.bytes.saved for layer in layers)
@@ -33,18 +35,35 @@ def compute_kept(chunk: Chunk) -> Kept:
         deferred += sum(layer.bytes.deferred for layer in layers)
         if checkpointing.is_selective:
             kept += sum(layer.bytes.kept for layer in layers)
+    # One of those four is among what any pass needs (`layers.py`)
+    working = max((3 * layer.bytes.widest for layer in chunk.layers[: chunk.num_forward_only]), default=0)
     return Kept(
         activations=kept,
-        recomputation=recomputation,
+        recomputation=max(recomputation, working - kept),
         deferred=sum(layer.bytes.deferred for layer in chunk.layers),
         host=on_host,
     )
 
 
 def compute_recomputation(chunk: Chunk) -> PassCost:
-    """Return the time of running layers again; none under `selective`, which keeps the results that cost time."""
-    again = PassCost() if chunk.checkpointing.is_selective else chunk.run_again(chunk.list_recomputed())
+    """Return the time of running layers again: whole, or under `selective` the operators whose results it does not
+    keep."""
+    layers = chunk.list_recomputed()
+    again = chunk.remake(layers) if chunk.checkpointing.is_selective else chunk.run_again(layers) + leave_out(chunk)
     return again + compute_offload(chunk, again) if chunk.checkpointing.offloads else again
+
+
+def leave_out(chunk: Chunk) -> PassCost:
+    """Return, as a negative cost, the products that recomputation leaves out."""
+    layers = [layer for layer in chunk.list_stopped() if layer.work.unrepeated_flops]
+    seconds = -sum(
+        layer.work.unrepeated_flops / layer.work.forward_flops * chunk.time_products(layer) for layer in layers
+    )
+    return PassCost(
+        backward_flops=-sum(layer.work.unrepeated_flops for layer in layers),
+        backward_seconds=seconds,
+        recomputed_seconds=seconds,
+    )
 
 
 def compute_offload(chunk: Chunk, again: PassCost) -> PassCost:
@@ -59,7 +78,7 @@ def compute_offload(chunk: Chunk, again: PassCost) -> PassCost:
     ranks_on_node = min(chunk.run.layout.world_size, hardware.cards_per_node)
     rate = min(hardware.host_link_bandwidth, hardware.host_memory_bandwidth / ranks_on_node) * GB
     copying, forward = compute_kept(chunk).host / rate, sum(map(chunk.time_forward, chunk.layers))
-    backward = sum(map(chunk.time_backward, chunk.layers)) + again.backward_seconds
+    backward = sum(map(chunk.time_backward, chunk.backward_layers)) + again.backward_seconds
     first = chunk.hidden_bytes / rate if copying else 0.0
     return PassCost(
         forward_seconds=max(0.0, copying - forward), backward_seconds=max(0.0, copying - first - backward) + first

@@ -64,7 +64,7 @@ def compute_workspace(chunk: Chunk) -> Kept:
     """Return the workspace of attention, for one layer at a time in the backward pass."""
     workspaces = (
         shared.workspace_bytes + shared.chunk_bytes * _makes_scores(chunk.run, shared)
-        for shared in _list_shared(chunk.layers)
+        for shared in _list_shared(chunk.backward_layers)
     )
     return Kept(recomputation=max(workspaces, default=0))
 
@@ -100,6 +100,7 @@ def _sum_passes(chunk: Chunk, is_ring: bool, bandwidth: float) -> tuple[_Pass, _
     forward = backward = _Pass()
     for layer in chunk.layers:
         forward += send(layer, run, bandwidth, is_backward=False)
+    for layer in chunk.backward_layers:
         backward += send(layer, run, bandwidth, is_backward=True)
     for layer in chunk.list_recomputed():
         backward += send(layer, run, bandwidth, is_backward=False)
@@ -127,7 +128,7 @@ def _travel(layer: LayerCost, run: PlannedRun, bandwidth: float, *, is_backward:
     gradient = shared.block_gradient_bytes if is_backward else 0
     attending, excess = run.time_attention(layer, is_backward), 0.0
     if _makes_scores(run, shared):
-        work = shared.scores * SCORE_BYTES[is_backward] / (run.hardware.memory_bandwidth * GB)
+        work = shared.scores * SCORE_BYTES[is_backward] / run.hardware.stream_rate
     else:
         work = run.time_flash_attention_2(layer, is_backward) - attending
         excess = work

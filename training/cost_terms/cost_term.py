@@ -9,7 +9,7 @@ P stages, V chunks of layers a stage, M micro-batches of one replica in a step, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,13 +17,13 @@ from models.adapters.adapter import NF4_BYTES
 from training.config.schema import AttnImplementation, FlashKernels, Precision, RunConfig
 from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
 from training.costs.hardware import Machine
-from training.costs.kernels import time_attention, time_kernels
+from training.costs.kernels import Launch, time_attention, time_kernels
 from training.costs.memory import Kept, Memory, bytes_of
 from training.costs.time import PassCost, StepCost
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import choose_reduce_dtype
 from training.objectives.registry import get_objective
-from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
+from training.pipeline.activation_checkpoint import ActivationCheckpointing, Group, build_activation_checkpointing
 from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
 
@@ -88,16 +88,38 @@ class PlannedRun:
         by_second = runs_second and self.config.flash_kernels is not FlashKernels.fa3
         return time_attention(products, self.hardware, is_backward, by_second)
 
-    def time_pass(self, layer: LayerCost, is_backward: bool = False) -> float:
+    def stretch_experts(self, layer: LayerCost) -> float:
+        """Return the products of the most loaded of the ranks that divide a layer's experts, over those of an even load
+        (`moe.imbalance`). What its rows move is in the layer's traffic."""
+        return 1 + (self.config.moe.imbalance - 1) * layer.work.divided_share
+
+    def time_pass(self, layer: LayerCost, is_backward: bool = False, launch: Launch = Launch.plain) -> float:
         """Return the seconds of a layer's pass over a micro-batch."""
         flops, traffic = layer.work.forward_flops, layer.work.forward_traffic
         if is_backward:
             flops, traffic = layer.work.backward_flops, layer.work.backward_traffic
+        flops *= self.stretch_experts(layer)
         attending = 0.0
-        if self.config.attn_implementation is not AttnImplementation.eager:  # two matrix products, of all scores
+        if not self._is_eager:  # two matrix products, of all scores
             flops -= (1 + is_backward) * layer.work.attention_flops
             attending = self.time_attention(layer, is_backward)
-        return time_kernels(flops * self.tokens / self.flops_per_second, attending, traffic, self.hardware)
+        return time_kernels(flops * self.tokens / self.flops_per_second, attending, traffic, self.hardware, launch)
+
+    def time_remade(self, layer: LayerCost) -> float:
+        """Return the seconds of the operators that `selective` runs again, the scores of eager attention included."""
+        flops = self.count_remade_flops(layer)
+        launch = Launch.plain if self.config.compile else Launch.selective
+        return time_kernels(
+            flops * self.tokens / self.flops_per_second, 0.0, layer.work.remade_traffic, self.hardware, launch
+        )
+
+    def count_remade_flops(self, layer: LayerCost) -> float:
+        """Return the FLOPs of a token that `selective` repeats: those of eager attention."""
+        return layer.work.attention_flops if self._is_eager else 0.0
+
+    @property
+    def _is_eager(self) -> bool:
+        return self.config.attn_implementation is AttnImplementation.eager
 
 
 @dataclass(frozen=True)
@@ -146,27 +168,88 @@ class Chunk:
     def checkpointing(self) -> ActivationCheckpointing:
         return build_activation_checkpointing(self.run.config)
 
+    @cached_property
+    def num_forward_only(self) -> int:
+        """The number of its first layers that run no backward pass: those of the model's first chunk below the first
+        layer with a trained parameter. Any later chunk runs all of its layers backward, since the engine asks for the
+        gradient of whatever a chunk receives (`Runner._forward`)."""
+        if not self.has_first_layer:
+            return 0
+        trained = (number for number, layer in enumerate(self.layers) if layer.parameters.trained)
+        return next(trained, len(self.layers))
+
+    @property
+    def backward_layers(self) -> Sequence[LayerCost]:
+        """The layers that run a backward pass."""
+        return self.layers[self.num_forward_only :]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The groups of layers that a backward pass goes through. One that is recomputed is whole: autograd runs all of
+        it again. Of the others the layers below the first trained one are left out."""
+        first = self.num_forward_only
+        groups = [group for group in self.checkpointing.list_groups(len(self.layers)) if group.stop > first]
+        return [each if each.is_recomputed else replace(each, start=max(each.start, first)) for each in groups]
+
     def list_recomputed(self) -> list[LayerCost]:
         """Return the layers that run again in the backward pass, whole or but for the results that `selective` keeps;
         not the head, which is in the loss."""
         stop = len(self.layers) - self.has_loss
-        groups = (group for group in self.checkpointing.list_groups(len(self.layers)) if group.is_recomputed)
+        groups = (group for group in self.groups if group.is_recomputed)
         return [layer for group in groups for layer in self.layers[group.start : min(group.stop, stop)]]
+
+    def list_stopped(self) -> list[LayerCost]:
+        """Return the layers whose recomputation stops before its last products, as soon as all that was kept is there
+        again (torch's `set_checkpoint_early_stop`): the last one of each group, unless it is compiled."""
+        if self.run.config.compile or self.checkpointing.is_selective:
+            return []
+        stop = len(self.layers) - self.has_loss
+        groups = (group for group in self.groups if group.is_recomputed and group.start < stop)
+        return [self.layers[min(group.stop, stop) - 1] for group in groups]
 
     def run_again(self, layers: Sequence[LayerCost]) -> PassCost:
         """Return the cost that a second forward pass of `layers` adds to the backward pass."""
         return PassCost(
             backward_flops=sum(layer.work.forward_flops for layer in layers),
-            backward_seconds=sum(self.time_forward(layer) for layer in layers),
-            recomputed_seconds=sum(self.time_forward(layer) for layer in layers),
+            backward_seconds=sum(map(self.time_repeated, layers)),
+            recomputed_seconds=sum(map(self.time_repeated, layers)),
             excess_seconds=sum(map(self.run.time_excess, layers)),
+        )
+
+    def remake(self, layers: Sequence[LayerCost]) -> PassCost:
+        """Return the cost that `selective` adds to the backward pass: that of the operators whose results it does not
+        keep."""
+        seconds = sum(map(self.time_remade, layers))
+        return PassCost(
+            backward_flops=sum(map(self.run.count_remade_flops, layers)),
+            backward_seconds=seconds,
+            recomputed_seconds=seconds,
         )
 
     def time_forward(self, layer: LayerCost) -> float:
         """Return the seconds of a micro-batch forward: as timed, or by the GPU's rate."""
         if layer.work.pass_seconds:
-            return layer.work.pass_seconds[0] * self.run.tokens
+            return layer.work.pass_seconds[0] * self.run.tokens * self.run.stretch_experts(layer)
         return self.run.time_pass(layer)
+
+    def time_repeated(self, layer: LayerCost) -> float:
+        """Return the seconds of a whole forward pass that is repeated."""
+        if layer.work.pass_seconds or self.run.config.compile:
+            return self.time_forward(layer)
+        return self.run.time_pass(layer, launch=Launch.repeated)
+
+    def time_products(self, layer: LayerCost) -> float:
+        """Return the seconds of the products of a forward pass; of a layer that was timed those of all of it."""
+        if layer.work.pass_seconds:
+            return self.time_forward(layer)
+        return layer.work.forward_flops * self.run.tokens / self.run.flops_per_second
+
+    def time_remade(self, layer: LayerCost) -> float:
+        """Return the seconds of what `selective` runs again of a layer; of one that was timed by the bytes it moves."""
+        if layer.work.pass_seconds:
+            moving = layer.work.remade_traffic.moved / self.run.hardware.stream_rate
+            return min(moving, self.time_forward(layer))
+        return self.run.time_remade(layer)
 
     def time_deferred(self, layer: LayerCost) -> float:
         """Return the seconds of the backward pass that can be deferred: products alone."""
@@ -180,7 +263,7 @@ class Chunk:
 
     def time_backward(self, layer: LayerCost) -> float:
         if layer.work.pass_seconds:
-            return layer.work.pass_seconds[1] * self.run.tokens
+            return layer.work.pass_seconds[1] * self.run.tokens * self.run.stretch_experts(layer)
         return self.run.time_pass(layer, is_backward=True)
 
 

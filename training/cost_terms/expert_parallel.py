@@ -1,9 +1,9 @@
-"""Expert parallelism: the exchanges of rows with the ranks that have their experts. Its savings are in the costs of the
-layers, whose experts are divided."""
+"""Expert parallelism: the exchanges of rows with the ranks that have their experts. Its savings, and the time of the
+most loaded rank's experts, are in the costs of the layers, whose experts are divided."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from training.config.schema import CheckpointMode
 from training.cost_terms.cost_term import Chunk, CostTerm
@@ -13,18 +13,14 @@ from training.distributed.topology import EXPERTS
 
 
 def compute_exchanges(chunk: Chunk) -> PassCost:
-    """Return the bytes of rows and results, there and back in each pass, of the rank with most, and the time by which
-    its experts exceed an even share (`moe.imbalance`). Layers that are recomputed repeat the exchanges of their forward
-    pass, but under `selective`, which keeps what has arrived."""
+    """Return the bytes of rows and results, there and back in each pass, of the rank with most (`moe.imbalance`).
+    Layers that are recomputed repeat the exchanges of their forward pass, but under `selective`, which keeps what has
+    arrived."""
     keeps = chunk.run.config.activation_checkpoint_mode is CheckpointMode.selective
     again = [] if keeps else chunk.list_recomputed()
-    one_way = _count_sent(chunk, chunk.layers)
     return PassCost(
-        forward_seconds=_time_excess(chunk, chunk.layers, chunk.time_forward),
-        backward_seconds=_time_excess(chunk, chunk.layers, chunk.time_backward)
-        + _time_excess(chunk, again, chunk.time_forward),
-        forward_sent=Sent({EXPERTS: one_way}),
-        backward_sent=Sent({EXPERTS: one_way + _count_sent(chunk, again)}),
+        forward_sent=Sent({EXPERTS: _count_sent(chunk, chunk.layers)}),
+        backward_sent=Sent({EXPERTS: _count_sent(chunk, [*chunk.backward_layers, *again])}),
     )
 
 
@@ -32,14 +28,6 @@ def _count_sent(chunk: Chunk, layers: Sequence[LayerCost]) -> float:
     """Bytes of hidden states in a forward pass: each row to its expert, and its result back."""
     size, imbalance = chunk.run.layout.topology.num_expert_shares, chunk.run.config.moe.imbalance
     return imbalance * (size - 1) / size * 2 * chunk.block_bytes * sum(layer.work.sent_rows for layer in layers)
-
-
-def _time_excess(chunk: Chunk, layers: Sequence[LayerCost], time: Callable[[LayerCost], float]) -> float:
-    """Seconds of a pass for which the other ranks wait."""
-    shares = (
-        (layer, layer.work.divided_flops / layer.work.forward_flops) for layer in layers if layer.work.divided_flops
-    )
-    return (chunk.run.config.moe.imbalance - 1) * sum(share * time(layer) for layer, share in shares)
 
 
 EXPERT_PARALLEL = CostTerm(chunk_cost=compute_exchanges)

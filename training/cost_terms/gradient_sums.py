@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from training.config.schema import Device, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, count_distinct
-from training.costs.hardware import GB
 from training.costs.memory import bytes_of
 from training.costs.time import PassCost
 
@@ -21,7 +20,7 @@ def compute_sums(chunk: Chunk) -> PassCost:
         run.hardware.device,
     )
     counted = count_distinct("trained", [layer for layer in chunk.layers if layer.work.pass_seconds is None])
-    return PassCost(backward_seconds=moved * counted / (run.hardware.memory_bandwidth * GB))
+    return PassCost(backward_seconds=moved * counted / run.hardware.stream_rate)
 
 
 def count_sum_bytes(precision: Precision, num_micro_batches: int, device: Device) -> float:

@@ -10,14 +10,17 @@ from training.costs.time import PassCost
 
 
 def compute_passes(chunk: Chunk) -> PassCost:
-    """Return the cost of the passes: backward is twice forward, less the gradients of frozen matrices."""
+    """Return the cost of the passes: backward is twice forward, less the gradients of frozen matrices, and nothing in
+    layers that run none."""
+    excess = [chunk.run.time_excess(layer) for layer in chunk.layers]
+    excess += [chunk.run.time_excess(layer, is_backward=True) for layer in chunk.backward_layers]
     return PassCost(
         forward_flops=sum(layer.work.forward_flops for layer in chunk.layers),
-        backward_flops=sum(layer.work.backward_flops for layer in chunk.layers),
+        backward_flops=sum(layer.work.backward_flops for layer in chunk.backward_layers),
         forward_seconds=sum(map(chunk.time_forward, chunk.layers)),
-        backward_seconds=sum(map(chunk.time_backward, chunk.layers)),
-        deferred_seconds=sum(map(chunk.time_deferred, chunk.layers)),
-        excess_seconds=sum(chunk.run.time_excess(layer, way) for layer in chunk.layers for way in (False, True)),
+        backward_seconds=sum(map(chunk.time_backward, chunk.backward_layers)),
+        deferred_seconds=sum(map(chunk.time_deferred, chunk.backward_layers)),
+        excess_seconds=sum(excess),
     )
 
 

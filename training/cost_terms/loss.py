@@ -7,8 +7,6 @@ from models.losses.options import Divergence
 from training.config.schema import Device, DistillConfig, Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
-from training.costs.hardware import GB
-from training.costs.kernels import STREAM_RATE
 from training.costs.memory import Memory
 from training.costs.time import PassCost
 from training.objectives.objective import PassOver
@@ -135,12 +133,25 @@ def compute_logits(chunk: Chunk) -> PassCost:
         return PassCost()
     num_targets = run.tokens * chunk.layers[-1].num_blocks
     moved = LOGIT_BYTES * num_targets * -(-run.vocab_size // run.layout.tensor_parallel_size)
-    return PassCost(forward_seconds=moved / (run.hardware.memory_bandwidth * GB * STREAM_RATE))
+    return PassCost(forward_seconds=moved / run.hardware.stream_rate)
+
+
+def compute_early_products(chunk: Chunk) -> PassCost:
+    """Return the seconds of the head's backward pass, moved into the forward pass: a loss that is a sum over tokens
+    turns a chunk of logits into their gradient, and multiplies it, while it has them
+    (`models/losses/cross_entropy.py`). In layers that were timed they are there."""
+    config = chunk.run.config
+    objective = get_objective(config)
+    waits = objective.head is not None or objective.remakes_logits or config.precision is Precision.fp16
+    if not chunk.has_loss or waits or config.evaluate_only or chunk.layers[-1].work.pass_seconds:
+        return PassCost()
+    seconds = chunk.time_backward(chunk.layers[-1])
+    return PassCost(forward_seconds=seconds, backward_seconds=-seconds)
 
 
 def compute_loss_cost(chunk: Chunk) -> PassCost:
     """Return the time of the loss in addition to the head's products."""
-    return compute_second_logits(chunk) + compute_logits(chunk)
+    return compute_second_logits(chunk) + compute_logits(chunk) + compute_early_products(chunk)
 
 
 def compute_first_pass(chunk: Chunk) -> PassCost:

@@ -71,10 +71,10 @@ def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
             copied = max(0, copied - _count_recomputed(chunk))
         return max(0, held * in_bucket + copied - on_the_way)
     most = waiting = freed = 0
-    for layer in reversed(chunk.layers):
+    for layer in reversed(chunk.backward_layers):
         waiting += layer.parameters.trained
         in_bucket = max(min(waiting, REDUCE_BUCKET), layer.parameters.largest_trained)
-        is_full = waiting >= REDUCE_BUCKET or layer is chunk.layers[0]
+        is_full = waiting >= REDUCE_BUCKET or layer is chunk.backward_layers[0]
         share = in_bucket / waiting if waiting else 1  # of the layer, that is done when the bucket is full
         taken = (held + is_full * copy_bytes) * in_bucket
         most = max(most, taken - on_the_way - freed - round(share * layer.bytes.saved))
@@ -85,8 +85,8 @@ def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
 
 def _count_recomputed(chunk: Chunk) -> int:
     """Bytes of the activations of the group of layers that has most."""
-    groups = (chunk.layers[group.start : group.stop] for group in chunk.checkpointing.list_groups(len(chunk.layers)))
-    return max(sum(layer.bytes.saved for layer in group) for group in groups)
+    groups = (chunk.layers[group.start : group.stop] for group in chunk.groups)
+    return max((sum(layer.bytes.saved for layer in group) for group in groups), default=0)
 
 
 def _allocate_zero3(stage: Stage) -> Memory:

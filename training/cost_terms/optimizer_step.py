@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from training.config.schema import Offload, Precision
+import torch
+
+from training.config.schema import Offload, OptimizerName, Precision, RunConfig
 from training.cost_terms.cost_term import CostTerm, Stage
 from training.costs.hardware import GB
 from training.costs.memory import bytes_of
 from training.costs.time import StepCost
-from training.optim.optimizer import count_state_bytes
+from training.costs.trace import trace_operators
+from training.optim.optimizer import build_optimizer, count_state_bytes, count_update_buffers
 
 
 def compute_update(stage: Stage) -> StepCost:
@@ -16,12 +19,43 @@ def compute_update(stage: Stage) -> StepCost:
     run = stage.run
     config, hardware = run.config, run.hardware
     part = stage.num_in_part
-    moved = count_update_bytes(count_state_bytes(config), config.precision, config.shards_weights) * part
+    moved = count_moved(config) * part
     if config.offload_optimizer is Offload.none:
-        return StepCost(optimizer_seconds=moved / (hardware.memory_bandwidth * GB))
+        return StepCost(optimizer_seconds=moved / hardware.stream_rate)
     ranks_on_node = min(run.layout.world_size, hardware.cards_per_node)
     across = (4 + run.weight_bytes) * part / (hardware.host_link_bandwidth * GB)
     return StepCost(optimizer_seconds=across + moved * ranks_on_node / (hardware.host_memory_bandwidth * GB))
+
+
+def count_moved(config: RunConfig) -> float:
+    """Return the bytes that an optimizer step reads and writes per trained parameter."""
+    state_bytes = count_state_bytes(config)
+    moved = count_update_bytes(state_bytes, config.precision, config.shards_weights)
+    if config.compile or not count_update_buffers(config, 1):
+        return moved
+    # Operator by operator, not in one kernel, which reads the gradient, and reads and writes weight and state
+    key = config.optimizer.name, config.optimizer.rounds_state
+    if key not in _TRACED:
+        _TRACED[key] = _trace_update(config)
+    return moved - (4 + 8 + 2 * state_bytes) + _TRACED[key]
+
+
+_TRACED: dict[tuple[OptimizerName, bool], float] = {}  # what `_trace_update` has returned
+
+
+def _trace_update(config: RunConfig) -> float:
+    """Return the bytes that the operators of an update read and write per parameter."""
+    weight = torch.nn.Parameter(torch.empty(2**12, device="meta"))
+    weight.grad = torch.empty_like(weight)
+    optimizer = build_optimizer([{"params": [weight], "lr": 1.0, "weight_decay": 0.0}], config)
+    optimizer.step()  # which makes its state
+    moved = 0
+    for operator in trace_operators(optimizer.step):
+        if operator.launches:
+            read = operator.taken[1:] if operator.name == "copy_" else operator.taken
+            moved += sum({operand.storage: operand.nbytes for operand in read}.values())
+            moved += sum(operand.nbytes for operand in operator.made)
+    return moved / weight.numel()
 
 
 def count_update_bytes(state_bytes: float, precision: Precision, shards_weights: bool = False) -> float:

@@ -18,7 +18,7 @@ def compute_reduction(stage: Stage) -> StepCost:
     """
     run = stage.run
     copied = count_reduce_bytes(run) * stage.num_trainable * _count_rounds(run)
-    seconds = copied / (run.hardware.memory_bandwidth * GB)
+    seconds = copied / run.hardware.stream_rate
     if run.config.offload_parameters is Offload.cpu:
         seconds += _count_from_host(stage) / (run.hardware.host_link_bandwidth * GB)
     return StepCost(reduce_seconds=seconds, reduce_sent=_count_sent(stage))
@@ -41,10 +41,16 @@ def _count_sent(stage: Stage) -> Sent:
     gradients, weights = run.reduce_bytes * num_trainable, run.weight_bytes * num_trainable
     within = DATA if num_shards == num_replicas else SHARDS
     if run.config.shards_weights:
-        weights = 2 * run.layout.gradient_accumulation_steps * run.weight_bytes * stage.num_parameters
+        weights = run.layout.gradient_accumulation_steps * run.weight_bytes * _count_gathered(stage)
     between = _cross(num_replicas // num_shards, 2 * gradients / num_shards)  # groups, once a step
     everywhere = _cross(num_shards, _count_rounds(run) * gradients + weights)
     return Sent({within: everywhere + expert_bytes, SAME_SHARD: between})
+
+
+def _count_gathered(stage: Stage) -> int:
+    """Elements that a micro-batch's passes gather at stage 3: of each layer once, and of those that run a backward pass
+    once more."""
+    return stage.num_parameters + count_distinct("held", [x for chunk in stage.chunks for x in chunk.backward_layers])
 
 
 def _cross(size: int, nbytes: float) -> float:
@@ -54,8 +60,8 @@ def _cross(size: int, nbytes: float) -> float:
 def _count_from_host(stage: Stage) -> float:
     """Bytes of this rank's part of the weights that cross its host's link: for each pass, and back when updated."""
     run = stage.run
-    part = run.weight_bytes * stage.num_parameters / run.layout.num_weight_replicas
-    return (2 * run.layout.gradient_accumulation_steps + 1) * part
+    elements = run.layout.gradient_accumulation_steps * _count_gathered(stage) + stage.num_parameters
+    return run.weight_bytes * elements / run.layout.num_weight_replicas
 
 
 def count_reduce_bytes(run: PlannedRun) -> float:

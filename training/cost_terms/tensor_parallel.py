@@ -13,7 +13,8 @@ def compute_sums(chunk: Chunk) -> PassCost:
     size = chunk.run.layout.tensor_parallel_size
     forward = sum(layer.work.forward_sums for layer in chunk.layers)
     again = sum(layer.work.forward_sums for layer in chunk.list_recomputed())
-    backward = sum(layer.work.backward_sums + layer.work.regathers / 2 for layer in chunk.layers) + again
+    again -= sum(layer.work.unrepeated_flops > 0 for layer in chunk.list_stopped())  # the sum behind its last product
+    backward = sum(layer.work.backward_sums + layer.work.regathers / 2 for layer in chunk.backward_layers) + again
     return PassCost(forward_sent=_send(forward, chunk, size), backward_sent=_send(backward, chunk, size))
 
 

@@ -37,7 +37,7 @@ from models.sharding.tensor_parallel import list_shard_specs, shard_module
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.shared_attention import SharedAttention, count_shared_attention
 from training.costs.trace import Operator, Trace, trace_passes
-from training.costs.traffic import NO_TRAFFIC, PRODUCTS, Traffic, count_traffic
+from training.costs.traffic import NO_TRAFFIC, PRODUCTS, Traffic, count_remade, count_traffic
 from training.pipeline.weight_gradients import list_deferred
 
 GROUPED_PRODUCT = "grouped_mm"  # of `models/experts/products.py`
@@ -71,6 +71,7 @@ class Work:
     forward_flops: float  # of a forward pass; causal attention at its mean number of keys, as it is computed
     attention_flops: float = 0  # those of `forward_flops` that attention takes
     frozen_flops: float = 0  # those of `forward_flops` in frozen matrices, whose own gradient is not computed
+    unrepeated_flops: float = 0  # of products behind the last activation that is kept, which recomputation leaves out
     deferred_flops: float = 0  # of the backward pass, those that the schedule can put off; 0 if it puts none off
     divided_flops: float = 0  # those of `forward_flops` in experts that ranks divide among them
     attention_width: int = (
@@ -79,6 +80,7 @@ class Work:
     runs_flash_attention_2: bool = False  # whether a GPU runs attention by FlashAttention-2's kernels
     forward_traffic: Traffic = NO_TRAFFIC  # what a micro-batch's forward pass moves besides products
     backward_traffic: Traffic = NO_TRAFFIC  # what its backward pass moves
+    remade_traffic: Traffic = NO_TRAFFIC  # what `activation_checkpoint_mode=selective` moves again in a backward pass
     forward_sums: int = 0  # sums of hidden states over the ranks that share the layer, in a forward pass
     backward_sums: int = 0  # the same in a backward pass
     regathers: int = 0  # blocks whose input is gathered once more in a backward pass (`models/parallel/sequence.py`)
@@ -89,6 +91,11 @@ class Work:
     def backward_flops(self) -> float:
         """FLOPs of a backward pass: a gradient of the input and one of the matrix, for each product."""
         return 2 * self.forward_flops - self.frozen_flops
+
+    @property
+    def divided_share(self) -> float:
+        """The share of `forward_flops` in experts that ranks divide among them."""
+        return self.divided_flops / self.forward_flops if self.divided_flops else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +317,7 @@ def _count_work(built: _BuiltLayer, trace: Trace | None, width: int, keys: float
     times = 1 if layer.is_further else layer.num_blocks  # the head has the tokens of all depths
     divided = set(list_expert_specs(module))
     attention_flops = 2 * keys * width / built.parallel.size
-    forward_traffic, backward_traffic = _count_traffic(built, trace)
+    forward_traffic, backward_traffic, remade_traffic = _count_traffic(built, trace)
     forward_sums, backward_sums = count_sums(layer)
     deferred = _list_deferred(built)
     return Work(
@@ -319,12 +326,14 @@ def _count_work(built: _BuiltLayer, trace: Trace | None, width: int, keys: float
         frozen_flops=2
         * times
         * sum(active[name] for name in multiplied if not module.get_parameter(name).requires_grad),
+        unrepeated_flops=_count_unrepeated(trace) / built.batch.tokens,
         deferred_flops=2 * sum(active[name] for name in deferred),
         divided_flops=2 * sum(active[name] for name in multiplied if name in divided),
         attention_width=width,
         runs_flash_attention_2=_runs_flash_attention_2(built),
         forward_traffic=forward_traffic,
         backward_traffic=backward_traffic,
+        remade_traffic=remade_traffic,
         forward_sums=forward_sums,
         backward_sums=backward_sums,
         regathers=_count_regathers(built),
@@ -352,6 +361,14 @@ def _count_bytes(built: _BuiltLayer, trace: Trace | None, width: int, shared: Sh
         ),
         deferred=_count_deferred(built, trace),
     )
+
+
+def _count_unrepeated(trace: Trace | None) -> float:
+    """Return the FLOPs of a micro-batch's products behind the last activation that is kept."""
+    if trace is None:
+        return 0
+    (left_out,) = count_traffic([trace.forward[trace.num_repeated :]], fuses=False)
+    return sum(2.0 * rows * depth * columns for rows, depth, columns in left_out.products)
 
 
 def _list_active(built: _BuiltLayer) -> dict[str, float]:
@@ -526,16 +543,19 @@ def _list_kept(operators: Sequence[Operator], product: Operator, made: Mapping[i
             yield operand.storage
 
 
-def _count_traffic(built: _BuiltLayer, trace: Trace | None) -> tuple[Traffic, Traffic]:
-    """Return what the forward and the backward pass move; each dequantizes the projections in 4 bits. A layer that does
-    not run on the meta device moves what it is estimated to keep, once forward and twice back."""
+def _count_traffic(built: _BuiltLayer, trace: Trace | None) -> tuple[Traffic, Traffic, Traffic]:
+    """Return what the forward and the backward pass move, and what `selective` moves again; each dequantizes the
+    projections in 4 bits. A layer that does not run on the meta device moves what it is estimated to keep, once forward
+    and twice back."""
     dequantizing = _count_dequantizing(built)
     if trace is None or trace.backward is None:
         moved = _estimate_saved(built)
-        forward, backward = Traffic(moved), Traffic(2 * moved)
+        forward = remade = Traffic(moved)
+        backward = Traffic(2 * moved)
     else:
         forward, backward = count_traffic((trace.forward, trace.backward), built.passes.fuses)
-    return forward + dequantizing, backward + dequantizing
+        remade = count_remade(trace.forward, built.passes.fuses)
+    return forward + dequantizing, backward + dequantizing, remade + dequantizing
 
 
 def _count_dequantizing(built: _BuiltLayer) -> Traffic:

@@ -17,6 +17,7 @@ from training.distributed.host_memory import measure_host_memory
 
 GIB = 2**30
 GB = 10**9
+STREAM_RATE = 0.8  # of a data sheet's bandwidth, what kernels that move long rows reach
 UNMEASURED = ("price_per_hour", "multiprocessors")  # null for not known
 _MATRIX, _ROUNDS = 1024, 5
 
@@ -45,6 +46,11 @@ class Machine:
     flash_attention_2: float = 1.0
 
     @property
+    def stream_rate(self) -> float:
+        """Bytes a second that kernels which move long rows read and write; a CPU's bandwidth is that of such work."""
+        return self.memory_bandwidth * GB * (STREAM_RATE if self.device is Device.cuda else 1)
+
+    @property
     def usable_bytes(self) -> float:
         """The usable bytes of one GPU's memory."""
         return self.memory * self.usable_memory * GIB
@@ -55,6 +61,15 @@ class Machine:
         if self.switched or peers is None:
             return self.intra_node_bandwidth
         return self.intra_node_bandwidth * min(1.0, peers / max(1, self.cards_per_node - 1))
+
+
+# A core, to split and order a run by: only the ratio of its rates counts
+ANY_CPU = Machine(
+    name="any CPU", device=Device.cpu, cards_per_node=2**20, memory=16, usable_memory=1.0,
+    peak_flops=dict.fromkeys(("fp32", "bf16", "fp16"), 50e9), efficiency=0.8, memory_bandwidth=10,
+    intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=16, host_memory_bandwidth=10, host_link_bandwidth=10,
+    device_name="cpu",
+)  # fmt: skip
 
 
 def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size: int) -> Machine:

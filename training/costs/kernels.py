@@ -5,10 +5,11 @@ The constants hold for GPUs of any kind; that of one kind is `hardware.efficienc
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import lru_cache
 
 from training.config.schema import Device
-from training.costs.hardware import GB, Machine
+from training.costs.hardware import Machine
 from training.costs.traffic import Traffic
 
 # Of the rate of large products, what fused attention reaches by the fastest kernels of a GPU (FlashAttention-2 on an
@@ -18,11 +19,22 @@ ATTENTION_RATE, ATTENTION_BACKWARD = 0.65, 2.5 / 2
 # Tiles of a product that reach the rate of large products: rows and columns (NVIDIA, Matrix Multiplication Background
 # User's Guide, 2.3; smaller ones take less of it)
 TILES = ((256, 128), (128, 256), (128, 128))
-STREAM_RATE = 0.8  # of a data sheet's bandwidth, what kernels that move long rows reach
 # Of the GPU, for a kernel to start and to drain, besides its bytes: on an H200, over the rate of a copy, 5 us for SiLU
 # and a product of two tensors each, 12 for the eight of an eager RMSNorm (benchmarks/results/nvidia-h200-2026-11-27)
 KERNEL_SECONDS = 5e-6
-LAUNCH_SECONDS = 8e-6  # of the host, for an operator of PyTorch and the Python around it
+
+
+class Launch(Enum):
+    """How the host launches the operators of a pass."""
+
+    plain = "plain"
+    repeated = "repeated"  # by eager recomputation, with its hooks
+    selective = "selective"  # by eager `selective`, under its dispatch modes
+
+
+# Of the host, for an operator of PyTorch and the Python around it: timed on a CPU, and scaled to the host of an H200,
+# whose shortest operator takes 9.8 us
+LAUNCH_SECONDS = {Launch.plain: 10e-6, Launch.repeated: 25e-6, Launch.selective: 60e-6}
 
 
 def time_attention(
@@ -36,7 +48,9 @@ def time_attention(
     return products / rate * (ATTENTION_BACKWARD if is_backward else 1)
 
 
-def time_kernels(products: float, attending: float, traffic: Traffic, machine: Machine) -> float:
+def time_kernels(
+    products: float, attending: float, traffic: Traffic, machine: Machine, launch: Launch = Launch.plain
+) -> float:
     """Return the seconds of a layer's pass.
 
     products: seconds of its FLOPs at the rate of large products; attending: those of its attention. The host runs ahead
@@ -45,9 +59,9 @@ def time_kernels(products: float, attending: float, traffic: Traffic, machine: M
     """
     if machine.device is not Device.cuda:
         return products + attending
-    moving = traffic.moved / (machine.memory_bandwidth * GB * STREAM_RATE) + traffic.kernels * KERNEL_SECONDS
+    moving = traffic.moved / machine.stream_rate + traffic.kernels * KERNEL_SECONDS
     computing = products * stretch_products(traffic.products, machine.multiprocessors)
-    return max(computing + attending + moving, traffic.kernels * LAUNCH_SECONDS)
+    return max(computing + attending + moving, traffic.kernels * LAUNCH_SECONDS[launch])
 
 
 @lru_cache(maxsize=2**12)  # a search asks for the same layers thousands of times

@@ -27,7 +27,8 @@ class Memory(Summed):
     """Bytes of a stage on one GPU, by kind; `host` in the host's memory, for this rank.
 
     activations: of all micro-batches in flight. recomputation: by how much the one group of layers that is recomputed
-    exceeds what later layers have freed by then. buffers: of communication. step: what the optimizer step allocates for
+    exceeds what later layers have freed by then, or what a layer without a backward pass makes in its forward pass
+    exceeds what the others keep. buffers: of communication. step: what the optimizer step allocates for
     itself. first_pass: what a pass before the step does that is not the stage's own.
     """
 

@@ -55,6 +55,7 @@ class Trace:
     backward: tuple[Operator, ...] | None  # None if the backward pass does not run on the meta device
     sizes: tuple[int, ...]  # bytes of each storage, by its number
     saved: frozenset[int]  # storages that autograd keeps for the backward pass, without the layer's own weights
+    num_repeated: int  # operators of `forward` that come before the last one that autograd keeps something for
     result_bytes: int  # bytes of the layer's first result
     backward_peak: int  # bytes of storages alive at once in the backward pass, at most, beyond those at its start
     gradients: Mapping[str, int]  # storage of each parameter's gradient, by the parameter's name
@@ -62,6 +63,13 @@ class Trace:
     def sum_sizes(self, storages: Iterable[int]) -> int:
         """Return the bytes of storages, each counted once."""
         return sum(self.sizes[storage] for storage in set(storages))
+
+
+def trace_operators(run: Callable[[], Any]) -> tuple[Operator, ...]:
+    """Run a function of tensors without storage, and return the operators that it calls."""
+    with (recorder := _Recorder()):
+        run()
+    return recorder.finish_pass()
 
 
 def trace_passes(run: Callable[[], Any], module: nn.Module) -> Trace:
@@ -75,8 +83,12 @@ def trace_passes(run: Callable[[], Any], module: nn.Module) -> Trace:
     saved: set[int] = set()
     gradients: dict[str, int] = {}
 
+    num_repeated = 0
+
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal num_repeated
         saved.add(recorder.number(tensor))
+        num_repeated = recorder.num_operators  # what an operator takes is kept before it runs
         return tensor
 
     def take_gradient(name: str, parameter: torch.Tensor) -> None:
@@ -110,6 +122,7 @@ def trace_passes(run: Callable[[], Any], module: nn.Module) -> Trace:
         backward=backward,
         sizes=tuple(recorder.sizes),
         saved=frozenset(saved - own),
+        num_repeated=num_repeated,
         result_bytes=result.untyped_storage().nbytes(),
         backward_peak=peak,
         gradients=gradients,
@@ -141,6 +154,11 @@ class _Recorder(TorchDispatchMode):
             )
         )
         return result
+
+    @property
+    def num_operators(self) -> int:
+        """Those since the last pass was finished."""
+        return len(self._operators)
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage, a new one the first time."""

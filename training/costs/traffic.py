@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from training.costs.trace import Operand, Operator
 
@@ -39,6 +40,14 @@ def count_traffic(passes: Iterable[Sequence[Operator]], fuses: bool) -> list[Tra
     """
     counter = _FusedCounter() if fuses else _Counter()
     return [counter.count(operators) for operators in passes]
+
+
+def count_remade(forward: Sequence[Operator], fuses: bool) -> Traffic:
+    """Return the traffic of the operators of a forward pass that `activation_checkpoint_mode=selective` runs again in
+    the backward pass: all whose results it does not keep. fuses: as of `count_traffic`; one that is kept stands between
+    its neighbours like a product."""
+    runs = (list(run) for is_kept, run in groupby(forward, lambda operator: operator.is_kept) if not is_kept)
+    return sum(count_traffic(runs, fuses), start=NO_TRAFFIC)
 
 
 class _Counter:

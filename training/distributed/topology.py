@@ -168,8 +168,9 @@ class Layout:
 
     global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size.
 
-    schedule: its name. num_chunks: chunks of layers per rank. max_in_flight, pass_times: the inputs of schedules that
-    are ordered by them (`training/pipeline/schedules.py` sets them). sharding_parallel_size: see `num_shards`.
+    schedule: its name. num_chunks: chunks of layers per rank. max_in_flight: an input of the schedules that
+    `training/pipeline/schedules.py` sets it for. pass_times: nanoseconds of each chunk's passes, by which passes and
+    exchanges are ordered; the same on all ranks. sharding_parallel_size: see `num_shards`.
     """
 
     topology: Topology

@@ -18,6 +18,11 @@ def is_skipped(step: int, intervals: Intervals) -> bool:
     return any(first <= step <= last for first, last in intervals)
 
 
+def count_trained(start: int, end: int, intervals: Intervals) -> int:
+    """Return the number of steps from `start` to `end` (from 0, exclusive) that are in none of the intervals."""
+    return sum(stop - first for first, stop in _list_spans(start, end, intervals))
+
+
 def iterate_trained(loader: Any, start: int, end: int, intervals: Intervals) -> Any:
     """Return an iterator over the micro-batches of a training loader from step `start` to `end` (from 0, exclusive),
     without those of the intervals."""

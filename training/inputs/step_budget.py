@@ -97,9 +97,7 @@ def compute_step_budget(
         total_steps, data = config.max_steps, describe_stream(config, tokenizer)
     else:
         num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
-        unit = "packed rows" if config.data.packing else get_objective(config).unit
-        steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
-        total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
+        total_steps = count_total_steps(config, num_samples, layout.global_batch_size)
         data = describe_data(config, datasets["train_file"])
     start = TrainerState(
         step=0,
@@ -128,6 +126,15 @@ def compute_step_budget(
     _check_steps_left(config, start, resume_from)
     evaluations, finished = measure_evaluations(config, layout, datasets), find_finished(config, start)
     return StepBudget(num_samples, total_steps, last_step, evaluations, finished, stream, is_elsewhere), start
+
+
+def count_total_steps(config: RunConfig, num_samples: int, global_batch_size: int) -> int:
+    """Return the steps of the learning rate schedule of a run that streams nothing. num_samples: the rows of
+    `train_file`, or the groups of rows that stay together. Raises UserError where they are fewer than a global
+    batch."""
+    unit = "packed rows" if config.data.packing else get_objective(config).unit
+    steps_per_epoch = GlobalOrder(num_samples, global_batch_size, config.seed, unit).steps_per_epoch
+    return config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
 
 
 def _describe_adapter(config: RunConfig) -> dict[str, str]:

@@ -15,6 +15,7 @@ from filesystem import write_atomically
 from masking import mask
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
+from training.inputs.skipped_data import count_trained
 from training.inputs.step_budget import StepBudget
 from training.observability.environment import describe_environment
 from training.observability.loggers import IsolatedReporter, build_loggers
@@ -38,7 +39,8 @@ def open_reporters(
     key -> tokenized folder. hosts: the host of each rank."""
     known = describe_run(config, hosts) | {"data": describe_data(datasets)}
     if prediction.peak_flops is not None:  # else the times of the plan are those of another machine
-        text = render_plan(prediction.plan, config, prediction.hardware, budget.total_steps)
+        trained = count_trained(0, budget.last_step, config.skip_data_intervals)
+        text = render_plan(prediction.plan, config, prediction.hardware, trained)
         folder.plan.write_text(text + "\n")
         known |= {"plan": list_figures(prediction.plan), "plan_table": text}
     write_atomically(folder.facts, json.dumps(known, indent=2) + "\n")

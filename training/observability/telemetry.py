@@ -19,7 +19,7 @@ from training.observability.first_step import FirstStep
 from training.observability.measured_timeline import measured_timeline
 from training.observability.metrics import Record
 from training.observability.stage_timer import RankTimes, Span, StageTimer
-from training.pipeline.schedules import build_schedule
+from training.pipeline.schedules import build_schedule, find_schedule
 from training.planner.formatting import render_rows, render_seconds
 from training.planner.prediction import Prediction
 from training.planner.timeline import predicted_timeline
@@ -93,7 +93,7 @@ def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
     shorter time of the two ends of a boundary is that of the transfer. A rank that sends both ways in a pass (a
     V-shaped placement) is not compared: its own times count.
     """
-    if layout.pass_times:
+    if find_schedule(layout.schedule).splits_backward:
         return [rank.send_activation + rank.recv_activation + rank.send_grad + rank.recv_grad for rank in ranks]
     seconds = [0.0] * len(ranks)
     for rank in (rank for rank in range(len(ranks)) if layout.stage_id(rank) < layout.num_stages - 1):

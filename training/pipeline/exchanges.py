@@ -28,15 +28,6 @@ from typing import NamedTuple
 
 from training.pipeline.schedule import Schedule, Unit, UnitKind
 
-# A backward pass is about two forward passes, each of its halves one. Only how soon a message is received depends on
-# these.
-_TIMES = {
-    UnitKind.forward: 1,
-    UnitKind.backward: 2,
-    UnitKind.input_backward: 1,
-    UnitKind.weight_backward: 1,
-}
-
 
 class Message(NamedTuple):
     """The input of a pass through `chunk`: activations of the chunk before it, or a gradient of the one after it."""
@@ -88,7 +79,7 @@ def plan_exchanges(schedule: Schedule, forward_only: bool = False) -> tuple[tupl
     evaluation."""
     stages = range(schedule.num_stages)
     planned = [_Rank(schedule, stage, forward_only) for stage in stages]
-    ends = [(0, stage) for stage in stages]  # of passes, in the order of time
+    ends: list[tuple[float, int]] = [(0, stage) for stage in stages]  # of passes, in the order of time
     while ends:
         now = ends[0][0]
         while ends and ends[0][0] == now:
@@ -114,7 +105,7 @@ class _Rank:
         self._offered: Message | None = None
         self._stays = False
         self.exchanges: list[list[Exchange]] = []  # of each stay
-        self._met_at: int | None = None  # those of the last one
+        self._met_at: float | None = None  # those of the last one
 
     @property
     def is_done(self) -> bool:
@@ -127,7 +118,7 @@ class _Rank:
         self.exchanges.append([])
         self._running, self._offered, self._stays, self._met_at = None, sent, True, None
 
-    def hand_over(self, ranks: list[_Rank], now: int) -> None:
+    def hand_over(self, ranks: list[_Rank], now: float) -> None:
         """Send what is offered, where its receiver stays between two passes too."""
         receiver = None if self._offered is None else ranks[self._schedule.find_stage(self._offered.chunk)]
         if receiver is not None and receiver._stays:
@@ -136,11 +127,11 @@ class _Rank:
             receiver._receive(self._offered, now)
             self._offered = None
 
-    def _receive(self, message: Message, now: int) -> None:
+    def _receive(self, message: Message, now: float) -> None:
         self._arrived.add(message)
         self._extend(now, lambda exchange: Exchange(exchange.sent, (*exchange.received, message)))
 
-    def _extend(self, now: int, extend: Callable[[Exchange], Exchange]) -> None:
+    def _extend(self, now: float, extend: Callable[[Exchange], Exchange]) -> None:
         """Extend the exchange of this moment."""
         if self._met_at != now:
             self.exchanges[-1].append(Exchange())
@@ -153,7 +144,7 @@ class _Rank:
         needed = find_input(self._schedule, self._remaining[-1])
         return needed is None or is_local(self._schedule, needed) or needed in self._arrived
 
-    def start_pass(self) -> int:
-        """Returns how long the next pass takes."""
+    def start_pass(self) -> float:
+        """Returns how long the next pass takes: at least 1, so that what follows it is another moment."""
         self._running, self._stays = self._remaining.pop(), False
-        return _TIMES[self._running.kind]
+        return max(1, self._schedule.times[self._running.chunk].find(self._running.kind))

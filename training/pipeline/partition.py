@@ -14,12 +14,10 @@ from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
-from torch import nn
-from transformers import PretrainedConfig
+import numpy as np
 
 from errors import UserError
 from models.architecture.alike import map_alike
-from models.experts.sizes import active_share, list_matrices
 from models.layers.layer import Layer
 from training.pipeline.schedule import Schedule
 
@@ -28,14 +26,13 @@ METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers per st
 
 
 def weigh_layers(layers: Sequence[Layer], method: Any) -> list[int]:
-    """Return the weight of each layer by `partition_method`; a list of layers per stage weighs none of them.
+    """Return the weight of each layer by `partition_method`; a list of layers per stage weighs none of them, and
+    `balanced` weighs them by their time (`training/cost_terms/pass_times.py`).
 
     Raises UserError for an unknown method, and a REGEX that matches nothing.
     """
     if isinstance(method, list | tuple) or method == "uniform":
         return [1] * len(layers)
-    if method == "balanced":
-        return map_alike(compute_work, layers)
     if method == "parameters":
         return map_alike(lambda layer: _num_parameters(layer) if layer.owns_weights else 0, layers)
     if isinstance(method, str) and method.startswith("type:"):
@@ -82,23 +79,6 @@ def split_layers(
     return _balance_within(tuple(weights), num_stages, fits if method == "balanced" else None)
 
 
-def compute_work(layer: Layer) -> int:
-    """Return the multiply-adds per token of the forward pass, up to a constant: the size of the layer's matrices; of
-    experts, those that a token chooses.
-
-    An embedding that is looked up costs nothing; the same module used as a head is a matrix product. Attention's own
-    products (about T / (6 D) of a decoder layer) are the same for each decoder layer and omitted.
-    """
-    module = layer.build_on_meta()
-    if isinstance(module, nn.Embedding) and not layer.is_tied_head:
-        return 0
-    config = next((argument for argument in layer.args if isinstance(argument, PretrainedConfig)), PretrainedConfig())
-    blocks = 1 if layer.is_further else layer.num_blocks  # the head has the tokens of all depths
-    return blocks * round(
-        sum(parameter.numel() * active_share(name, config) for _, name, parameter in list_matrices(module))
-    )
-
-
 def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:
     """Return the contiguous split with the least maximal weight, no stage empty; among those, the one with the least
     sum of squares.
@@ -106,12 +86,15 @@ def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -
     fits: only splits all of whose stages fit are considered. Returns None when there is no such split. Exact, by
     dynamic programming over (stages, layers): O(P * L^2).
     """
-    found = _best_split(weights, num_stages, max, fits)
+    found = _best_split(weights, num_stages, np.maximum, fits)
     if found is None:
         return None
     least_maximum = found[0]
     found = _best_split(
-        weights, num_stages, lambda best, weight: best + weight**2 if weight <= least_maximum else float("inf"), fits
+        weights,
+        num_stages,
+        lambda best, weight: best + np.where(weight <= least_maximum, weight, np.inf) ** 2,
+        fits,
     )
     assert found is not None
     return found[1]
@@ -138,30 +121,34 @@ def _balance_within(weights: Sequence[int], num_stages: int, fits: Fits | None) 
 
 
 def _best_split(
-    weights: Sequence[int], num_stages: int, combine: Callable[[float, float], float], fits: Fits | None
+    weights: Sequence[int], num_stages: int, combine: Callable[[Any, Any], Any], fits: Fits | None
 ) -> tuple[float, list[int]] | None:
-    prefix = [0]
-    for weight in weights:
-        prefix.append(prefix[-1] + weight)
-    num_layers = len(weights)
-    best: dict[int, tuple[float, list[int]]] = {0: (0, [0])}  # layers placed so far -> (cost, bounds)
+    """Return the least cost and the bounds of a split; None where no split fits.
+
+    combine: returns the cost of stages from that of all but the last and the weight of the last; of arrays. Costs are
+    in double precision, exact up to 2^53.
+    """
+    prefix = np.cumsum([0.0, *weights])
+    stages = prefix[None, :] - prefix[:, None]  # weight of the layers from a row's to before a column's [L+1, L+1]
+    is_stage = np.triu(np.ones_like(stages, dtype=bool), 1)
+    best = np.full(len(prefix), np.inf)  # by the number of layers placed so far
+    best[0] = 0
+    starts = []  # of each stage, by its stop
     for stage in range(num_stages):
-        still_needed = num_stages - stage - 1  # layers to leave, one for each later stage
-        placed = {}
-        for stop in range(stage + 1, num_layers - still_needed + 1):
-            costs = [
-                (combine(cost, prefix[stop] - prefix[start]), start)
-                for start, (cost, _) in best.items()
-                if start < stop
-            ]
-            if fits is None:
-                chosen = min(costs, default=None)
-            else:
-                chosen = next((each for each in sorted(costs) if fits(stage, each[1], stop)), None)
-            if chosen is not None:
-                placed[stop] = (chosen[0], [*best[chosen[1]][1], stop])
-        best = placed
-    return best.get(num_layers)
+        allowed = is_stage
+        if fits is not None:
+            allowed = is_stage.copy()
+            for start, stop in np.argwhere(is_stage & np.isfinite(best)[:, None]).tolist():
+                allowed[start, stop] = fits(stage, start, stop)
+        costs = np.where(allowed, combine(best[:, None], stages), np.inf)
+        starts.append(costs.argmin(axis=0))
+        best = costs.min(axis=0)
+    if not np.isfinite(best[-1]):
+        return None
+    bounds = [len(weights)]
+    for each in reversed(starts):
+        bounds.append(int(each[bounds[-1]]))
+    return float(best[-1]), bounds[::-1]
 
 
 def balance_chunks(weights: Sequence[int], schedule: Schedule) -> list[int]:

@@ -38,6 +38,23 @@ class Unit(NamedTuple):
     kind: UnitKind
 
 
+class PassTimes(NamedTuple):
+    """The times of one micro-batch's passes through one chunk: nanoseconds in a layout; in a test any unit."""
+
+    forward: float
+    input_backward: float  # the whole backward pass, but for what `weight_backward` takes
+    weight_backward: float  # what a schedule can put off
+
+    def find(self, kind: UnitKind) -> float:
+        """Return the time of a pass of this kind."""
+        if kind is UnitKind.backward:
+            return self.input_backward + self.weight_backward
+        return float(getattr(self, kind.value))
+
+
+EVEN = PassTimes(1, 1, 1)  # a backward pass takes as long as two forward passes
+
+
 class InFlight(NamedTuple):
     """Micro-batches of each chunk of a rank [V]: held for their backward pass, and for the second half of it alone."""
 
@@ -57,11 +74,13 @@ def _keep_largest(states: Collection[InFlight]) -> frozenset[InFlight]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The passes of a step: num_stages P, num_micro_batches M (of one replica), num_chunks V."""
+    """The passes of a step: num_stages P, num_micro_batches M (of one replica), num_chunks V. pass_times: of each chunk
+    [P x V]; empty where all are `EVEN`."""
 
     num_stages: int
     num_micro_batches: int
     num_chunks: int = 1
+    pass_times: tuple[PassTimes, ...] = ()
 
     # Whether it has backward passes in two, so that layers must be able to put off the gradients of weights.
     splits_backward: ClassVar[bool] = False
@@ -83,6 +102,11 @@ class Schedule:
     def find_stage(self, chunk: int) -> int:
         """Return the rank that holds a chunk."""
         return chunk % self.num_stages
+
+    @property
+    def times(self) -> tuple[PassTimes, ...]:
+        """The times of the passes of each chunk [P x V]."""
+        return self.pass_times or (EVEN,) * (self.last_chunk + 1)
 
     @cache
     def list_chunks(self, stage_id: int) -> tuple[int, ...]:

@@ -32,8 +32,8 @@ def find_schedule(name: str) -> type[Schedule]:
 def build_schedule(layout: Layout) -> Schedule:
     """Return the schedule that a layout runs."""
     found = find_schedule(layout.schedule)
-    sizes = layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks
-    return found(*sizes, *((layout.max_in_flight, layout.pass_times) if found.splits_backward else ()))
+    sizes = layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks, layout.pass_times
+    return found(*sizes, *([layout.max_in_flight] if found.splits_backward else []))
 
 
 def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layout:

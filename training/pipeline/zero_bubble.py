@@ -22,18 +22,8 @@ from functools import cache
 from typing import ClassVar, NamedTuple
 
 from errors import UserError
-from training.pipeline.schedule import Schedule, Unit, UnitKind
+from training.pipeline.schedule import PassTimes, Schedule, Unit, UnitKind
 
-
-class PassTimes(NamedTuple):
-    """The times of the passes of one chunk, in any unit."""
-
-    forward: float
-    input_backward: float
-    weight_backward: float
-
-
-EVEN = PassTimes(1.0, 1.0, 1.0)
 CHUNKS = 2  # of a rank
 _GAPS = (0.0, 0.25, 0.5, 0.75, 1.0)  # a wait as long as this share of a weight pass is filled with one
 _PREFERENCES = (0.0, 0.25, 0.5)  # a backward pass is taken if it starts so much later, in forward passes
@@ -50,11 +40,10 @@ def default_max_in_flight(num_stages: int) -> int:
 @dataclass(frozen=True)
 class ZeroBubble(Schedule):
     """max_in_flight: micro-batches in flight on a rank, counted until their last weight pass; None for
-    `default_max_in_flight`. pass_times: of each chunk [2 P]; empty where all are even."""
+    `default_max_in_flight`."""
 
     num_chunks: int = CHUNKS
     max_in_flight: int | None = None
-    pass_times: tuple[PassTimes, ...] = ()
 
     splits_backward: ClassVar[bool] = True
 
@@ -95,23 +84,20 @@ class ZeroBubble(Schedule):
         return list(self._order.units[stage_id])
 
     def list_forward(self, stage_id: int) -> list[Unit]:
-        times = self.pass_times or (EVEN,) * (self.last_chunk + 1)
-        rules = _Rules(self.num_stages, self.num_micro_batches, times, None, forward_only=True)
+        rules = _Rules(self.num_stages, self.num_micro_batches, self.times, None, forward_only=True)
         order = _arrange(rules)
         assert order is not None
         return list(order.units[stage_id])
 
     @property
     def _order(self) -> Order:
-        times = self.pass_times or (EVEN,) * (self.last_chunk + 1)
-        return find_order(self.num_stages, self.num_micro_batches, times, self.limit)
+        return find_order(self.num_stages, self.num_micro_batches, self.times, self.limit)
 
     @property
     def bubble_share(self) -> float:
         """The idle share of the rank that works longest, with these times."""
-        times = self.pass_times or (EVEN,) * (self.last_chunk + 1)
         work = [
-            self.num_micro_batches * sum(sum(times[chunk]) for chunk in self.list_chunks(stage))
+            self.num_micro_batches * sum(sum(self.times[chunk]) for chunk in self.list_chunks(stage))
             for stage in range(self.num_stages)
         ]
         return 1 - max(work) / self._order.seconds

@@ -49,16 +49,34 @@ def measure_passthrough(source: WeightSource, config: RunConfig) -> int:
 
 
 def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
-    """Return an upper bound of a run's disk space: the kept checkpoints, one that is being written, exports. None where
-    no key limits the number of checkpoints."""
-    saves_often = config.save_steps or config.save_epochs or config.save_minutes
-    if saves_often and config.keep_last is None:
+    """Return an upper bound of the disk space that checkpoints and exports of a run take, without those that somebody
+    asks for while it runs. None where no key limits the number of checkpoints.
+
+    A run saves at its end and at `export_steps` (`TrainingLoop._finish_step`), and as often as other keys say. The last
+    `keep_last` are kept, those that are the best, and next to them the one that is being written. An export that takes
+    the place of `hf/` is written next to it.
+    """
+    num_exported = len(set(config.export_steps))
+    evaluates_often = config.eval_steps or config.eval_epochs
+    saves_often = (
+        config.save_steps
+        or config.save_epochs
+        or config.save_minutes
+        or config.hub.every
+        or (config.load_best_model_at_end and evaluates_often)
+    )
+    limits = [] if saves_often else [num_exported + 1]
+    if config.keep_last is not None:
+        limits.append(config.keep_last + (config.keep_best or 0) + config.load_best_model_at_end + 1)
+    if not limits:
         return None
-    kept = (config.keep_last or 1) + (config.keep_best or 0) + config.load_best_model_at_end + 1 if saves_often else 1
-    return kept * size.total + size.passthrough + (len(config.export_steps) + 1) * size.export
+    num_exports = num_exported + 1 + (config.hub.every is not None)
+    return min(limits) * size.total + size.passthrough + num_exports * size.export
 
 
 def render_disk(size: CheckpointSize, config: RunConfig) -> str:
     whole = count_disk_bytes(config, size)
-    in_all = "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} in all"
+    in_all = (
+        "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} of them in all"
+    )
     return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.export)} an export; {in_all}"

@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from training.cost_terms import table
 from training.cost_terms.context_parallel import ModeCost, compare_modes
 from training.cost_terms.cost_term import Chunk, PlannedRun, Stage, list_stages
+from training.cost_terms.pass_times import time_passes
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.memory import Memory
@@ -104,9 +105,10 @@ class StagePlan:
 class Plan:
     """The predicted memory and time of a run, in bytes and seconds.
 
-    sequence_modes: of the stage that sends most; none where each rank has whole sequences. model_flops: of a token, as
-    `compute_model_flops` counts them. peak_flops: FLOP/s of all ranks. The step is simulated when it is first asked
-    for: a search asks for that of few.
+    tokens_per_step: of samples, with their padding, that are as long as those that times are for. longest_sample: the
+    tokens of the samples that memory is for. sequence_modes: of the stage that sends most; none where each rank has
+    whole sequences. model_flops: of a token, as `compute_model_flops` counts them. peak_flops: FLOP/s of all ranks. The
+    step is simulated when it is first asked for: a search asks for that of few.
     """
 
     layout: Layout
@@ -114,9 +116,10 @@ class Plan:
     reduce_seconds: float
     optimizer_seconds: float
     tokens_per_step: int
+    longest_sample: int
     model_flops: float
     peak_flops: float
-    host_bytes: int  # of the fullest node
+    cards_per_node: int
     memory_limit: float  # bytes of a GPU that can be used
     host_limit: float
     has_estimates: bool
@@ -176,12 +179,27 @@ class Plan:
         return self.pipeline_seconds + self.reduce_seconds + self.optimizer_seconds
 
     @property
+    def tokens_per_sample(self) -> int:
+        return self.tokens_per_step // self.layout.global_batch_size
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens_per_step / self.step_seconds
 
     def compute_cost(self, num_tokens: float, price_per_hour: float) -> float:
         """Return the price of training on so many tokens, in the unit of `price_per_hour`, which is that of a GPU."""
-        return num_tokens / self.tokens_per_second / 3600 * self.layout.world_size * price_per_hour
+        return self.price_seconds(num_tokens / self.tokens_per_second, price_per_hour)
+
+    def price_seconds(self, seconds: float, price_per_hour: float) -> float:
+        """Return the price of all GPUs for so many seconds, in the unit of `price_per_hour`, which is that of a GPU."""
+        return seconds / 3600 * self.layout.world_size * price_per_hour
+
+    def time_forward(self, num_samples: int) -> float:
+        """Return the seconds of one forward pass over samples, in the micro-batches of a step: with the mismatched
+        answers of each, where an objective's step reads those too."""
+        micro_batches = -(-num_samples // (self.layout.micro_batch_size * self.layout.dp_size))
+        slowest = max(stage.forward_seconds for stage in self.stages)
+        return (micro_batches + self.layout.num_stages - 1) * slowest
 
     @property
     def mfu(self) -> float:
@@ -203,9 +221,20 @@ class Plan:
         """Bytes by which the fullest GPU exceeds its memory; negative when it fits."""
         return self.fullest.memory.peak - self.memory_limit
 
+    @cached_property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory on the fullest node."""
+        return compute_host_bytes([stage.memory.host for stage in self.stages], self.layout, self.cards_per_node)
+
     @property
     def missing_host_memory(self) -> float:
         return self.host_bytes - self.host_limit
+
+    def has_host_room(self, kind: str) -> bool:
+        """Return whether every host has room for a kind of memory (a field of `Memory`) that its GPUs have now, twice:
+        tensors on their way are there too, and pinned memory takes the next power of two."""
+        needed = [stage.memory.host + 2 * getattr(stage.memory, kind) for stage in self.stages]
+        return compute_host_bytes(needed, self.layout, self.cards_per_node) <= self.host_limit
 
     @property
     def fits(self) -> bool:
@@ -244,9 +273,10 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
         reduce_seconds=max(stage.reduce_seconds for stage in stages),
         optimizer_seconds=max(stage.optimizer_seconds for stage in stages),
         tokens_per_step=layout.global_batch_size * run.tokens_per_sample,
+        longest_sample=run.tokens_per_sample,
         model_flops=compute_model_flops(costs, run.config.max_seq_length),
         peak_flops=hardware.peak_flops[run.config.precision.value] * layout.world_size,
-        host_bytes=compute_host_bytes([stage.memory.host for stage in stages], layout, hardware.cards_per_node),
+        cards_per_node=hardware.cards_per_node,
         memory_limit=hardware.usable_bytes,
         host_limit=hardware.host_memory * GIB,
         has_estimates=any(cost.is_estimated for cost in costs),
@@ -289,12 +319,8 @@ def _plan_stage(stage: Stage) -> StagePlan:
 
 
 def _plan_chunk(chunk: Chunk) -> ChunkPlan:
-    cost = table.sum_pass_cost(chunk)
+    cost, seconds = table.sum_pass_cost(chunk), time_passes(chunk)
     layout, hardware = chunk.run.layout, chunk.run.hardware
-    forward_sending, backward_sending = (
-        compute_sending_seconds(sent, layout, chunk.stage_id, hardware)
-        for sent in (cost.forward_sent, cost.backward_sent)
-    )
     schedule = build_schedule(layout)
     to = schedule.find_stage(min(chunk.number + 1, schedule.last_chunk))
     is_sent = to != chunk.stage_id
@@ -305,12 +331,12 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
         last_layer=chunk.indices.stop - 1,
         forward_flops=cost.forward_flops,
         backward_flops=cost.backward_flops,
-        forward_seconds=cost.forward_seconds + forward_sending,
-        backward_seconds=cost.backward_seconds + backward_sending,
-        deferred_seconds=cost.deferred_seconds,
+        forward_seconds=seconds.forward,
+        backward_seconds=seconds.backward,
+        deferred_seconds=seconds.deferred,
         recomputed_seconds=cost.recomputed_seconds,
         excess_seconds=cost.excess_seconds,
-        sum_seconds=forward_sending + backward_sending,
+        sum_seconds=seconds.sending,
         sent=cost.forward_sent + cost.backward_sent,
         boundary_bytes=cost.boundary_bytes if is_sent else 0,
         transfer_seconds=cost.boundary_bytes / 2 / link if is_sent else 0.0,

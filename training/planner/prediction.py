@@ -29,7 +29,8 @@ _TIMED_ELEMENTS, _FEWEST_ELEMENTS, _TIME_BUDGET = 2**23, 2**14, 1.0
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step of a run. plan: of a step whose rows have the average padding of the data.
+    """The predicted step of a run. plan: its times are of a step whose rows have the average padding of the data, its
+    memory is that of the longest rows.
 
     peak_memory: bytes on the device of a rank, per stage [P], with the longest rows; a CPU also holds what is
     offloaded. filled: tokens of a row without padding, on average.
@@ -136,11 +137,15 @@ def predict(
         return compute_plan(counted, run.bounds, planned), counted, seen
 
     plan, costs_of_plan, hardware = plan_rows(lengths.padded)
-    fullest = plan if lengths.longest == lengths.padded else plan_rows(lengths.longest)[0]
-    on_host = [stage.memory.host - HOST_BYTES_A_RANK if device is Device.cpu else 0 for stage in fullest.stages]
+    if lengths.longest != lengths.padded:
+        fullest, *_ = plan_rows(lengths.longest)
+        pairs = zip(plan.stages, fullest.stages, strict=True)
+        stages = [replace(stage, memory=longest.memory) for stage, longest in pairs]
+        plan = replace(plan, stages=stages, longest_sample=fullest.longest_sample)
+    on_host = [stage.memory.host - HOST_BYTES_A_RANK if device is Device.cpu else 0 for stage in plan.stages]
     return Prediction(
         plan=plan,
-        peak_memory=[stage.memory.peak + host for stage, host in zip(fullest.stages, on_host, strict=True)],
+        peak_memory=[stage.memory.peak + host for stage, host in zip(plan.stages, on_host, strict=True)],
         peak_flops=machine.peak_flops[config.precision.value] * layout.world_size if machine else None,
         costs=costs_of_plan,
         rows_per_step=layout.global_batch_size * run.objective.group_size(config.data),

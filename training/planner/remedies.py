@@ -25,6 +25,12 @@ EXACT: tuple[dict[str, Any], ...] = (
     {"offload_optimizer": Offload.cpu},
     {"offload_parameters": Offload.cpu, "zero_stage": 3},
 )
+# Each gives time, and memory of the GPU, for memory of the host.
+BACK: tuple[dict[str, Any], ...] = (
+    {"offload_optimizer": Offload.none},
+    {"activation_offload": False},
+    {"offload_parameters": Offload.none},
+)
 # The optimizer's averages are rounded.
 ROUNDED: tuple[dict[str, Any], ...] = ({"state_dtype": StateDtype.bf16}, {"name": OptimizerName.adamw_8bit})
 
@@ -47,7 +53,8 @@ def describe_remedies(remedies: Sequence[Remedy]) -> str:
 def find_remedies(plan: Plan, config: RunConfig, build: Callable[[RunConfig], Plan]) -> list[Remedy]:
     """Return the remedies that make the plan fit by themselves, else combinations of several that do. build: plans a
     config."""
-    alone = [_try(config, changes, build) for changes in (*EXACT, *ROUNDED)]
+    back = BACK if plan.missing_host_memory > 0 else ()
+    alone = [_try(config, changes, build) for changes in (*EXACT, *ROUNDED, *back)]
     if fitting := [remedy for remedy in alone if remedy is not None and remedy.plan.fits]:
         return fitting
     offloading = [changes for changes in EXACT if changes.get("zero_stage") != 3]  # they do not go together
@@ -59,13 +66,13 @@ def find_remedies(plan: Plan, config: RunConfig, build: Callable[[RunConfig], Pl
 def _collect(
     plan: Plan, config: RunConfig, chain: Sequence[dict[str, Any]], build: Callable[[RunConfig], Plan]
 ) -> Remedy | None:
-    """Add changes that reduce memory one by one until the plan fits, then drop those that it does not need. None where
-    it never fits."""
+    """Add changes that reduce the missing memory one by one until the plan fits, then drop those that it does not need.
+    None where it never fits."""
     collected: list[dict[str, Any]] = []
     best = Remedy("", plan)
     for changes in chain:
         found = _try(config, _merge([*collected, changes]), build)
-        if found is not None and found.plan.fullest.memory.peak < best.plan.fullest.memory.peak:
+        if found is not None and _measure_lack(found.plan) < _measure_lack(best.plan):
             collected, best = [*collected, changes], found
             if best.plan.fits:
                 break
@@ -75,6 +82,11 @@ def _collect(
         if found is not None and found.plan.fits:
             collected, best = fewer, found
     return best if best.plan.fits else None
+
+
+def _measure_lack(plan: Plan) -> float:
+    """Return the bytes by which a plan exceeds the memory of a GPU and of a host."""
+    return max(plan.missing_memory, 0) + max(plan.missing_host_memory, 0)
 
 
 def _merge(collected: Sequence[dict[str, Any]]) -> dict[str, Any]:

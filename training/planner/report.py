@@ -3,20 +3,24 @@ change."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.costs.hardware import GIB, Machine
 from training.costs.memory import Memory
 from training.distributed.topology import EXPERTS
-from training.objectives.registry import get_objective
 from training.planner.disk import render_disk
 from training.planner.formatting import render_cost, render_count, render_rows, render_seconds
 from training.planner.plan import Plan, StagePlan
 from training.planner.remedies import Remedy, describe_remedies
 
+_RECOMPUTE_LESS = dict.fromkeys(
+    CheckpointMode,
+    "activation_checkpoint_mode=selective saves most of it, activation_checkpoint_interval=0 all of it",
+) | {CheckpointMode.selective: "activation_checkpoint_interval=0 saves it"}
 COLUMNS = (
     "stage", "layers", "params", "GFLOP/token", "weights", "gradients", "optimizer", "activations", "recompute", "loss",
     "buffers", "step", "peak", "boundary",
@@ -30,15 +34,17 @@ def render_plan(
     total_steps: int | None,
     *,
     note: str = "",
+    earlier: Mapping[str, float] = MappingProxyType({}),
     width: int | None = None,
     remedies: Sequence[Remedy] = (),
 ) -> str:
-    """Return the report of a plan, without a newline at the end. note: on `total_steps`. width: of the table, as in
-    `render_rows`. remedies: for a plan that does not fit."""
+    """Return the report of a plan, without a newline at the end. total_steps: those that the run trains. note: on
+    them. earlier: as in `render_run`. width: of the table, as in `render_rows`. remedies: for a plan that does not
+    fit."""
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
-            f"{get_objective(config).group_size(config.data) * config.max_seq_length} tokens a sample",
+            f"{_describe_samples(plan)}",
             f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, "
             f"{config.precision.value}, zero_stage={config.zero_stage}, "
             f"offload_optimizer={config.offload_optimizer.value}, "
@@ -48,13 +54,19 @@ def render_plan(
             *render_table(plan, width),
             "",
             *render_step(plan, hardware),
-            *render_run(plan, total_steps, hardware.price_per_hour),
+            *render_run(plan, total_steps, hardware.price_per_hour, earlier),
             *([note] if note else []),
             f"on disk: {render_disk(plan.checkpoint, config)}",
             "",
             *render_verdict(plan, config, remedies),
         ]
     )
+
+
+def _describe_samples(plan: Plan) -> str:
+    if plan.tokens_per_sample == plan.longest_sample:
+        return f"{plan.longest_sample} tokens a sample"
+    return f"{plan.tokens_per_sample} tokens a sample on average, memory for the longest, of {plan.longest_sample}"
 
 
 def list_figures(plan: Plan) -> dict[str, Any]:
@@ -125,7 +137,7 @@ def render_step(plan: Plan, hardware: Machine) -> list[str]:
         *_render_sums(plan),
         *_render_sequences(plan, hardware),
         *_render_experts(plan),
-        f"{plan.tokens_per_second:,.0f} tokens/s with full samples, "
+        f"{plan.tokens_per_second:,.0f} tokens/s with samples of {plan.tokens_per_sample} tokens, "
         f"{plan.tokens_per_second / plan.layout.world_size:,.0f} per GPU; "
         f"MFU {plan.mfu:.1%}; while computing, a GPU is assumed to reach {hardware.efficiency:.0%} of its peak",
         f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of {num_ranks} rank{'s' * (num_ranks > 1)}, "
@@ -175,29 +187,32 @@ def _share_of_sums(plan: Plan) -> float:
     return plan.layout.gradient_accumulation_steps * max(stage.sum_seconds for stage in plan.stages) / plan.step_seconds
 
 
-def render_run(plan: Plan, total_steps: int | None, price_per_hour: float | None = None) -> list[str]:
+def render_run(
+    plan: Plan,
+    total_steps: int | None,
+    price_per_hour: float | None = None,
+    earlier: Mapping[str, float] = MappingProxyType({}),
+) -> list[str]:
     """Return a line on the whole run: steps, tokens, time, and its price where that of a GPU is known; says so where
-    `total_steps` is not known."""
+    `total_steps` is not known. earlier: the seconds of each pass over the data before training, by its name."""
     if total_steps is None:
-        billion = [] if price_per_hour is None else [f"1B tokens cost {_render_price(plan, 1e9, price_per_hour)}"]
+        billion = _render_price(plan, 1e9 / plan.tokens_per_second, price_per_hour)
         unknown = "whole run: not known; give max_steps, or a train_file, with a tokenizer where its samples are packed"
-        return ["; ".join([unknown, *billion])]
-    tokens = total_steps * plan.tokens_per_step
-    cost = [] if price_per_hour is None else [_render_price(plan, tokens, price_per_hour)]
-    return [
-        ", ".join(
-            [
-                f"whole run: {total_steps:,} steps, at most {render_count(tokens)} tokens, "
-                f"{render_seconds(total_steps * plan.step_seconds)}",
-                *cost,
-            ]
-        )
-    ]
+        return ["; ".join([unknown, *(f"1B tokens cost {price}" for price in billion)])]
+    seconds = total_steps * plan.step_seconds + sum(earlier.values())
+    parts = " and ".join(f"{render_seconds(each)} {name}" for name, each in earlier.items())
+    bound = "at most" if plan.tokens_per_sample == plan.longest_sample else "about"
+    line = (
+        f"whole run: {total_steps:,} steps, {bound} {render_count(total_steps * plan.tokens_per_step)} tokens, "
+        f"{render_seconds(seconds)}{f' ({parts} before training)' * bool(earlier)}"
+    )
+    return [", ".join([line, *_render_price(plan, seconds, price_per_hour)])]
 
 
-def _render_price(plan: Plan, num_tokens: float, price_per_hour: float) -> str:
-    cost = render_cost(plan.compute_cost(num_tokens, price_per_hour))
-    return f"{cost} at {price_per_hour:g} per GPU and hour"
+def _render_price(plan: Plan, seconds: float, price_per_hour: float | None) -> list[str]:
+    if price_per_hour is None:
+        return []
+    return [f"{render_cost(plan.price_seconds(seconds, price_per_hour))} at {price_per_hour:g} per GPU and hour"]
 
 
 def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = ()) -> list[str]:
@@ -256,6 +271,23 @@ def largest_kind(stage: StagePlan) -> str:
 
 
 def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
+    """Changes that give the memory that is missing, and take none that is."""
+    if plan.missing_memory <= 0:
+        offloads = {
+            "offload_optimizer=none": config.offload_optimizer is not Offload.none,
+            "activation_offload=false": config.activation_offload,
+            "offload_parameters=none": config.offload_parameters is not Offload.none,
+        }
+        return [*(key for key, is_given in offloads.items() if is_given), "fewer ranks on each node"]
+    advice = _gpu_advice(plan, config)
+    if config.shards_weights and config.offload_parameters is Offload.none and plan.has_host_room("weights"):
+        advice.append("offload_parameters=cpu")
+    if config.offload_optimizer is Offload.none and not config.shards_weights and plan.has_host_room("optimizer"):
+        advice.append("offload_optimizer=cpu")
+    return [*advice, "more num_stages"]
+
+
+def _gpu_advice(plan: Plan, config: RunConfig) -> list[str]:
     advice = []
     if (config.activation_checkpoint_interval, config.activation_checkpoint_mode) != (1, CheckpointMode.grouped):
         advice.append("activation_checkpoint_interval=1 activation_checkpoint_mode=grouped")
@@ -263,13 +295,9 @@ def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
         advice.append("a smaller micro_batch_size")
     if plan.layout.num_stages == 1 and plan.layout.dp_size > 1 and not config.shards_weights:
         advice.append("zero_stage=3")
-    if config.shards_weights and config.offload_parameters is Offload.none:
-        advice.append("offload_parameters=cpu")
-    if config.offload_optimizer is Offload.none and not config.shards_weights:
-        advice.append("offload_optimizer=cpu")
     if plan.layout.num_stages > 1 and plan.layout.dp_size == 1 and config.offload_optimizer is Offload.none:
         advice.append("twice the world_size, so that replicas share the optimizer")
-    return [*advice, "more num_stages"]
+    return advice
 
 
 def _speed_advice(plan: Plan, config: RunConfig) -> str:
@@ -286,8 +314,8 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
     losses = [
         (
             again / (len(plan.stages) * step),
-            f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_mode=selective or "
-            "activation_checkpoint_interval=0 saves it where activations fit",
+            f"recomputation takes {recomputed:.0%} of the work; {_RECOMPUTE_LESS[config.activation_checkpoint_mode]}, "
+            "where activations fit",
         ),
         (
             waiting - uneven,

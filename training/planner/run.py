@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from console import fit, measure_width
 from data.options import LengthPolicy
 from data.sources.records import resolve_sources
+from data.sources.selection import Selection
 from data.storage.disk import RowEstimate, estimate_rows
 from errors import UserError
 from masking import mask_text
@@ -28,9 +29,10 @@ from models.weights.edits import edit_weights
 from models.weights.further import choose_further
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.timeline import find_last_step
 from training.config.incompatible import CheckedConfig
 from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
-from training.config.sources import parse_key
+from training.config.sources import list_evaluations
 from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
@@ -45,6 +47,8 @@ from training.inputs.datasets import (
     list_entries,
     load_extended,
 )
+from training.inputs.skipped_data import count_trained
+from training.inputs.step_budget import count_total_steps
 from training.optim.lr_schedule import warn_of_warmup
 from training.planner.disk import measure_passthrough
 from training.planner.plan import Plan, plan_resolved
@@ -108,10 +112,16 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     steps, note = estimate_steps(config, plan.layout.global_batch_size, model.architecture)
     if steps is not None and (text := warn_of_warmup(steps, config)):
         yield f"warning: {text}"
+    earlier = {}
+    if model.objective.scored and (rows := estimate_scored(config, plan.layout.global_batch_size, model.architecture)):
+        earlier["for the reference's scores"] = plan.time_forward(rows)
     if teacher is not None:
-        yield "\n".join(describe_teacher(config, teacher, plan, machine))
+        lines, seconds = describe_teacher(config, teacher, plan, machine, model.architecture)
+        earlier |= {} if seconds is None else {"for the teacher's pass": seconds}
+        yield "\n".join(lines)
     remedies = [] if plan.fits else find_remedies(plan, config, again)
-    yield render_plan(plan, config, machine, steps, note=note, width=width, remedies=remedies)
+    trained = None if steps is None else count_trained_steps(config, steps)
+    yield render_plan(plan, config, machine, trained, note=note, earlier=earlier, width=width, remedies=remedies)
     yield f"picture of the schedule: {save_picture(plan, config)}"
 
 
@@ -290,16 +300,18 @@ def naming_teacher(config: RunConfig) -> Iterator[None]:
         raise UserError(f"distill.teacher={config.distill.teacher}: {error}") from None
 
 
-def describe_teacher(config: RunConfig, teacher: ResolvedModel, plan: Plan, machine: Machine) -> list[str]:
-    """Return the lines of the report on the teacher's passes. plan: the student's. Raises UserError."""
+def describe_teacher(
+    config: RunConfig, teacher: ResolvedModel, plan: Plan, machine: Machine, architecture: PretrainedConfig
+) -> tuple[list[str], float | None]:
+    """Return the lines of the report on the teacher's passes, and the seconds of the one before training; None without
+    one, and where the data are not known. plan, architecture: the student's. Raises UserError."""
     placed = place_teacher(config, teacher, plan.layout)
     if config.distill.online:
-        return [render_online(placed, machine)]
+        return [render_online(placed, machine)], None
     assert config.distill.top_k is not None
-    samples = count_lines(config)
-    if samples is None and config.max_steps is not None:
-        samples = config.max_steps * plan.layout.global_batch_size
-    return render_teacher(plan_teacher(placed, config.distill.top_k, machine, samples))
+    rows = estimate_scored(config, plan.layout.global_batch_size, architecture)
+    taught = plan_teacher(placed, config.distill.top_k, machine, rows)
+    return render_teacher(taught), taught.seconds
 
 
 def find_passthrough_bytes(config: RunConfig) -> int:
@@ -315,55 +327,72 @@ def find_passthrough_bytes(config: RunConfig) -> int:
 
 
 def count_steps(config: RunConfig, global_batch_size: int, architecture: PretrainedConfig) -> int | None:
-    """Return the optimizer steps of the whole run: max_steps, or those of as many epochs of its rows; None where
-    neither is known."""
-    return estimate_steps(config, global_batch_size, architecture)[0]
+    """Return the optimizer steps that the whole run trains; None where they are not known."""
+    steps, _ = estimate_steps(config, global_batch_size, architecture)
+    return None if steps is None else count_trained_steps(config, steps)
+
+
+def count_trained_steps(config: RunConfig, total_steps: int) -> int:
+    """Return the steps that a run from its beginning trains. total_steps: of its learning rate schedule."""
+    last_step = find_last_step(RunFolder(config.output_dir), config, 0, total_steps)
+    return count_trained(0, last_step, config.skip_data_intervals)
 
 
 def estimate_steps(config: RunConfig, global_batch_size: int, architecture: PretrainedConfig) -> tuple[int | None, str]:
-    """Return the result of `count_steps`, and a note where it is an estimate; empty where it is not."""
+    """Return the steps of the learning rate schedule: max_steps, or those of as many epochs of its rows; None where
+    neither is known. With it a note where it is an estimate, or where the rows are too few; else an empty one."""
     if config.max_steps is not None:
         return config.max_steps, ""
     rows = estimate_num_rows(config, architecture)
     if rows is None:
         return None, ""
-    steps = max(1, round(config.num_train_epochs * (rows.num_rows // global_batch_size)))
-    return steps, "" if rows.is_exact else "steps: estimated from the first records of train_file"
+    try:
+        steps = count_total_steps(config, rows.num_rows, global_batch_size)
+    except UserError as error:
+        return None, str(error)
+    return steps, "" if rows.is_exact else "steps: estimated from records of train_file"
 
 
-def estimate_num_rows(config: RunConfig, architecture: PretrainedConfig) -> RowEstimate | None:
-    """Return the rows of train_file in the unit of `micro_batch_size`: its lines where each is one, else as the first
-    records are tokenized and packed. None where they depend on tokens and there is no tokenizer."""
-    if _takes_a_row_per_record(config):
-        lines = count_lines(config)
-        return None if lines is None else RowEstimate(lines, True)
-    folder = str(_find_folder(config))
+def estimate_scored(config: RunConfig, global_batch_size: int, architecture: PretrainedConfig) -> int | None:
+    """Return the rows that a model scores once before training: those of `train_file`, as many as `max_steps` takes
+    where they are not known, and those of evaluation files that are known; None where none are."""
+    counted = (
+        estimate_num_rows(config, architecture, key) for key in ("train_file", *list_evaluations(config).values())
+    )
+    trained, *evaluated = (None if rows is None else rows.num_rows for rows in counted)
+    if trained is None and config.max_steps is not None:
+        trained = config.max_steps * global_batch_size
+    return None if trained is None else trained + sum(filter(None, evaluated))
+
+
+def estimate_num_rows(config: RunConfig, architecture: PretrainedConfig, key: str = "train_file") -> RowEstimate | None:
+    """Return the rows of the files of a key in the unit of `micro_batch_size`: their records where each is one, else as
+    the first ones are tokenized and packed. None where they depend on tokens and there is no tokenizer."""
+    selection, plan, folder = build_selection(config.data, key), build_row_plan(config, key), str(_find_folder(config))
+    rows = None
     with suppress(UserError):  # of the data: the run reports it
+        sources = [resolve_sources(entry, key) for entry in list_entries(config, key)]
+        if plan.is_trivial and config.data.length_policy is LengthPolicy.truncate and selection.filter is None:
+            rows = _estimate_records(sources, selection)
+            if selection.hold_out is None and (rows is not None or selection.max_records is None):
+                return rows
         if has_tokenizer(config, folder):
             labelled = complete_labels(config, architecture)
-            encoding = build_encoding(labelled, "train_file", load_extended(labelled, folder))
-            sources = [resolve_sources(entry, "train_file") for entry in list_entries(config, "train_file")]
-            return estimate_rows(sources, encoding, build_row_plan(config, "train_file"), config.data.cache_dir)
-    return None
+            encoding = build_encoding(labelled, key, load_extended(labelled, folder))
+            return estimate_rows(sources, encoding, plan, config.data.cache_dir)
+    return rows
 
 
-def _takes_a_row_per_record(config: RunConfig) -> bool:
-    chooses = build_selection(config.data, "train_file").list_keys()
-    changes_number = config.data.length_policy is not LengthPolicy.truncate or bool(chooses)
-    return build_row_plan(config, "train_file").is_trivial and not changes_number
-
-
-def count_lines(config: RunConfig) -> int | None:
-    """Return the records of a train_file of JSON lines, of all its files; None for any other, and for a mixture."""
-    try:
-        parsed = parse_key(config, "train_file")
-        sources = resolve_sources(parsed.entries, "train_file")
-    except UserError:  # a plan needs no data
+def _estimate_records(sources: Sequence[Sequence[str]], selection: Selection) -> RowEstimate | None:
+    """Return the records that are taken of files of JSON lines; None for any other files. sources: the files of each
+    entry."""
+    if any(Path(source).suffix != ".jsonl" for entry in sources for source in entry):
         return None
-    if parsed.mixture is not None or any(Path(source).suffix != ".jsonl" for source in sources):
-        return None
-    count = 0
-    for source in sources:
-        with open(source, "rb") as lines:
-            count += sum(1 for line in lines if line.strip())
-    return count
+    counts = (sum(map(_count_lines, entry)) for entry in sources)
+    taken = sum(min(count, selection.max_records or count) for count in counts)
+    return RowEstimate(round(selection.estimate_taken(taken)), selection.hold_out is None)
+
+
+def _count_lines(source: str) -> int:
+    with open(source, "rb") as lines:
+        return sum(1 for line in lines if line.strip())

@@ -202,12 +202,13 @@ class Planner:
         values = (sharing, *(getattr(keys, key) for key in self._named))
         if values not in self.known:
             check_config(keys, has_accelerator=True)
-            model, target = self.models.get(sharing), Target(int(keys.world_size), True, is_planned=True)
+            model = self.models.get(sharing)
+            target = Target(int(keys.world_size), True, self._machine, fills=False, is_planned=True)
             plan = plan_resolved(resolve_layout(model, keys, target), self._machine)
             room = len(plan.stages) * plan.memory_limit - sum(stage.memory.peak for stage in plan.stages)
             is_moved = plan.missing_memory > 0 and room >= 0 and plan.layout.num_chunks == 1
             if is_moved:
-                run = resolve_layout(model, keys, replace(target, machine=self._machine))
+                run = resolve_layout(model, keys, replace(target, fills=True))
                 plan = plan_resolved(run, self._machine)
             self.known[values] = Candidate(keys, plan, memory_overrides, self._named, is_moved)
         return self.known[values]

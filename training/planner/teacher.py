@@ -13,7 +13,7 @@ from training.cost_terms.table import sum_memory
 from training.cost_terms.teacher import count_working
 from training.costs.hardware import GIB, Machine
 from training.planner.formatting import render_bytes, render_count, render_seconds
-from training.planner.plan import list_resolved_stages
+from training.planner.plan import list_resolved_stages, plan_resolved
 from training.resolution.resolve import ResolvedRun
 
 
@@ -41,10 +41,6 @@ class TeacherPlan:
 def plan_teacher(teacher: ResolvedRun, top_k: int, machine: Machine, num_samples: int | None) -> TeacherPlan:
     """Return the plan of a teacher's pass. teacher: resolved from `derive_teacher`. num_samples: rows of the data."""
     layout, stages = teacher.layout, list_resolved_stages(teacher, machine)
-    slowest = max(
-        sum(chunk.time_forward(layer) for chunk in stage.chunks for layer in chunk.layers) for stage in stages
-    )
-    micro_batches = None if num_samples is None else -(-num_samples // (layout.micro_batch_size * layout.dp_size))
     return TeacherPlan(
         layout=layout.describe(),
         num_parameters=sum(stage.num_parameters for stage in stages) * layout.tensor_parallel_size,
@@ -52,7 +48,7 @@ def plan_teacher(teacher: ResolvedRun, top_k: int, machine: Machine, num_samples
         memory_limit=machine.usable_bytes,
         bytes_of_target=count_bytes(list_teacher_columns(top_k)),
         num_tokens=None if num_samples is None else num_samples * stages[0].run.tokens_per_sample,
-        seconds=None if micro_batches is None else (micro_batches + layout.num_stages - 1) * slowest,
+        seconds=None if num_samples is None else plan_resolved(teacher, machine).time_forward(num_samples),
     )
 
 

@@ -1,15 +1,11 @@
-"""Counts what the layers of a model cost, and what they weigh in the split into stages. Each result is kept, since a
-search of layouts asks for the same ones thousands of times.
-
-The *costs* of a layer are its parameters, FLOPs and bytes (`training/costs/cost.py`). Its *weight* is one number, by
-which layers are distributed over stages (`weigh_layers` in `training/pipeline/partition.py`).
+"""Counts what the layers of a model cost: parameters, FLOPs and bytes (`training/costs/cost.py`). Each result is kept,
+since a search of layouts asks for the same ones thousands of times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -22,13 +18,12 @@ from training.costs.cost import LayerCost, Passes, count_layers
 from training.costs.micro_batch import MicroBatchShape
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
-from training.pipeline.partition import weigh_layers
 from training.pipeline.schedules import find_schedule
 from training.resolution.architecture import packs_rows
 
 
 class LayerCounts:
-    """The costs and the weights of the layers of one model. They hold for one choice of the keys that change a layer,
+    """The costs of the layers of one model. They hold for one choice of the keys that change a layer,
     such as precision, adapter, kernels, and the sizes of tensor, context and expert parallelism. They can be asked for
     at any number of stages, micro-batch size and sequence length."""
 
@@ -36,22 +31,20 @@ class LayerCounts:
         self,
         config: RunConfig,
         architecture: PretrainedConfig,
-        layers: Sequence[Layer],
         adapter: Adapter | None,
         parts: ContextParallel,
         rebuild: Callable[[], Sequence[Layer]],
     ) -> None:
-        """config: the run's keys. architecture: the model's config, completed by these keys. layers: as `shard_layers`
-        makes them, for the weights. adapter: the adapter that is put on the layers; None without one. parts: how ranks
-        share each sequence (context parallelism); the costs are those of the first of these ranks.
+        """config: the run's keys. architecture: the model's config, completed by these keys. adapter: the adapter that
+        is put on the layers; None without one. parts: how ranks share each sequence (context parallelism); the costs
+        are those of the first of these ranks.
 
-        rebuild: returns the same layers, for the costs; it is called at most once. Costs are counted on the meta
-        device, and counting moves the objects that several layers hold there too. So a run passes a function that
-        builds the layers again. A plan, which loads no weights, may return `layers` itself.
+        rebuild: returns the layers as `shard_layers` makes them; it is called at most once. Costs are counted on the
+        meta device, and counting moves the objects that several layers hold there too. So a run passes a function that
+        builds its layers again. A plan, which loads no weights, may return them themselves.
         """
         self._config, self._architecture, self._adapter, self._parts = config, architecture, adapter, parts
-        self._layers, self._rebuild = layers, rebuild
-        self.weigh_layers = cache(self._weigh_layers)  # see `_weigh_layers`; the argument has to be hashable
+        self._rebuild = rebuild
         self._count = cache(self._count_costs)
 
     @cached_property
@@ -85,12 +78,3 @@ class LayerCounts:
             ),
             passes=Passes(splits_backward, fuses=config.compile or config.fused_kernels is FusedKernels.auto),
         )
-
-    def _weigh_layers(self, method: Any) -> tuple[int, ...]:
-        """Return the weight of each layer in the split into stages, in the order of the model. method: the key
-        `partition_method`, a list as a tuple. The unit depends on it: multiply-adds per token up to a constant for
-        "balanced", parameters for "parameters", else a number of layers.
-
-        Raises UserError for an unknown method, and for a "type:REGEX" that is not valid or matches no layer.
-        """
-        return tuple(weigh_layers(self._layers, method))

@@ -21,7 +21,6 @@ from errors import UserError
 from models.adapters.adapter import Adapter
 from models.adapters.build import build_adapter, check_added_tokens, check_peft_names
 from models.adapters.freeze import check_freeze
-from models.adapters.options import AdapterName
 from models.adapters.targets import is_saved
 from models.architecture.lookup import build_layers
 from models.experts.router import RouterOptions
@@ -34,12 +33,14 @@ from models.sharding.expert_parallel import check_expert_parallel
 from models.sharding.tensor_parallel import shard_layers
 from models.weights.source import DescribedModel, get_whole_config
 from training.config.incompatible import CheckedConfig, check_together
-from training.config.schema import AUTO, OptimizerName, RunConfig
+from training.config.schema import AUTO, Device, OptimizerName, RunConfig
 from training.config.validate import check_config
 from training.cost_terms import table
 from training.cost_terms.cost_term import PlannedRun, list_stages
 from training.cost_terms.fits import build_fits
+from training.cost_terms.pass_times import set_times, time_layers
 from training.costs.cost import LayerCost
+from training.costs.hardware import ANY_CPU, Machine, complete_hardware
 from training.distributed.topology import Layout, build_layout
 from training.inputs.custom import build_callbacks, build_collator
 from training.inputs.datasets import build_encoder, has_tokenizer, list_new_tokens
@@ -48,8 +49,7 @@ from training.objectives.registry import check_objective, get_objective
 from training.optim.optimizer import check_optimizer
 from training.optim.parameter_groups import check_group_keys, check_parameter_groups
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
-from training.pipeline.partition import split_layers
-from training.pipeline.pass_times import time_passes
+from training.pipeline.partition import split_layers, weigh_layers
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
 from training.resolution.architecture import complete_architecture
@@ -91,7 +91,7 @@ class ResolvedModel:
             whole = [replace(layer, styles={}) for layer in layers]
             layers = shard_layers(self.architecture, whole, config.tensor_parallel_size)
         parts = check_run_sequences(config, self.architecture, layers)
-        counts = LayerCounts(config, self.architecture, layers, self.adapter, parts, lambda: layers)
+        counts = LayerCounts(config, self.architecture, self.adapter, parts, lambda: layers)
         return replace(self, config=config, layers=layers, parts=parts, counts=counts)
 
     @property
@@ -164,7 +164,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
         adapter=adapter,
         routers=routers,
         callbacks=build_callbacks(config.callbacks),
-        counts=LayerCounts(config, architecture, layers, adapter, parts, rebuild),
+        counts=LayerCounts(config, architecture, adapter, parts, rebuild),
     )
 
 
@@ -202,27 +202,15 @@ def _measure_peak(run: ResolvedRun, target: Target) -> float:
 
 def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target: Target) -> ResolvedRun:
     """Return `model` at `layout`, whose schedule is set: its split, and the times of its passes."""
-    weights = model.counts.weigh_layers(_hashable(config.partition_method))
-    fits = None
-    if target.machine is not None:
-        costs = model.counts.count_costs(layout, config.max_seq_length)
-        fits = build_fits(costs, PlannedRun(config, layout, model.architecture.vocab_size, target.machine))
+    costs, method = model.counts.count_costs(layout, config.max_seq_length), config.partition_method
+    run = PlannedRun(config, layout, model.architecture.vocab_size, _choose_pace(target, config))
     bounds = split_layers(
-        weights,
+        time_layers(costs, run) if method == "balanced" else weigh_layers(model.layers, method),
         layout.num_stages,
-        config.partition_method,
-        fits=fits,
+        method,
+        fits=build_fits(costs, replace(run, hardware=target.machine)) if target.machine and target.fills else None,
         schedule=build_schedule(layout),
         tail=count_tail(model.layers),
-    )
-    work = model.counts.weigh_layers("balanced")
-    timed = time_passes(
-        layout,
-        work,
-        bounds,
-        remakes_logits=model.objective.remakes_logits,
-        recomputes=config.activation_checkpoint_interval > 0,
-        trains_matrices=config.adapter.name is AdapterName.none,
     )
     return ResolvedRun(
         config=config,
@@ -235,9 +223,18 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
         routers=model.routers,
         callbacks=model.callbacks,
         counts=model.counts,
-        layout=timed,
+        layout=set_times(layout, costs, bounds, run),
         bounds=bounds,
     )
+
+
+def _choose_pace(target: Target, config: RunConfig) -> Machine:
+    """Return the machine whose times split and order a run: any CPU for a CPU, whose rates are measured and differ from
+    start to start; `hardware` for a GPU that no file of conf/hardware describes."""
+    described = target.machine or (config.hardware if target.has_accelerator else ANY_CPU)
+    if described.device is not Device.cuda:
+        return ANY_CPU
+    return target.machine or complete_hardware(config.hardware, config.precision, target.world_size)
 
 
 def _build_sharded(config: RunConfig, architecture: PretrainedConfig, model: DescribedModel) -> list[Layer]:
@@ -272,7 +269,3 @@ def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Laye
         )
     check_peft_names(adapter, get_whole_config(model))
     return adapter
-
-
-def _hashable(method: Any) -> Any:
-    return tuple(method) if isinstance(method, list) else method

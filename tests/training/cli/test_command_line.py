@@ -257,6 +257,12 @@ def test_a_user_defined_folder_is_searched_too(tmp_path: Path) -> None:
         check_command_line([*given[:-1], "data=quizz"], CONF, "base")
 
 
+def test_a_secret_of_a_tracker_may_be_in_the_environment() -> None:
+    check_command_line(
+        ["+logger.trackers.mine={_target_: mine.Tracker, api_key: '${oc.env:HOME}'}"], CONF, "llama_tiny_pp2"
+    )
+
+
 @pytest.mark.parametrize("line", ["'output_dir=a${oc.env:HOME}b'", "'data.cache_dir=${output_dir}/cache'"])
 def test_an_interpolation_is_refused(line: str) -> None:
     assert message_of(line) == (

@@ -22,7 +22,7 @@ from training.cost_terms.context_parallel import (
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.cost_terms.layers import compute_passes
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
-from training.costs.hardware import GB, Machine
+from training.costs.hardware import GB, STREAM_RATE, Machine
 from training.costs.kernels import ATTENTION_BACKWARD, ATTENTION_RATE
 from training.costs.micro_batch import MicroBatchShape
 from training.costs.shared_attention import SharedAttention, count_shared_attention
@@ -92,7 +92,7 @@ def test_scores_in_memory_take_time(keys: tuple[str, ...], window: int | None) -
     cost, fused = compute_exchanges(stage.chunks[0]), compute_exchanges(plain.chunks[0])
     scores = LENGTH * FLOPS / (2 * (8 + 8))
     added = cost.forward_seconds - fused.forward_seconds, cost.backward_seconds - fused.backward_seconds
-    assert added == pytest.approx([scores * nbytes / (1000 * GB) for nbytes in SCORE_BYTES])
+    assert added == pytest.approx([scores * nbytes / (1000 * GB * STREAM_RATE) for nbytes in SCORE_BYTES])
 
 
 def test_documents_of_packed_rows_take_no_scores() -> None:

@@ -15,7 +15,7 @@ from training.config.schema import Device, Precision
 from training.cost_terms.cost_term import Chunk, PlannedRun
 from training.cost_terms.gradient_sums import compute_sums, count_sum_bytes
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
-from training.costs.hardware import GB, Machine
+from training.costs.hardware import GB, STREAM_RATE, Machine
 from training.distributed.topology import Layout, Topology
 from training.engine.gradient_sums import add_gradient
 
@@ -91,9 +91,11 @@ def build_chunk(*layers: LayerCost, micro_batches: int = 4) -> Chunk:
 
 def test_seconds_of_a_pass() -> None:
     moved = (6 + 3 * 10) / 4
-    assert compute_sums(build_chunk(LAYER)).backward_seconds == pytest.approx(moved * 10**9 / (100 * GB))
+    assert compute_sums(build_chunk(LAYER)).backward_seconds == pytest.approx(moved * 10**9 / (100 * GB * STREAM_RATE))
     lora = replace(LAYER, parameters=replace(LAYER.parameters, trained=10**6))
-    assert compute_sums(build_chunk(lora, lora)).backward_seconds == pytest.approx(moved * 2 * 10**6 / (100 * GB))
+    assert compute_sums(build_chunk(lora, lora)).backward_seconds == pytest.approx(
+        moved * 2 * 10**6 / (100 * GB * STREAM_RATE)
+    )
 
 
 def test_a_tied_module_is_summed_once_and_a_timed_layer_has_it_in_its_time() -> None:

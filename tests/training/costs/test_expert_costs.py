@@ -16,7 +16,6 @@ from models.layers.layer import Layer
 from models.parallel.shard import ExpertParallel, LayerRanks
 from training.costs.cost import LayerCost, count_layers
 from training.costs.micro_batch import MicroBatchShape
-from training.pipeline.partition import compute_work, split_layers, weigh_layers
 
 B, T = 2, 24
 SHORT = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss", "deepseek_v3")
@@ -140,14 +139,3 @@ def test_the_rank_with_most_rows_keeps_more_of_them() -> None:
     assert (
         even.work.forward_flops == uneven.work.forward_flops
     )  # the others wait: `training/cost_terms/expert_parallel.py`
-
-
-def test_a_split_is_balanced_by_the_experts_that_a_token_chooses() -> None:
-    """A dense first layer, then three with 8 experts of half its size, of which a token takes two: four alike but for
-    a small router."""
-    sizes = {"intermediate_size": 72, "moe_intermediate_size": 36, "vocab_size": 8}
-    config = build_family_config("qwen3_moe", mlp_only_layers=[0], **sizes)
-    layers = build_layers(config)
-    dense, *sparse = [compute_work(layer) for layer in layers[1:5]]
-    assert sparse == [dense + 8 * config.hidden_size] * 3
-    assert split_layers(weigh_layers(layers, "balanced"), 2, "balanced") == [0, 3, 7]

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from models.experts.exchange import exchange_rows
-from training.config.schema import Device
-from training.costs.hardware import GB, Machine
+from training.config.schema import CheckpointMode, Device
+from training.costs.hardware import GB, STREAM_RATE, Machine
 from training.costs.kernels import (
     ATTENTION_BACKWARD,
     ATTENTION_RATE,
     KERNEL_SECONDS,
     LAUNCH_SECONDS,
-    STREAM_RATE,
+    Launch,
     stretch_products,
     time_attention,
     time_kernels,
 )
 from training.costs.trace import trace_passes
-from training.costs.traffic import Traffic, count_traffic
+from training.costs.traffic import NO_TRAFFIC, Traffic, count_remade, count_traffic
+from training.pipeline.activation_checkpoint import ActivationCheckpointing
 
 N, D = 10, 8
 ELEMENTS = N * D
@@ -65,6 +67,29 @@ def test_what_a_forward_pass_moves(fuses: bool, moved: int, kernels: int) -> Non
             block, x = Block(), torch.empty(*shape)
         forward, _ = count(lambda block=block, x=x: block(x), block, fuses=fuses)
         assert forward == Traffic(4 * moved * ELEMENTS, kernels, ((N, D, D), (N, D, D)))
+
+
+@pytest.mark.parametrize(("fuses", "moved", "kernels"), [(False, 2 + 3, 2), (True, 2 + 1, 1)])
+def test_what_selective_checkpointing_makes_again(fuses: bool, moved: int, kernels: int) -> None:
+    """All between the products."""
+    with torch.device("meta"):
+        block, x = Block(), torch.empty(N, D)
+    trace = trace_passes(lambda: (block(x),), block)
+    assert count_remade(trace.forward, fuses) == Traffic(4 * moved * ELEMENTS, kernels)
+
+
+def test_torch_makes_as_much_again() -> None:
+    block = nn.Sequential(Block(), nn.ReLU(), Block())
+    again = partial(ActivationCheckpointing(1, CheckpointMode.selective).build_function(draws=False), block)
+    inputs = (torch.randn(N, D, requires_grad=True) for _ in range(2))
+    plain, selective = (
+        trace_passes(lambda run=run, x=x: (run(x),), block) for run, x in zip((block, again), inputs, strict=True)
+    )
+    assert plain.backward is not None and selective.backward is not None
+    (kept,), (made_again,) = (count_traffic([each.backward], fuses=False) for each in (plain, selective))
+    remade = count_remade(plain.forward, fuses=False)
+    assert remade != NO_TRAFFIC
+    assert (made_again.moved - kept.moved, made_again.kernels - kept.kernels) == (remade.moved, remade.kernels)
 
 
 def test_fused_kernels_make_again_what_they_did_not_write() -> None:
@@ -131,7 +156,7 @@ def test_a_pass_is_bound_by_the_gpu_or_by_its_host() -> None:
     moving = 1e9 / (100 * GB * STREAM_RATE) + 5 * KERNEL_SECONDS
     busy = time_kernels(2.0, 1.0, Traffic(10**9, 5), GPU)
     assert busy == pytest.approx(2.0 + 1.0 + moving)
-    assert time_kernels(1e-6, 0.0, Traffic(0, 50), GPU) == 50 * LAUNCH_SECONDS
+    assert time_kernels(1e-6, 0.0, Traffic(0, 50), GPU) == 50 * LAUNCH_SECONDS[Launch.plain]
 
 
 def test_attention_takes_longer_than_products_of_as_many_flops_on_a_gpu() -> None:

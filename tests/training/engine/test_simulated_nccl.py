@@ -21,8 +21,8 @@ from training.pipeline.exchanges import (
     is_local,
     plan_exchanges,
 )
-from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule
-from training.pipeline.zero_bubble import PassTimes, ZeroBubble
+from training.pipeline.schedule import Interleaved, OneForwardOneBackward, PassTimes, Schedule
+from training.pipeline.zero_bubble import ZeroBubble
 
 WAYS = {"free": {}, "blocking": {"blocking": True}, "barriers": {"barriers": 0.3}, "rare": {"barriers": 0.03}}
 

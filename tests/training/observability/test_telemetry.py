@@ -22,6 +22,7 @@ from training.observability.metrics import split_stages
 from training.observability.stage_timer import RankTimes
 from training.observability.telemetry import Telemetry, combine
 from training.planner.prediction import Prediction, find_machine, predict
+from training.planner.report import render_plan
 from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target
 
@@ -154,6 +155,12 @@ def test_time_is_predicted_for_the_padding_of_most_rows_and_memory_for_the_longe
     assert mixed.plan.step_seconds == half.plan.step_seconds < full.plan.step_seconds
     assert half.mfu is not None and mixed.mfu is not None
     assert full.mfu == pytest.approx(full.plan.mfu) and mixed.mfu < 0.5 * half.mfu, "padding is no work"
+    report = render_plan(mixed.plan, config, machine, 10)  # plan.txt
+    assert "32 tokens a sample on average, memory for the longest, of 64" in report
+    assert f"{half.plan.tokens_per_second:,.0f} tokens/s with samples of 32 tokens" in report
+    memory, longest, shortest = ([stage.memory for stage in each.plan.stages] for each in (mixed, full, half))
+    assert memory == longest != shortest and mixed.plan.missing_memory == full.plan.missing_memory
+    assert "64 tokens a sample\n" in render_plan(full.plan, config, machine, 10)
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
-from training.pipeline.partition import balance, balance_chunks, compute_work, split_layers, weigh_layers
+from training.pipeline.partition import balance, balance_chunks, split_layers, weigh_layers
 from training.pipeline.schedule import Interleaved
 
 D, I, V, HEADS, KV_HEADS, DECODERS = 16, 24, 200, 4, 2, 6
@@ -100,20 +100,6 @@ def test_chunks_are_the_best_of_all_cuts_of_a_decoder(num_stages: int, num_chunk
         shard_specs = itertools.combinations(range(1, len(weights)), num_stages * num_chunks - 1)
         bounds = balance_chunks(weights, Interleaved(num_stages, num_stages, num_chunks))
         assert judge(bounds) == min(judge([0, *cut, len(weights)]) for cut in shard_specs)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_head_is_work_and_the_embedding_is_none(tied: bool) -> None:
-    assert [compute_work(layer) for layer in build(tied)] == [0, *[DECODER_WORK] * DECODERS, 0, V * D]
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_balanced_gives_the_stage_with_the_head_fewer_layers(tied: bool) -> None:
-    assert split_layers(weigh_layers(build(tied), "balanced"), 2, "balanced") == [
-        0,
-        5,
-        9,
-    ]  # 4 decoder layers, or 2 and a head worth 1.6 of them
 
 
 def test_uniform_counts_layers_and_parameters_counts_weights() -> None:

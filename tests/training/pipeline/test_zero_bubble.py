@@ -6,18 +6,16 @@ import itertools
 
 import pytest
 from support.configs import build_config
+from support.planned import resolve_described
 from transformers import LlamaConfig
 
 from errors import UserError
-from models.adapters.options import AdapterName
-from models.architecture.lookup import build_layers
 from training.costs.simulation import simulate
-from training.distributed.topology import Layout, Topology
-from training.pipeline.partition import balance_chunks, compute_work, split_layers, weigh_layers
-from training.pipeline.pass_times import time_passes
-from training.pipeline.schedule import Unit, UnitKind
-from training.pipeline.schedules import build_schedule
-from training.pipeline.zero_bubble import EVEN, PassTimes, ZeroBubble, default_max_in_flight
+from training.pipeline.partition import balance_chunks
+from training.pipeline.schedule import EVEN, PassTimes, Unit, UnitKind
+from training.pipeline.zero_bubble import ZeroBubble, default_max_in_flight
+from training.resolution.resolve import resolve_layout
+from training.resolution.target import Target
 
 SIZES = [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32)]
 LONG = [pytest.param(16, M, marks=pytest.mark.full) for M in (32, 64)]
@@ -99,23 +97,17 @@ def test_what_it_cannot_run(sizes: tuple[int, int], num_layers: int, message: st
         ZeroBubble(*sizes).check(num_layers)
 
 
-def time_chunks(*overrides: str, remakes_logits: bool = False) -> tuple[list[int], tuple[PassTimes, ...]]:
-    config = build_config("num_stages=2", "schedule=zero_bubble", *overrides)
-    model = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=7, vocab_size=512
+ARCHITECTURE = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=7, vocab_size=4096
+)
+
+
+def time_chunks(*overrides: str) -> tuple[list[int], tuple[PassTimes, ...]]:
+    config = build_config(
+        "num_stages=2", "micro_batch_size=2", "schedule=zero_bubble", "gradient_accumulation_steps=4", *overrides
     )
-    layers = build_layers(model)
-    layout = Layout(Topology.of(2, pipe=2), 1, 4, num_chunks=2, schedule="zero_bubble")
-    bounds = split_layers(weigh_layers(layers, "balanced"), 2, "balanced", schedule=build_schedule(layout))
-    timed = time_passes(
-        layout,
-        [compute_work(layer) for layer in layers],
-        bounds,
-        remakes_logits=remakes_logits,
-        recomputes=config.activation_checkpoint_interval > 0,
-        trains_matrices=config.adapter.name is AdapterName.none,
-    )
-    return bounds, timed.pass_times
+    run = resolve_layout(resolve_described(config, ARCHITECTURE, 2), config, Target(2, has_accelerator=False))
+    return run.bounds, run.layout.pass_times
 
 
 def test_the_order_knows_the_head_and_what_cannot_wait() -> None:
@@ -127,9 +119,13 @@ def test_the_order_knows_the_head_and_what_cannot_wait() -> None:
     head = times[3].forward / times[3].weight_backward
     assert head > times[1].forward / times[1].weight_backward
     assert time_chunks("activation_checkpoint_interval=1")[1][1].input_backward > times[1].input_backward
-    assert {each.weight_backward for each in time_chunks(plain, "adapter=lora")[1]} == {0.0}
-    dpo = time_chunks(plain, remakes_logits=True)[1]
-    assert dpo[3].forward < times[3].forward and dpo[3].input_backward > times[3].input_backward
+    dpo = time_chunks(plain, "data=preference")[1]
+    assert dpo[3].forward / dpo[3].input_backward < times[3].forward / times[3].input_backward
+
+
+def test_what_waits_under_lora_is_next_to_nothing() -> None:
+    for each in time_chunks("activation_checkpoint_interval=0", "adapter=lora")[1]:
+        assert each.weight_backward <= 0.1 * each.input_backward
 
 
 def test_even_chunks_are_what_a_schedule_takes_without_times() -> None:

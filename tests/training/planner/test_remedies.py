@@ -43,6 +43,26 @@ def test_keys_that_make_it_fit(keys: tuple[str, ...], expected: list[str]) -> No
     assert verdict.startswith("would fit with " if expected else "change: ")
 
 
+def test_a_full_host_gets_no_more() -> None:
+    """A full host gives back what the GPU has room for, and no offloading is named that it has no room for."""
+    keys = (*KEYS, "model_name_or_path=none", "hardware=h200", "offload_optimizer=cpu", "hardware.host_memory=100")
+    config = build_config(*keys)
+    build = build_planner(config)
+    plan = build(config)
+    assert plan.missing_host_memory > 0 > plan.missing_memory
+    assert "offload_optimizer=none" in [remedy.overrides for remedy in find_remedies(plan, config, build)]
+    assert render_verdict(plan, config)[-1] == (
+        "change: offload_optimizer=none; fewer ranks on each node; or let plan=search look"
+    )
+    for host, is_named in ((4, False), (100, False), (1000, True)):  # GiB
+        config = build_config(
+            *KEYS, "model_name_or_path=none", "hardware=a100_40g", f"hardware.host_memory={host}", "precision=fp32"
+        )
+        plan = build_planner(config)(config)
+        assert plan.missing_memory > 0
+        assert ("offload_optimizer=cpu" in render_verdict(plan, config)[-1]) == is_named
+
+
 def test_several_keys_where_one_does_not_do() -> None:
     keys = (
         "model=llama_7b",
