@@ -237,13 +237,13 @@ def list_choices(planner: Planner, base: Candidate, is_too_slow: Callable[[Candi
     for choices in CHECKPOINTING:
         level = _list_level(planner, base.keys, choices)
         plain = next(level, None)
-        if plain is not None:
-            if is_too_slow(plain):
-                return
+        if plain is None:
+            continue
+        if not is_too_slow(plain):
             yield plain
             yield from level
-            if plain.has_room:
-                return
+        if plain.has_room:
+            return
 
 
 def _list_level(planner: Planner, keys: RunConfig, choices: Sequence[Choice]) -> Iterator[Candidate]:
