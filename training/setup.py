@@ -170,7 +170,7 @@ def _list_inputs(setup: RunSetup) -> Iterator[tuple[str, Path]]:
             yield from ((f"a file of {key}", file) for file in source.files())
     for key, path in {
         "tokenizer_name_or_path": config.tokenizer_name_or_path,
-        "adapter.name_or_path": config.adapter.name_or_path,
+        "adapter.name_or_path": config.adapter.name_or_path if config.adapter.name is AdapterName.lora else None,
         "data.chat_template": config.data.chat_template,
     }.items():
         if path:
@@ -350,7 +350,8 @@ def predict_run(
     if machine is None:
         ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
     device = Device.cuda if has_accelerator() else Device.cpu
-    return predict(setup, machine, device, lengths, times, setup.teacher if config.distill.online else None)
+    in_memory = setup.teacher if setup.teacher is not None and config.distill.online else None
+    return predict(setup, machine, device, lengths, times, in_memory)
 
 
 def _find_saved_init(resume_from: Path | None) -> str:

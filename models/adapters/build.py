@@ -82,6 +82,11 @@ def build_adapter(
 
 
 def _check_values(options: AdapterOptions) -> None:
+    ratio = options.loraplus_lr_ratio
+    if ratio is not None and not 0 < ratio < math.inf:
+        raise UserError(f"adapter.loraplus_lr_ratio={ratio}: a finite number of more than 0; null turns it off")
+    if options.name_or_path:
+        return  # its own config has the other values
     if options.r < 1:
         raise UserError(f"adapter.r={options.r}: at least 1")
     if not 0 < options.lora_alpha < math.inf:
@@ -90,9 +95,6 @@ def _check_values(options: AdapterOptions) -> None:
         )
     if not 0 <= options.lora_dropout < 1:
         raise UserError(f"adapter.lora_dropout={options.lora_dropout}: from 0 to below 1")
-    ratio = options.loraplus_lr_ratio
-    if ratio is not None and not 0 < ratio < math.inf:
-        raise UserError(f"adapter.loraplus_lr_ratio={ratio}: a finite number of more than 0; null turns it off")
     _check_init(options)
 
 
@@ -119,10 +121,6 @@ def _check_init(options: AdapterOptions) -> None:
                 f"adapter.init_lora_weights={init} is not tested with adapter.{key}=true; give adapter.{key}=false, or "
                 "adapter.init_lora_weights=true"
             )
-    if options.name_or_path:
-        raise UserError(
-            f"adapter.init_lora_weights={init} has no effect on an adapter that exists (adapter.name_or_path); omit one"
-        )
 
 
 def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
@@ -191,7 +189,7 @@ def choose_saved(names: Sequence[str], layers: Sequence[Layer]) -> list[str]:
 def check_added_tokens(options: AdapterOptions, added: Sequence[str], layers: Sequence[Layer]) -> None:
     """Raises UserError where LoRA would never train the rows of `added`, the tokens that the run adds to its
     tokenizer."""
-    if options.name is AdapterName.none or options.modules_to_save is not None or options.name_or_path or not added:
+    if options.name is AdapterName.none or options.name_or_path or options.modules_to_save is not None or not added:
         return
     names = dict.fromkeys([layers[0].hf_prefix.rstrip(".").rsplit(".", 1)[-1], HEAD])
     raise UserError(

@@ -19,6 +19,7 @@ from support.workers import WorkerGroup
 from data.loading.row_lengths import RowLengths
 from errors import UserError
 from models.adapters.folder import BASE_FINGERPRINT
+from models.adapters.options import AdapterName
 from models.weights.fingerprint import fingerprint_weights
 from models.weights.sources import open_weights
 from training import setup as setups
@@ -120,6 +121,19 @@ def test_a_run_does_not_write_over_what_it_reads(
         with pytest.raises(UserError, match="the run would write over .*out/hf, where .* is; give another output_dir"):
             setups.check_run(config, SINGLE_PROCESS)
     setups.check_run(dataclasses.replace(config, evaluate_only=True, eval_file="eval.jsonl"), SINGLE_PROCESS)
+
+
+def test_an_adapter_that_a_run_does_not_read_may_be_written_over(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model")
+    make_adapter(tmp_path / "out/hf", tmp_path / "model")
+    config = build_config(
+        "adapter=lora", f"adapter.name_or_path={tmp_path}/out/hf", f"model_name_or_path={tmp_path}/model",
+        f"output_dir={tmp_path}/out", "micro_batch_size=1", "global_batch_size=2",
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"out/hf, where adapter.name_or_path"):
+        setups.check_run(config, SINGLE_PROCESS)
+    config.adapter.name = AdapterName.none
+    setups.check_run(config, SINGLE_PROCESS, given=("adapter",))
 
 
 def name_teacher(folder: Path) -> tuple[str, ...]:

@@ -355,7 +355,7 @@ class HubConfig:
 
     def is_due(self, step: int) -> bool:
         """Return whether the model of this step is uploaded while the run continues."""
-        return self.every is not None and step % self.every == 0
+        return self.repo_id is not None and self.every is not None and step % self.every == 0
 
 
 @dataclass

@@ -139,9 +139,10 @@ def count_total_steps(config: RunConfig, num_samples: int, global_batch_size: in
 
 def _describe_adapter(config: RunConfig) -> dict[str, str]:
     """Return the start of an adapter that is a part of the base weights: no other run reads its files rightly."""
-    if config.adapter.name is AdapterName.none or not starts_from_base(config.adapter.init_lora_weights):
+    adapter = config.adapter
+    if adapter.name is AdapterName.none or adapter.name_or_path or not starts_from_base(adapter.init_lora_weights):
         return {}
-    return {"adapter.init_lora_weights": str(config.adapter.init_lora_weights)}
+    return {"adapter.init_lora_weights": str(adapter.init_lora_weights)}
 
 
 def _resume(

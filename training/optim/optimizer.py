@@ -18,7 +18,7 @@ from training.optim import lion, rounded_adamw
 from training.optim.chunks import count_buffer_bytes
 from training.optim.elementwise_probe import probe_optimizer
 from training.optim.lion import Lion
-from training.optim.parameter_groups import LORA_PLUS, group_parameters
+from training.optim.parameter_groups import LORA_PLUS, find_lora_plus_ratio, group_parameters
 from training.optim.rounded_adamw import RoundedAdamW
 from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, check_state
 
@@ -87,7 +87,7 @@ def describe_updates(config: RunConfig) -> dict[str, str]:
     """Return the settings that a run must keep, in addition to the optimizer, to continue with the same loss:
     name -> value. Its learning rate may change, and what LoRA+ multiplies with it."""
     entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
-    ratio = config.adapter.loraplus_lr_ratio
+    ratio = find_lora_plus_ratio(config)
     return (
         ({"parameter_groups": json.dumps(entries)} if entries else {})
         | ({} if ratio is None else {LORA_PLUS_RATIO: f"{ratio:g}"})

@@ -37,9 +37,14 @@ Named = Iterable[tuple[str, torch.Tensor]]
 def list_entries(config: RunConfig) -> list[ParameterGroup]:
     """Return the entries of `parameter_groups` and, after them, that of `adapter.loraplus_lr_ratio` (LoRA+,
     2402.12354), the groups of `peft.optimizers.create_loraplus_optimizer`."""
-    ratio = config.adapter.loraplus_lr_ratio if config.adapter.name is AdapterName.lora else None
+    ratio = find_lora_plus_ratio(config)
     plus = [] if ratio is None else [ParameterGroup(LORA_PLUS, ratio * config.learning_rate)]
     return [*config.parameter_groups, *plus]
+
+
+def find_lora_plus_ratio(config: RunConfig) -> float | None:
+    """Return `adapter.loraplus_lr_ratio`; None for a run without an adapter, which does not read it."""
+    return config.adapter.loraplus_lr_ratio if config.adapter.name is AdapterName.lora else None
 
 
 def group_parameters(named: Named, config: RunConfig, layer_norms: Collection[int] = ()) -> list[dict[str, Any]]:

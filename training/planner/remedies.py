@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from errors import UserError
@@ -106,7 +106,8 @@ def list_other_updates(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def _change(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    optimizer_changes = {key: value for key, value in changes.items() if hasattr(config.optimizer, key)}
+    names = {field.name for field in fields(config.optimizer)}
+    optimizer_changes = {key: value for key, value in changes.items() if key in names}
     others = {key: value for key, value in changes.items() if key not in optimizer_changes}
     return replace(config, optimizer=replace(config.optimizer, **optimizer_changes), **others)
 

@@ -28,8 +28,10 @@ from training.pipeline.schedules import SCHEDULE_KEYS
 # Keys that are read for an adapter that exists (adapter.name_or_path) too; its own config has the others
 NOT_BROUGHT = ("adapter.name_or_path", "adapter.loraplus_lr_ratio", "adapter.load_in_4bit")
 # Keys of `data` that more than the encoder reads, so also with a user-defined one
-BEYOND_THE_ENCODER = ("labels", "problem_type", "query_prompt", "document_prompt", "num_negatives")
-OF_THE_TOKENIZER = "chat_template"  # read with any data
+BEYOND_THE_ENCODER = ("labels", "problem_type", "query_prompt", "document_prompt")
+# Keys of `data` that are read with any data: for the tokenizer, and to count the samples of a record (`check_together`
+# refuses negatives where records have none)
+WITH_ANY_DATA = {"chat_template", "num_negatives"}
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ def _or_searched(reader: Feature) -> Feature:
 
 
 def _list_fields() -> list[str]:
-    """Return the names of the keys of `data` that an encoder reads."""
+    """Return the names of the keys of `data` that encoders read, without those that are read with any data."""
     read = set().union(*map(find_keys, KINDS.values()))
-    return [field.name for field in fields(DataConfig) if field.name in read - {OF_THE_TOKENIZER}]
+    return [field.name for field in fields(DataConfig) if field.name in read - WITH_ANY_DATA]
 
 
 def _by_encoder(field: str) -> Feature:
@@ -172,11 +174,8 @@ OTHERS = {
     **dict.fromkeys(
         ("eval_steps", "eval_epochs", "eval_on_start", "metric_for_best_model", "greater_is_better"), EVALUATED
     ),
+    # Without patience too: checkpoints hold the count that a resumed run with patience starts from
+    "early_stopping_threshold": EVALUATED,
     "eval_token_accuracy": replace(EVALUATED, words="an evaluation of next tokens", holds=_counts_correct),
-    "early_stopping_threshold": Feature(
-        "early_stopping_patience",
-        lambda run: run.config.early_stopping_patience is not None,
-        switches=("early_stopping_patience",),
-    ),
     "world_size": Feature("plan=true or search", lambda run: run.config.plan is not False),
 }

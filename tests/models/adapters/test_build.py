@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.adapters import build_lora
+from support.adapters import build_lora, make_adapter
 from support.families import build_family, build_family_config
+from support.tiny import save_llama
 
 from errors import UserError
 from models.adapters.build import check_added_tokens, check_peft_names
@@ -49,10 +51,6 @@ def test_all_linear_are_the_projections_of_the_decoder_layers() -> None:
             {"init_lora_weights": "olora", "load_in_4bit": True},
             "adapter.init_lora_weights=olora is not tested with adapter.load_in_4bit=true; give adapter.load_in_4bit=f",
         ),
-        (
-            {"init_lora_weights": "olora", "name_or_path": "somewhere"},
-            "adapter.init_lora_weights=olora has no effect on an adapter that exists (adapter.name_or_path); omit one",
-        ),
         ({"init_lora_weights": "loftq"}, "adapter.init_lora_weights=loftq changes the weights of the base model"),
         ({"init_lora_weights": False}, "adapter.init_lora_weights=False: one of true, gaussian, orthogonal"),
         ({"name_or_path": "nowhere"}, "adapter.name_or_path=nowhere is not a peft folder (adapter_config.json"),
@@ -62,6 +60,17 @@ def test_invalid_adapter_options(options: dict[str, Any], expected: str) -> None
     with pytest.raises(UserError) as caught:
         build_lora(LLAMA, **options)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "unread", [{"r": 0}, {"lora_alpha": 0}, {"lora_dropout": 1.0}, {"init_lora_weights": "pissa"}], ids=str
+)
+def test_an_adapter_that_exists_brings_its_own_values(tmp_path: Path, unread: dict[str, Any]) -> None:
+    layers = build_layers(save_llama(tmp_path / "hf").config)
+    make_adapter(tmp_path / "adapter", tmp_path / "hf")
+    own = build_lora(layers, name_or_path=str(tmp_path / "adapter"))
+    assert build_lora(layers, name_or_path=str(tmp_path / "adapter"), **unread).config == own.config
+    assert own.config.r == 4 and own.config.init_lora_weights is True
 
 
 @pytest.mark.parametrize(

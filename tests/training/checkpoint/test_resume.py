@@ -13,11 +13,12 @@ import pytest
 from test_checkpoint import FILES, STATE, write_checkpoint
 
 from errors import UserError
+from models.adapters.options import AdapterName, AdapterOptions
 from training.checkpoint.resume import check_resumable, choose_resume, find_damage, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
 from training.checkpoint.timeline import announce_start, record_start
-from training.inputs.step_budget import _resume
+from training.inputs.step_budget import _describe_adapter, _resume
 
 
 @pytest.fixture
@@ -233,3 +234,13 @@ def test_other_rope_is_for_another_folder(tmp_path: Path) -> None:
         _resume(stretched, STATE, own, config, None)
     config.output_dir = str(tmp_path / "another")
     assert _resume(stretched, STATE, own, config, None).step == 2
+
+
+def test_a_checkpoint_names_the_start_of_a_new_adapter_alone() -> None:
+    """One that exists is loaded; its matrices are no part of the base weights."""
+    new = AdapterOptions(AdapterName.lora, init_lora_weights="pissa")
+    described = [
+        _describe_adapter(SimpleNamespace(adapter=adapter))
+        for adapter in (new, replace(new, name_or_path="somewhere"), replace(new, name=AdapterName.none))
+    ]
+    assert described == [{"adapter.init_lora_weights": "pissa"}, {}, {}]

@@ -28,6 +28,7 @@ from training.optim.parameter_groups import (
     check_group_keys,
     check_parameter_groups,
     group_parameters,
+    list_entries,
     list_layer_norms,
     separate_copies,
 )
@@ -102,6 +103,12 @@ def test_lora_plus_trains_the_matrices_b_faster(composed: RunConfig) -> None:
     config.parameter_groups = [ParameterGroup("q_proj", 1e-4)]
     check_group_keys(config)
     assert [len(group["params"]) for group in group_parameters([(names[1], matrix)], config)] == [0, 0, 1, 0, 0, 0]
+
+
+def test_the_ratio_of_lora_plus_is_neither_used_nor_saved_without_an_adapter(composed: RunConfig) -> None:
+    config = deepcopy(composed)
+    config.adapter.loraplus_lr_ratio = 16.0
+    assert list_entries(config) == [] and describe_updates(config) == {}
 
 
 def test_the_rate_of_lora_plus_in_a_checkpoint_of_version_1_1_is_not_compared() -> None:

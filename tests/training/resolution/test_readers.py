@@ -122,6 +122,7 @@ COPIED = {
     "data.template_kwargs",  # its date is described for every kind of data
     "data.mixture_by",  # into the files of a key, which may have no shares
     "moe.imbalance",  # into the ranks that divide experts, which may be one
+    "world_size",  # into the teacher's config, as all keys of a plan
 }  # fmt: skip
 
 
@@ -191,6 +192,7 @@ def test_keys_of_an_adapter_without_one_are_refused_wherever_they_stand() -> Non
         (("adapter.r=16",), "adapter.r=16: this run does not read it, only one with adapter=lora without adapter.name"),
         (("eval_steps=4",), "eval_steps=4: .*, only one with eval_file, data.eval_fraction or data.eval_samples does"),
         (("eval_file=null", "eval_steps=4"), "eval_steps=4: this run does not read it, only one with eval_file"),
+        (("early_stopping_threshold=0.5",), "early_stopping_threshold=0.5: .* only one with eval_file, data.eval_f"),
         (("data.chosen_field=a",), "data.chosen_field=a: .* only one with data=preference without data.encoder does"),
         (("virtual_stages_per_rank=2",), "virtual_stages_per_rank=2: .* only one with schedule=interleaved does"),
         (("world_size=8",), "world_size=8: .* only one with plan=true or search does; give that, or omit the key"),
@@ -209,6 +211,12 @@ def test_a_default_that_asks_for_nothing_is_not_named() -> None:
     run = CheckedConfig(build_config())
     keys = ("eval_steps", "distill.divergence", "early_stopping_threshold", "data.train_on", "adapter.use_dora")
     assert check_read(run, keys, continues=False) == []
+
+
+def test_the_threshold_of_early_stopping_is_read_without_patience() -> None:
+    """Checkpoints hold the count that depends on it, and a resumed run with patience starts from that."""
+    run = CheckedConfig(build_config("eval_file=eval.jsonl", "early_stopping_threshold=0.5"))
+    assert check_read(run, {"early_stopping_threshold"}, continues=False) == []
 
 
 @pytest.mark.parametrize("model", ["llama_7b", "mixtral_8x7b"])
