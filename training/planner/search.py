@@ -36,7 +36,6 @@ from training.costs.hardware import Machine
 from training.pipeline.schedules import schedule_layout
 from training.planner.search_space import (
     CHECKPOINTING,
-    ORDERED,
     PLAIN,
     Candidate,
     Planner,
@@ -44,6 +43,7 @@ from training.planner.search_space import (
     Sharing,
     list_choices,
     list_layouts,
+    list_schedules,
     list_sharings,
 )
 
@@ -93,7 +93,7 @@ def search_plans(
         for candidate in list_choices(planner, base, lambda plain: _bound(plain) >= fastest.limit):
             if candidate.plan.fits and _bound(candidate) + candidate.plan.reduce_seconds < fastest.limit:
                 fastest.offer(candidate)
-    for name in ORDERED:
+    for name in list_schedules(ordered=True):
         _order(planner, bases, name, fastest)
     return fastest.candidates or [min(planner.known.values(), key=_measure_lack)]
 
@@ -101,21 +101,28 @@ def search_plans(
 def _order(planner: Planner, bases: Sequence[Candidate], name: str, fastest: _Fastest) -> None:
     """Offer candidates under a schedule that is ordered by rules: those that promise most, of what fits under 1F1B, and
     with more recomputation where they do not fit then."""
-    fitting: list[Candidate] = []
+    waiting: list[Candidate] = []
     for base in sorted((each for each in bases if _may_order(planner, each, name)), key=_bound_any):
-        promise_more = [candidate for candidate in fitting if _bound_any(candidate) <= _bound_any(base)]
+        promise_more = [candidate for candidate in waiting if _bound_any(candidate) <= _bound_any(base)]
         if len(promise_more) >= MOST_ORDERS or _bound_any(base) >= fastest.limit:
             break
         tried = list_choices(planner, base, lambda plain: _bound_any(plain) >= fastest.limit)
-        fitting += [candidate for candidate in tried if candidate.plan.fits and _may_order(planner, candidate, name)]
-    for candidate in sorted(fitting, key=_bound_any)[:MOST_ORDERS]:
-        if _bound_any(candidate) >= fastest.limit:
+        waiting += [candidate for candidate in tried if candidate.plan.fits and _may_order(planner, candidate, name)]
+    waiting.sort(key=_bound_any)
+    for _ in range(MOST_ORDERS):
+        if not waiting or _bound_any(waiting[0]) >= fastest.limit:
             break
-        for choices in itertools.dropwhile(lambda choices: candidate.checkpointing not in choices, CHECKPOINTING):
-            ordered = planner.choose(replace(candidate.keys, schedule=name), choices, candidate.memory_overrides)
-            if ordered is not None and ordered.plan.fits:
-                fastest.offer(ordered)
-                break
+        plain = waiting.pop(0)
+        scheduled, memory_overrides = replace(plain.keys, schedule=name), plain.memory_overrides
+        ordered = planner.choose(scheduled, [plain.checkpointing], memory_overrides)
+        if ordered is not None and ordered.plan.fits:
+            fastest.offer(ordered)
+        elif plain.checkpointing not in CHECKPOINTING[-1]:
+            following = next(
+                after for before, after in itertools.pairwise(CHECKPOINTING) if plain.checkpointing in before
+            )
+            if recomputed := planner.choose(plain.keys, following, memory_overrides):
+                bisect.insort(waiting, recomputed, key=_bound_any)
 
 
 def _may_order(planner: Planner, candidate: Candidate, name: str) -> bool:
