@@ -42,11 +42,12 @@ def time_passes(chunk: Chunk) -> PassSeconds:
 def time_layers(costs: Sequence[LayerCost], run: PlannedRun) -> list[int]:
     """Return the nanoseconds of both passes through each layer alone, by which layers are balanced over stages."""
     last = len(costs) - 1
-    chunks = (
+    chunks = [
         Chunk(run, 0, index, range(index, index + 1), [cost], has_first_layer=index == 0, has_loss=index == last)
         for index, cost in enumerate(costs)
-    )
-    return [round(sum(_round(chunk))) for chunk in chunks]
+    ]
+    times = {kind: round(sum(_round(chunk))) for kind, chunk in {chunk.kind: chunk for chunk in chunks}.items()}
+    return [times[chunk.kind] for chunk in chunks]
 
 
 def set_times(layout: Layout, costs: Sequence[LayerCost], bounds: Sequence[int], run: PlannedRun) -> Layout:
