@@ -87,11 +87,11 @@ def search_plans(
     if not bases:
         planner.plan(layouts[0])  # raises what the run would
     fastest = _Fastest(most)
-    for base in sorted(bases, key=_bound):
-        if _bound(base) >= fastest.limit:
+    for base in sorted(bases, key=_bound_saving):
+        if _bound_saving(base) >= fastest.limit:
             break
-        for candidate in list_choices(planner, base, lambda plain: _bound(plain) >= fastest.limit):
-            if candidate.plan.fits and _bound(candidate) + candidate.plan.reduce_seconds < fastest.limit:
+        for candidate in list_choices(planner, base, lambda plain: _bound_saving(plain) >= fastest.limit):
+            if candidate.plan.fits and _bound(candidate) < fastest.limit:
                 fastest.offer(candidate)
     for name in list_schedules(ordered=True):
         _order(planner, bases, name, fastest)
@@ -135,14 +135,21 @@ def _may_order(planner: Planner, candidate: Candidate, name: str) -> bool:
 
 
 def _bound(candidate: Candidate) -> float:
-    """The seconds that a step takes at least, but for the reduction of gradients, which what saves memory may shorten:
-    a stage's passes, after the first micro-batch has come to it and before the last gradients have gone back, and the
-    optimizer. The longest of any stage."""
+    """The seconds that a step takes at least: a stage's passes, after the first micro-batch has come to it and before
+    the last gradients have gone back. The longest of any stage."""
     plan, outside = candidate.plan, [0.0]  # of each chunk, for the chunks before it
     for chunk in plan.chunks:
         outside.append(outside[-1] + chunk.forward_seconds + chunk.backward_seconds + 2 * chunk.transfer_seconds)
     first = (outside[min(plan.schedule.list_chunks(stage.stage_id))] for stage in plan.stages)
-    return max(map(sum, zip(first, plan.busy_seconds, strict=True))) + plan.optimizer_seconds
+    return max(map(sum, zip(first, plan.busy_seconds, strict=True))) + plan.reduce_seconds + plan.optimizer_seconds
+
+
+def _bound_saving(candidate: Candidate) -> float:
+    """The seconds that a step takes at least with any override that saves memory: ZeRO stage 3, where layers are not
+    shared, reduces during the passes, and stage 2 sends less in one micro-batch."""
+    shares_layers = candidate.keys.num_stages * candidate.keys.tensor_parallel_size > 1
+    reduces_alike = shares_layers and candidate.plan.layout.gradient_accumulation_steps > 1
+    return _bound(candidate) - (0 if reduces_alike else candidate.plan.reduce_seconds)
 
 
 def _bound_any(candidate: Candidate) -> float:
