@@ -36,7 +36,6 @@ from training.costs.hardware import Machine
 from training.pipeline.schedules import schedule_layout
 from training.planner.search_space import (
     CHECKPOINTING,
-    ORDERED,
     PLAIN,
     Candidate,
     Planner,
@@ -44,6 +43,7 @@ from training.planner.search_space import (
     Sharing,
     list_choices,
     list_layouts,
+    list_schedules,
     list_sharings,
 )
 
@@ -93,7 +93,7 @@ def search_plans(
         for candidate in list_choices(planner, base, lambda plain: _bound(plain) >= fastest.limit):
             if candidate.plan.fits and _bound(candidate) + candidate.plan.reduce_seconds < fastest.limit:
                 fastest.offer(candidate)
-    for name in ORDERED:
+    for name in list_schedules(ordered=True):
         _order(planner, bases, name, fastest)
     return fastest.candidates or [min(planner.known.values(), key=_measure_lack)]
 

@@ -46,8 +46,6 @@ UNUSED: dict[str, Any] = {
     "activation_offload": False,
 }
 PLAIN = "1f1b"  # the schedule that says whether a layout can fit: no other one takes much less memory
-ORDERED = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]  # by trying rules: takes seconds
-UNORDERED = [name for name in SCHEDULES if name not in ORDERED]
 LONG = 8192  # tokens of a sample from which on its sequences are shared as well
 MOST_SHARING = 16  # ranks of a sequence
 MOST_DIVIDING = 64  # ranks of an expert group
@@ -156,10 +154,15 @@ def list_sharings(models: SharedModels, world_size: int, cards_per_node: int) ->
     return found or [own]
 
 
+def list_schedules(ordered: bool) -> list[str]:
+    """Return the schedules by name: those that are ordered by trying rules, which takes seconds, or the others."""
+    return [name for name, schedule in SCHEDULES.items() if schedule.splits_backward == ordered]
+
+
 def list_layouts(config: RunConfig, sharings: Sequence[Sharing], num_layers: int) -> list[RunConfig]:
     """Return the keys of each way to share with each number of stages and micro-batch size, in powers of two, that
-    divide the ranks and the global batch, under each schedule of `UNORDERED`; nothing recomputed, and no memory saved.
-    num_layers: of those that a split can separate. Raises UserError where there are none."""
+    divide the ranks and the global batch, under each schedule that no rules order; nothing recomputed, and no memory
+    saved. num_layers: of those that a split can separate. Raises UserError where there are none."""
     world_size, total = int(config.world_size), config.global_batch_size
     if total is None:
         total = build_layout(config, world_size, num_layers, has_accelerator=True).global_batch_size
@@ -167,8 +170,8 @@ def list_layouts(config: RunConfig, sharings: Sequence[Sharing], num_layers: int
         config = replace(config, partition_method="balanced")
     config = replace(config, plan=True, global_batch_size=total, gradient_accumulation_steps=None, **UNUSED)
     stages = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    found = []
-    for sharing, num_stages, name, size in itertools.product(sharings, stages, UNORDERED, _list_powers(total)):
+    found, names = [], list_schedules(ordered=False)
+    for sharing, num_stages, name, size in itertools.product(sharings, stages, names, _list_powers(total)):
         keys = replace(sharing.apply(config), num_stages=num_stages, schedule=name, micro_batch_size=size)
         with suppress(UserError):
             build_layout(keys, world_size, num_layers, has_accelerator=True)

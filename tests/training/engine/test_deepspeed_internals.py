@@ -44,7 +44,10 @@ LISTED = {name for entry in TABLE for name in entry.names}
 SOURCES = [file for folder in ("training", "models") for file in sorted((ROOT / folder).rglob("*.py"))]
 SOURCES = [file for file in SOURCES if file.name != "deepspeed_internals.py"]
 # Python's own, documented in spite of their names.
-PYTHON = {"os._exit", "sys._current_frames", "sharing._replace", "unit._replace"}
+PYTHON = {
+    "os._exit", "sys._current_frames", "sharing._replace", "unit._replace", "cls._fields", "Sharing._fields",
+    "self._asdict",
+}  # fmt: skip
 BY_NAME = {"getattr", "hasattr", "setattr", "patch"}  # take a name as their second argument
 
 
