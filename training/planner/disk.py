@@ -62,7 +62,7 @@ def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
         config.save_steps
         or config.save_epochs
         or config.save_minutes
-        or config.hub.every
+        or (config.hub.repo_id and config.hub.every)
         or (config.load_best_model_at_end and evaluates_often)
     )
     limits = [] if saves_often else [num_exported + 1]
@@ -70,7 +70,7 @@ def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
         limits.append(config.keep_last + (config.keep_best or 0) + config.load_best_model_at_end + 1)
     if not limits:
         return None
-    num_exports = num_exported + 1 + (config.hub.every is not None)
+    num_exports = num_exported + 1 + bool(config.hub.repo_id and config.hub.every)
     return min(limits) * size.total + size.passthrough + num_exports * size.export
 
 

@@ -25,11 +25,11 @@ from training.resolution.recomputation import CHOICES, Choice
 from training.resolution.resolve import ResolvedModel, resolve_layout
 from training.resolution.target import Target
 
-# Levels of recomputation, from keeping all activations to making all of them again, each slower than the one before.
-# The last takes the same time in groups of any size, so the size with the least memory is taken.
+# Levels of recomputation, from keeping all activations to making all of them again, each slower than the one before,
+# but that `selective` may have to wait for its host. Of larger groups the size with the least memory is taken.
 CHECKPOINTING: tuple[tuple[Choice, ...], ...] = (
-    *((choice,) for choice in CHOICES[:-1]),
-    tuple((CheckpointMode.grouped, interval) for interval in (1, 2, 4, 8)),
+    *((choice,) for choice in CHOICES),
+    tuple((CheckpointMode.grouped, interval) for interval in (2, 4, 8)),
 )
 # Overrides that save memory and cost time, in addition to recomputation: tried where a layout does not fit without. But
 # with one micro-batch ZeRO stage 2 sums as often as stage 1, and sends less, so that it is always tried.
@@ -233,7 +233,8 @@ def list_choices(planner: Planner, base: Candidate, is_too_slow: Callable[[Candi
     """Yield a layout with more and more recomputation, until there is room or all that is left is too slow; with each
     also the overrides that save memory. base: the layout with nothing recomputed."""
     if not base.plan.fits:  # most layouts of a large model never do, which this shows with few plans
-        most_saved = list(_list_level(planner, replace(base.keys, schedule=PLAIN), CHECKPOINTING[-1]))
+        keys = replace(base.keys, schedule=PLAIN)
+        most_saved = [each for choices in CHECKPOINTING[-2:] for each in _list_level(planner, keys, choices)]
         if not any(candidate.plan.fits for candidate in most_saved):
             yield from most_saved
             return
@@ -245,7 +246,7 @@ def list_choices(planner: Planner, base: Candidate, is_too_slow: Callable[[Candi
         if not is_too_slow(plain):
             yield plain
             yield from level
-        if plain.has_room:
+        if plain.has_room and choices[0][0] is not CheckpointMode.selective:
             return
 
 

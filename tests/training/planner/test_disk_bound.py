@@ -53,7 +53,9 @@ def measure_run(config: RunConfig, metrics: list[float]) -> int:
     return max(most, len(saved) * SIZE.total + at_end * SIZE.export) + SIZE.passthrough
 
 
-@pytest.mark.parametrize("every", [(), ("save_steps=3",), ("save_epochs=0.5",), ("hub.every=7",), ("eval_steps=2",)])
+@pytest.mark.parametrize(
+    "every", [(), ("save_steps=3",), ("save_epochs=0.5",), ("hub.repo_id=me/it", "hub.every=7"), ("eval_steps=2",)]
+)
 @pytest.mark.parametrize("exports", [(), ("export_steps=[1,2,3,3,30]",)])
 @pytest.mark.parametrize(
     "kept", [(), ("keep_last=1",), ("keep_last=2", "keep_best=2"), ("load_best_model_at_end=true",),

@@ -113,7 +113,7 @@ CHANGES: list[tuple[Keys, Keys, dict[str, Direction]]] = [
     ((), "keep_last=3", {"disk": ">", "gpu": "=", "step": "="}),
     ((), "export_steps=[10,20]", {"disk": ">"}),
     ("export_steps=[10,20]", "export_steps=[10,20,30]", {"disk": ">"}),
-    ((), "hub.every=20", {"disk": ">"}),
+    ("hub.repo_id=me/it", "hub.every=20", {"disk": ">"}),
     ((), "save_weights_only=true", {"disk": "<"}),
     (EVALUATED, "keep_best=1", {"disk": ">"}),
     (EVALUATED, "load_best_model_at_end=true", {"disk": ">"}),
