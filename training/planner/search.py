@@ -13,7 +13,7 @@ tried. What is tried (`search_space.py`):
   within a node, of context parallelism up to `MOST_SHARING` for samples of `LONG` tokens, of experts up to
   `MOST_DIVIDING`.
 - the levels of recomputation in `CHECKPOINTING`, and with each the overrides in `SAVING`. Not a further level where a
-  layout has room at one, even if that is faster; not an override where it has room without, or with fewer.
+  layout has room at one, but for `selective`; not an override where it has room without, or with fewer.
 - each schedule, where the layout fits with most memory saved under 1F1B: no other schedule takes much less. Of those
   that are ordered by rules (zero bubble), only the `MOST_ORDERS` candidates that promise most, of at most `MOST_PASSES`
   passes.
