@@ -26,7 +26,8 @@ from training.resolution.resolve import ResolvedModel, resolve_layout
 from training.resolution.target import Target
 
 # Levels of recomputation, from keeping all activations to making all of them again, each slower than the one before,
-# but that `selective` may have to wait for its host. Of larger groups the size with the least memory is taken.
+# but that `selective` may have to wait for its host. Of larger groups the first that has room is taken, else the one
+# with the least memory.
 CHECKPOINTING: tuple[tuple[Choice, ...], ...] = (
     *((choice,) for choice in CHOICES),
     tuple((CheckpointMode.grouped, interval) for interval in (2, 4, 8)),
@@ -219,13 +220,15 @@ class Planner:
     def choose(
         self, keys: RunConfig, choices: Sequence[Choice], memory_overrides: Mapping[str, Any] = _NONE
     ) -> Candidate | None:
-        """Return the plan with that choice of recomputation that takes the least memory; None where the run would
-        refuse all."""
+        """Return the plan with the first of these choices of recomputation that has room, else with the one that takes
+        the least memory; None where the run would refuse all."""
         found = []
         for mode, interval in choices:
             with suppress(UserError):
                 chosen = replace(keys, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
                 found.append(self.plan(chosen, memory_overrides))
+                if found[-1].has_room:
+                    return found[-1]
         return min(found, key=lambda candidate: candidate.plan.fullest.memory.peak, default=None)
 
 
@@ -251,8 +254,8 @@ def list_choices(planner: Planner, base: Candidate, is_too_slow: Callable[[Candi
 
 
 def _list_level(planner: Planner, keys: RunConfig, choices: Sequence[Choice]) -> Iterator[Candidate]:
-    """Yield a layout with the one of these choices of recomputation that takes the least memory, then with each
-    override that it needs besides, but for those with more in them than one that made room."""
+    """Yield a layout with one of these choices of recomputation, then with each override that it needs besides, but for
+    those with more in them than one that made room."""
     plain = planner.choose(keys, choices)
     if plain is None:
         return
@@ -263,8 +266,7 @@ def _list_level(planner: Planner, keys: RunConfig, choices: Sequence[Choice]) ->
         has_nothing_to_shard = "zero_stage" in memory_overrides and layout.num_weight_replicas == 1
         if has_nothing_to_shard or any(fewer.items() <= memory_overrides.items() for fewer in enough):
             continue
-        moves = "activation_offload" in memory_overrides  # the inputs of groups: most in the smallest
-        candidate = planner.choose(keys, choices[:1] if moves else [plain.checkpointing], memory_overrides)
+        candidate = planner.choose(keys, choices, memory_overrides)
         if candidate is not None:
             yield candidate
             enough += [memory_overrides] if candidate.has_room else []
