@@ -208,7 +208,7 @@ def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str
     ]
     by_size = sorted(replicas, key=lambda plan: plan.layout.micro_batch_size)
     speeds = [plan.tokens_per_second for plan in by_size]
-    assert len(speeds) == 4 and all(few > many * 1.001 for many, few in itertools.pairwise(speeds))
+    assert len(speeds) > 1 and all(few > many * 1.001 for many, few in itertools.pairwise(speeds))
 
 
 def test_where_a_gpu_is_too_small_replicas_shard_or_the_host_helps() -> None:
