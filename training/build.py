@@ -23,7 +23,7 @@ from models.layers.fused_kernels import describe_fused, find_obstacle
 from models.losses.distill_loss import TeacherHead, TeacherTop
 from models.weights.source import WeightSource
 from training.config.precision import DTYPES
-from training.config.schema import FlashKernels, FusedKernels, Offload, RunConfig
+from training.config.schema import FlashKernels, FusedKernels, Offload, Precision, RunConfig
 from training.distributed.p2p import count_spared
 from training.distributed.process import current_device, has_accelerator
 from training.distributed.ranks import Ranks
@@ -78,6 +78,7 @@ def build_stage(run: Run, trains: bool = True, teacher: OnlineTeacher | None = N
         routers=setup.routers,
         neftune_noise_alpha=config.neftune_noise_alpha,
         weight_sharding=_choose_weight_sharding(config) if trains else None,
+        sums_in_fp32=trains and config.precision is Precision.bf16 and not config.shards_gradients,
     )
     head = None if teacher is None else teacher.head
     last = LastStage(setup.architecture, stage_ranks.parallel, stage_ranks.sequence_part, head)

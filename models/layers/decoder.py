@@ -38,10 +38,11 @@ class Embedding(nn.Embedding):
     """Token embedding. `padding_idx` follows Hugging Face: that row gets no gradient from the input side.
 
     noise: maps the embeddings of training, [B, T, D], to what the layers get (`models/layers/neftune.py`); None for no
-    change.
+    change. lookup: maps token ids [B, T] to rows of the weight, [B, T, D], in place of torch's own function.
     """
 
     noise: Callable[[torch.Tensor], torch.Tensor] | None = None
+    lookup: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
@@ -55,7 +56,13 @@ class Embedding(nn.Embedding):
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [B, T, D] as the embedding of `transformers` does; families that scale them override
         this."""
-        return super().forward(input_ids)
+        return super().forward(input_ids) if self.lookup is None else self.lookup(input_ids)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows are looked up by torch's `nn.Embedding`, without options that change weights or gradients."""
+        following = type(self).__mro__[type(self).__mro__.index(Embedding) + 1]
+        return following is nn.Embedding and self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
 
 
 class PipelineDecoderLayer(nn.Module):

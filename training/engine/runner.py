@@ -184,7 +184,7 @@ class Runner:
         self._stage.set_active_chunk(self._chunks.index(unit.chunk))
         with self.observed(BACKWARD):
             self._gradients.start_pass()
-            with self._stage.deferred.defer(splits) as products:
+            with self._stage.deferred.defer(splits, self._gradients.lend_sum) as products:
                 if gradients:
                     kept.result.backward(*gradients)
                 else:

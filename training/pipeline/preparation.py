@@ -32,7 +32,7 @@ from training.pipeline.compilation import compile_layers
 from training.pipeline.placement import StageLayer, mark_parameters
 from training.pipeline.routers import StageRouters
 from training.pipeline.stage_ranks import StageRanks
-from training.pipeline.weight_gradients import DeferredGradients, split_projections
+from training.pipeline.weight_gradients import DeferredGradients, add_rows, split_projections
 from training.pipeline.weight_sharding import WeightSharding, shard_weights, whole_weights
 
 
@@ -59,7 +59,8 @@ class StageOptions:
 
     adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
     trained. routers: None for a dense model. neftune_noise_alpha: see `models.layers.neftune`; 0: no noise.
-    weight_sharding: over the replicas, each layer as soon as it is loaded.
+    weight_sharding: over the replicas, each layer as soon as it is loaded. sums_in_fp32: gradients of weights in bf16
+    are summed over the micro-batches in fp32, whole.
     """
 
     kernels: Kernels
@@ -69,6 +70,7 @@ class StageOptions:
     routers: RouterOptions | None = None
     neftune_noise_alpha: float = 0.0
     weight_sharding: WeightSharding | None = None
+    sums_in_fp32: bool = False
 
     @property
     def shards_weights(self) -> bool:
@@ -121,6 +123,12 @@ def prepare_layers(
     deferred, share = DeferredGradients(), None
     if ranks.schedule.splits_backward:
         share = _split_projections(layers, deferred, device)
+    elif options.sums_in_fp32 and options.adapter is None and not options.kernels.compiles:
+        for layer in layers:  # not an adapter's, which are small; not compiled ones, whose code changes no other tensor
+            split_projections(layer.module, deferred)
+    if options.sums_in_fp32:
+        for layer in layers:
+            add_rows(layer.module, deferred)
     if options.kernels.compiles:
         _compile(decoder_layers, options.checkpointing, may_draw(each.module for each in layers), ranks.rank)
     return Prepared(routers=routers, noise=noise, deferred=deferred, deferred_share=share, fused=fused)

@@ -1,9 +1,14 @@
-"""Deferred weight gradients: a backward pass in two, so that the stage before waits for the first half alone.
+"""Gradients of weights that bypass autograd: deferred to a second half of the backward pass, or added where they are
+summed.
 
 A projection y = x W^T has two products in its backward pass: dx = dy W, which the stage before waits for, and
 dW = dy^T x, which nobody waits for until the step (2401.10241). While a stage defers, its projections keep x and dy
 instead of computing the second, and so do the products of stacked experts. All else that has weights (norms,
 embeddings, biases and adapters of experts, the head inside the loss) has its gradients in the first half.
+
+In a whole backward pass with sums in fp32 and weights in 16 bits, a projection adds dW to its sum while it multiplies,
+and an embedding adds the gradients of the rows that it looked up. Autograd would make a gradient of the weight's shape,
+rounded to 16 bits, which is then read and added: of an embedding's rows, most are zero.
 
 It is done in the projections, not by cutting autograd's graph, so a layer runs as often as without: with recomputation
 once more, in the first half, which leaves the x that the second needs.
@@ -22,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from models.experts.grouped import GROUPED, is_stack
 from models.experts.products import GroupedProduct
+from models.layers.decoder import Embedding
 from models.losses.accumulate import add_product
 from models.parallel.layers import RowParallelConv1D, RowParallelLinear
 from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
@@ -29,6 +35,14 @@ from models.sharding.tensor_parallel import list_partial_gradients
 
 _ROW_PARALLEL = (RowParallelLinear, RowParallelConv1D)
 _PROJECTIONS = (nn.Linear, Conv1D, ColumnParallelLinear, ColumnParallelConv1D, *_ROW_PARALLEL)
+
+
+# Returns the sum of a parameter's gradients, of its shape, to add one to; None where autograd has to have the gradient
+LendSum = Callable[[nn.Parameter], torch.Tensor | None]
+
+
+def lend_none(parameter: nn.Parameter) -> None:
+    """Return no sum: autograd gets the gradient."""
 
 
 class Product(NamedTuple):
@@ -43,12 +57,19 @@ class Product(NamedTuple):
         """The tensors that wait for it."""
         return self.x, self.dy
 
-    def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of weight and bias; None for one that is not trained."""
-        weight_gradient = torch.mm(*self._factors()) if self.projection.weight.requires_grad else None
+    def compute(self, lend_sum: LendSum) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the gradients of weight and bias; None for one that is not trained, and for a weight's that was added
+        to the sum that `lend_sum` returned."""
+        weight, weight_gradient = self.projection.weight, None
+        if weight.requires_grad:
+            total = lend_sum(weight)
+            if total is None:
+                weight_gradient = torch.mm(*self._factors())
+            else:
+                add_product(total, *self._factors())
         return weight_gradient, self._sum_for_bias()
 
-    def add(self, lend_sum: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[nn.Parameter]:
+    def add(self, lend_sum: LendSum) -> Iterator[nn.Parameter]:
         """Add the gradients to `.grad`, that of the weight to the sum that is lent for it, if one is, and yield each
         parameter that got one. The product is added as it is computed, which saves writing and reading a copy of the
         weights."""
@@ -77,28 +98,29 @@ Deferred = Product | GroupedProduct
 
 
 class DeferredGradients:
-    """The products that the projections and experts of a stage have deferred. One for all of them."""
+    """The gradients of weights of a stage's running backward pass. One for all its layers."""
 
     def __init__(self) -> None:
         self.products: list[Deferred] | None = None  # where those of the running pass go; None while none are put off
+        self.lend_sum: LendSum = lend_none  # of the running pass
 
     @contextmanager
-    def defer(self, splits: bool = True) -> Iterator[list[Deferred]]:
+    def defer(self, splits: bool = True, lend_sum: LendSum = lend_none) -> Iterator[list[Deferred]]:
         """Defer the products of backward passes inside the context; yields them in their order. splits: False for a
-        whole backward pass, which defers none."""
+        whole backward pass, which defers none. lend_sum: for gradients that are not deferred."""
         products: list[Deferred] = []
-        self.products = products if splits else None
+        self.products, self.lend_sum = products if splits else None, lend_sum
         try:
             yield products
         finally:
-            self.products = None
+            self.products, self.lend_sum = None, lend_none
 
 
 @torch.no_grad()
 def compute_gradients(
     products: list[Deferred],
     arrived: Callable[[nn.Parameter], None],
-    lend_sum: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None,
+    lend_sum: LendSum = lend_none,
 ) -> None:
     """Add the deferred products to the sums that `lend_sum` returns for their weights, where it returns none to
     `.grad`, and call `arrived` for each parameter; each product is freed once it is computed."""
@@ -140,9 +162,46 @@ class _Multiply(torch.autograd.Function):
         if context.needs_input_grad[0]:
             grad_x = dy @ (split.weight.t() if split.is_transposed else split.weight)
         if split.deferred.products is None:
-            return grad_x, *product.compute(), None
+            return grad_x, *product.compute(split.deferred.lend_sum), None
         split.deferred.products.append(product)
         return grad_x, None, None, None
+
+
+class Lookup:
+    """An embedding's lookup, in place of `F.embedding`: the same rows, and gradients of the rows alone."""
+
+    def __init__(self, embedding: Embedding, deferred: DeferredGradients) -> None:
+        self.embedding, self.deferred = embedding, deferred
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return _LookUp.apply(input_ids, self.embedding.weight, self)  # type: ignore[no-any-return]
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, input_ids: torch.Tensor, weight: torch.Tensor, lookup: Lookup) -> torch.Tensor:
+        context.save_for_backward(input_ids)
+        context.lookup = lookup
+        return nn.functional.embedding(input_ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (input_ids,), embedding = context.saved_tensors, context.lookup.embedding
+        padding = -1 if embedding.padding_idx is None else embedding.padding_idx
+        total = context.lookup.deferred.lend_sum(embedding.weight)
+        if total is None:
+            rows = embedding.num_embeddings
+            return None, torch.ops.aten.embedding_dense_backward(gradient, input_ids, rows, padding, False), None
+        rows = gradient.to(total.dtype).masked_fill_((input_ids == padding).unsqueeze(-1), 0)
+        total.index_put_((input_ids.flatten(),), rows.flatten(0, -2), accumulate=True)  # sorted on a GPU: repeatable
+        return None, None, None
+
+
+def add_rows(module: nn.Module, deferred: DeferredGradients) -> None:
+    """Have a trained embedding add the gradients of its rows to the sum that is lent; other layers stay as they are."""
+    if isinstance(module, Embedding) and module.weight.requires_grad and module.is_plain:
+        module.lookup = Lookup(module, deferred)
 
 
 def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[int, int]:

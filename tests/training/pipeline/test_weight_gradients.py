@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GptOssConfig, MixtralConfig, PretrainedConfig
+from transformers import GptOssConfig, LlamaConfig, MixtralConfig, PretrainedConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 
 from models.experts.grouped import GROUPED
-from training.pipeline.weight_gradients import DeferredGradients, compute_gradients, split_projections
+from models.layers.decoder import Embedding
+from training.pipeline.weight_gradients import DeferredGradients, add_rows, compute_gradients, split_projections
 
 
 class Layer(nn.Module):
@@ -142,3 +145,88 @@ def test_what_is_frozen_or_does_more_than_a_product_is_left_alone() -> None:
     can, matrices = split_projections(layer, DeferredGradients())
     assert (can, matrices) == (0, 60)
     assert "forward" not in vars(layer.first) and "forward" not in vars(layer.second)
+
+
+# Whole backward passes, whose gradients are added to sums
+
+
+def add_in_passes(layer: nn.Module, inputs: Sequence[torch.Tensor], deferred: DeferredGradients) -> dict[str, Any]:
+    """Return the sum of each parameter's gradients over backward passes, in fp32, and how often a hook saw each: those
+    that are lent, and what autograd adds."""
+    sums = {parameter: torch.zeros(parameter.shape) for parameter in layer.parameters()}
+    seen = Counter[str]()
+    for name, parameter in layer.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.update([name]))
+    for x in inputs:
+        with deferred.defer(False, sums.get) as products:
+            layer(x).float().square().sum().backward()
+        assert not products
+        for parameter, total in sums.items():
+            if parameter.grad is not None:
+                total += parameter.grad
+                parameter.grad = None
+    return {name: (sums[parameter], seen[name]) for name, parameter in layer.named_parameters()}
+
+
+class Twice(nn.Module):
+    """One projection in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(torch.tanh(self.first(self.norm(x))))
+
+
+@pytest.mark.parametrize("build", [Layer, Twice, lambda: Layer(conv=True)])
+def test_products_are_added_to_lent_sums(build: Callable[[], nn.Module]) -> None:
+    """As autograd's are; the hook of a parameter fires once in a pass, after all that it is used for."""
+    torch.manual_seed(1)
+    inputs = [torch.randn(3, 5, 6).bfloat16() for _ in range(2)]
+    plain, added = (build().bfloat16() for _ in range(2))
+    deferred = DeferredGradients()
+    split_projections(added, deferred)
+    expected, found = (add_in_passes(layer, inputs, deferred) for layer in (plain, added))
+    for name, (total, _) in expected.items():
+        torch.testing.assert_close(found[name], (total, 2), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_rows_are_added_to_lent_sums(padding: int | None) -> None:
+    """A token that stands in many places: its gradients are summed in fp32, where autograd sums them in bf16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=7, hidden_size=6, num_attention_heads=1, pad_token_id=padding)
+    embedding, deferred = Embedding(config).bfloat16(), DeferredGradients()
+    input_ids = torch.randint(7, (4, 200))
+    factors = torch.randn(4, 200, 6).bfloat16()
+
+    def run(is_exact: bool) -> torch.Tensor:
+        rows = embedding((input_ids, None, None))[0]
+        rows = rows.double() if is_exact else rows
+        (rows * factors).sum().backward()
+        gradient, embedding.weight.grad = embedding.weight.grad, None
+        return gradient
+
+    exact = torch.zeros(7, 6, dtype=torch.float64).index_put_((input_ids,), factors.double(), accumulate=True)
+    if padding is not None:
+        exact[padding] = 0
+    by_autograd = run(False)
+    add_rows(embedding, deferred)
+    assert torch.equal(run(False), by_autograd)
+    total = torch.ones(7, 6)
+    with deferred.defer(False, {embedding.weight: total}.get):
+        assert run(False) is None
+    torch.testing.assert_close(total.double() - 1, exact, rtol=1e-5, atol=1e-5)
+    assert (by_autograd - exact).abs().max() > 100 * (total - 1 - exact).abs().max()
+
+
+def test_an_embedding_that_does_more_than_look_rows_up_is_left_alone() -> None:
+    config = LlamaConfig(vocab_size=7, hidden_size=6, num_attention_heads=1)
+    frozen, limited = Embedding(config), Embedding(config)
+    frozen.weight.requires_grad_(False)
+    limited.max_norm = 1.0
+    for layer in (frozen, limited, nn.Embedding(7, 6), Layer()):
+        add_rows(layer, DeferredGradients())
+        assert "lookup" not in vars(layer)
