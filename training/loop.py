@@ -19,6 +19,7 @@ from training.checkpoint.retention import Retention
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, record_evaluation
 from training.checkpoint.writer import CheckpointWriter
+from training.collector import Collector
 from training.config.criterion import Criterion
 from training.config.schema import OnNonfinite, Precision, RunConfig
 from training.distributed.interrupts import EvaluationInterrupted, Interrupt, Interrupts, tolerate_dead_workers
@@ -129,6 +130,7 @@ class TrainingLoop:
         self._interval = Interval(torch.zeros((), dtype=torch.float64, device=parts.engine.device))
         self._eval_every = steps_between(config.eval_steps, config.eval_epochs, len(self.train_loader))
         self._save_every = steps_between(config.save_steps, config.save_epochs, len(self.train_loader))
+        self._collector = Collector()
         self.last_eval: Record | None = {"step": start.step, **start.evaluation} if start.evaluation else None
         self.signum = 0  # the signal that ended the run early
         self.ended_by = ""
@@ -148,6 +150,7 @@ class TrainingLoop:
         self._first_batches = self._iterate(self.train_loader.first) if self._first_pass is not None else None
         self._interval.start()
         self._interrupts.start()
+        self._collector.start()
         if self.state.step:
             self._note("resumed", f"from step {self.state.step}")
         try:
@@ -169,6 +172,7 @@ class TrainingLoop:
             self._notice_signal()
             self._note("end", self.ended_by)
         finally:
+            self._collector.close()
             self._writer.finish()  # this rank may end with an error: a save that is under way ends first
             self.train_loader.close()
             if self.signum:
@@ -223,6 +227,7 @@ class TrainingLoop:
     def _finish_step(self, request: Interrupt) -> None:
         """Report, evaluate and save where they are due after a step, which may end the run."""
         step = self.state.step
+        self._collector.finish_step(step)
         self.ended_by = self._find_end(request)
         if step % self.config.logging_steps == 0 or self.ended_by:
             self._report_interval()
@@ -359,6 +364,7 @@ class TrainingLoop:
         return counted | ({"loss_scale": scaler["cur_scale"]} if scaler else {})
 
     def _evaluate(self) -> None:
+        self._collector.free()
         try:
             found, step = self._evaluations.run(self._interrupts.check_evaluation), self.state.step
         except EvaluationInterrupted:
@@ -382,6 +388,7 @@ class TrainingLoop:
         return step in self.config.export_steps or self.config.hub.is_due(step)
 
     def _save(self) -> None:
+        self._collector.free()
         self._callbacks.finish_save()  # the previous one
         position = self.train_loader.describe_position(self.state.step)
         with self._interrupts.saving():
