@@ -10,11 +10,11 @@ for its end (`reduces_in_passes`). What two stages share is summed over both fir
 The gradients of experts that ranks divide are summed over the ranks that have the same ones: what other ranks' rows add
 to them is there already (`models/experts/exchange.py`).
 
-Sums are fp32, in fp16 runs fp16. A gradient enters them through `GradientSums.add`, whatever computed it. It has three
-callers: a hook on each parameter, as soon as autograd is done with it, so that a stage never holds a second set of
-gradients; a split backward pass, for the products that it deferred, which it adds to whole sums in fp32 itself
-(`lend_sum`); and a sweep after each pass, for a gradient that no hook has seen (one that is assigned, as torch's split
-backward does: 2.13, torch/distributed/pipelining/_backward.py).
+Sums are fp32, in fp16 runs fp16. A gradient enters them through `GradientSums.add`, whatever computed it: called by a
+hook on each parameter, as soon as autograd is done with it, so that a stage never holds a second set of gradients; by a
+split backward pass, for what it deferred; and by a sweep after each pass, for a gradient that no hook has seen (one that
+is assigned, as torch's split backward does: 2.13, torch/distributed/pipelining/_backward.py). Projections and embeddings
+add to whole sums in fp32 themselves (`lend_sum`, `training/pipeline/weight_gradients.py`) before it is called.
 Where sums have the dtype of gradients, the first one is copied to its sum, which then is the parameter's `.grad`:
 autograd itself adds the next.
 """
