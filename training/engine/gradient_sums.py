@@ -12,9 +12,9 @@ to them is there already (`models/experts/exchange.py`).
 
 Sums are fp32, in fp16 runs fp16. A gradient enters them through `GradientSums.add`, whatever computed it: called by a
 hook on each parameter, as soon as autograd is done with it, so that a stage never holds a second set of gradients; by a
-split backward pass, for what it deferred; and by a sweep after each pass, for a gradient that no hook has seen (one that
-is assigned, as torch's split backward does: 2.13, torch/distributed/pipelining/_backward.py). Projections and embeddings
-add to whole sums in fp32 themselves (`lend_sum`, `training/pipeline/weight_gradients.py`) before it is called.
+split backward pass, for what it deferred; and by a sweep after each pass, for a gradient that no hook has seen (one
+that is assigned, as torch's split backward does: 2.13, torch/distributed/pipelining/_backward.py). Projections and
+embeddings add to whole sums in fp32 themselves (`lend_sum`, `training/pipeline/weight_gradients.py`) before that.
 Where sums have the dtype of gradients, the first one is copied to its sum, which then is the parameter's `.grad`:
 autograd itself adds the next.
 """
