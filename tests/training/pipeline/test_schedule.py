@@ -67,7 +67,7 @@ def count_most(schedule: Schedule, stage: int) -> int:
 
 def test_a_rank_holds_no_more_whatever_its_passes_take() -> None:
     """Until the last half of a backward pass."""
-    changes = {kind: -1 for kind in UnitKind} | {UnitKind.forward: 1, UnitKind.input_backward: 0}
+    changes = dict.fromkeys(UnitKind, -1) | {UnitKind.forward: 1, UnitKind.input_backward: 0}
     for schedule in draw_schedules(100, most_stages=6):
         for stage in range(schedule.num_stages):
             held = [*accumulate(changes[unit.kind] for unit in schedule.list_units(stage))]
