@@ -258,14 +258,15 @@ def build_watchdog(run: Run) -> Watchdog:
 def agree_on_setup(run: Run) -> Run:
     """Return the run with the weights of the checkpoint to resume from, and what follows from the times of passes as
     the main rank has them: the split into stages, the order of passes, and the recomputation of `auto`. Ranks with
-    other numbers, such as those of another GPU, would exchange other things, and wait forever."""
+    other numbers, such as those of another GPU, would exchange other things, and wait forever. So would a teacher's."""
     own, setup = run.config, load_resumed(run.setup, run.ranks.say)
+    teacher = None if run.teacher is None else agree_on_setup(run.teacher).setup
     mode, interval, layout, bounds = process.broadcast_from_main(
         lambda: (own.activation_checkpoint_mode, own.activation_checkpoint_interval, setup.layout, setup.bounds),
         run.ranks,
     )
     agreed = replace(own, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
-    return replace(run, setup=replace(setup, config=agreed, layout=layout, bounds=bounds))
+    return replace(run, setup=replace(setup, config=agreed, layout=layout, bounds=bounds, teacher=teacher))
 
 
 def agree_on_steps(

@@ -83,7 +83,10 @@ def take_other_gpu(folder: str) -> tuple[Any, ...]:
     assert times
     layout = dataclasses.replace(own.layout, pass_times=times)
     own = dataclasses.replace(own, config=config, bounds=bounds, layout=layout)
+    own = dataclasses.replace(own, teacher=own)  # its times are measured where `hardware` states no rates
     agreed = agree_on_setup(setups.Run.of(own, ranks)).setup
+    assert agreed.teacher is not None
+    assert (agreed.teacher.bounds, agreed.teacher.layout) == (agreed.bounds, agreed.layout)
     return agreed.config.activation_checkpoint_interval, agreed.bounds, agreed.layout.pass_times
 
 

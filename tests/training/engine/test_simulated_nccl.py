@@ -6,22 +6,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from graphlib import TopologicalSorter
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 from support.nccl_player import play
 from support.rank_programs import EXPERTS, LAYERS, PASSES, REPLICAS, SAME_EXPERTS, Kernel, Program, Wait, record
+from support.schedules import draw_schedules
 
 from training.pipeline.exchanges import (
     Exchange,
     Exchanges,
     Message,
     find_input,
+    find_output,
     find_sender,
     is_local,
     plan_exchanges,
 )
-from training.pipeline.schedule import Interleaved, OneForwardOneBackward, PassTimes, Schedule
+from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule
 from training.pipeline.zero_bubble import ZeroBubble
 
 WAYS = {"free": {}, "blocking": {"blocking": True}, "barriers": {"barriers": 0.3}, "rare": {"barriers": 0.03}}
@@ -38,11 +40,12 @@ def list_schedules(most_stages: int = 8) -> Iterator[Schedule]:
                 yield Interleaved(stages, micro_batches, 3)
             if micro_batches >= stages:
                 yield ZeroBubble(stages, micro_batches)
-                uneven = tuple(PassTimes(1 + chunk % 2, 2.5, 1.5) for chunk in range(2 * stages))
-                yield ZeroBubble(stages, micro_batches, max_in_flight=1, pass_times=uneven)
+                yield ZeroBubble(stages, micro_batches, max_in_flight=1)
 
 
-SCHEDULES = list(list_schedules())
+TIMED = draw_schedules(20)  # with random times
+SCHEDULES = [*list_schedules(), *TIMED]
+PLANNED = [*SCHEDULES, *draw_schedules(100, most_stages=6)]  # more of those, for tests that record no rank
 record_once = cache(record)  # for tests that change nothing of what is recorded
 
 
@@ -54,7 +57,7 @@ def test_every_schedule_ends(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_evaluation_ends(way: str) -> None:
-    for seed, schedule in enumerate(list_schedules(4)):
+    for seed, schedule in enumerate([*list_schedules(4), *TIMED]):
         for num_evaluated in (1, schedule.num_stages + 1):
             assert not any(play(record_once(schedule, num_evaluated), **WAYS[way], seed=seed)), schedule
 
@@ -106,7 +109,7 @@ def test_evaluations_with_divided_experts_end(way: str) -> None:
 
 
 def test_messages_between_two_ranks_are_received_in_the_order_of_sending() -> None:
-    for schedule in SCHEDULES:
+    for schedule in PLANNED:
         for forward_only in (False, True):
             sent, received = {}, {}
             for stage, exchanges in enumerate(plan_exchanges(schedule, forward_only)):
@@ -116,6 +119,19 @@ def test_messages_between_two_ranks_are_received_in_the_order_of_sending() -> No
                 for message in (message for exchange in exchanges for message in exchange.received):
                     received.setdefault((find_sender(schedule, message), stage), []).append(message)
             assert sent == received and sent
+
+
+def test_each_pass_has_its_input_and_its_result_is_sent_at_once() -> None:
+    for schedule, forward_only in product(PLANNED, (False, True)):
+        for stage, (first, *after) in enumerate(plan_exchanges(schedule, forward_only)):
+            units = schedule.list_forward(stage) if forward_only else schedule.list_units(stage)
+            held = {message for exchange in first for message in exchange.received}
+            for unit, stay in zip(units, after, strict=True):
+                needed, output = find_input(schedule, unit), find_output(schedule, unit)
+                assert needed is None or is_local(schedule, needed) or needed in held, (schedule, stage, unit)
+                is_sent = output is not None and not is_local(schedule, output)
+                assert [exchange.sent for exchange in stay if exchange.sent] == ([output] if is_sent else [])
+                held.update(message for exchange in stay for message in exchange.received)
 
 
 def test_the_model_locks_where_it_should() -> None:
@@ -237,7 +253,7 @@ def test_long_pipelines_end(num_stages: int) -> None:
 
 
 def test_two_ranks_plan_the_same_messages_at_a_moment() -> None:
-    for schedule in SCHEDULES:
+    for schedule in PLANNED:
         for forward_only in (False, True):
             groups = [list(chain.from_iterable(stays)) for stays in plan_exchanges(schedule, forward_only)]
             for rank, own in enumerate(groups):

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import accumulate, permutations
+from pathlib import Path
+from random import Random
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 from support.configs import build_config
+from support.schedules import draw_schedules, draw_times, list_orders
 
 from errors import UserError
 from training.distributed.topology import Layout, build_layout
 from training.pipeline.schedule import InFlight, Interleaved, OneForwardOneBackward, Schedule, UnitKind
-from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
+from training.pipeline.schedules import SCHEDULES, build_schedule, find_schedule, schedule_layout
 from training.pipeline.zero_bubble import ZeroBubble
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 4), (4, 2), (4, 9)]
 NUM_LAYERS = 8
+ROOT = Path(__file__).resolve().parents[3]
+ORDERS = """
+import pickle, sys
+from support.schedules import list_orders
+pickle.dump([list_orders(each) for each in pickle.load(sys.stdin.buffer)], sys.stdout.buffer)
+"""
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
@@ -41,7 +55,30 @@ def test_micro_batches_in_flight() -> None:
     assert max(sum(held) for held, _ in interleaved.list_in_flight(1)) == 3
 
 
-@pytest.mark.parametrize("schedule", [OneForwardOneBackward(4, 8), Interleaved(4, 8, 2), ZeroBubble(4, 8)])
+def count_most(schedule: Schedule, stage: int) -> int:
+    """Return the most chunks of micro-batches that a rank may hold, whatever the times of its passes are."""
+    if isinstance(schedule, ZeroBubble):
+        return 2 * schedule.limit
+    ahead = schedule.num_stages - 1 - stage
+    if isinstance(schedule, Interleaved):
+        ahead = 2 * ahead + (schedule.num_chunks - 1) * schedule.num_stages
+    return min(ahead + 1, schedule.num_chunks * schedule.num_micro_batches)
+
+
+def test_a_rank_holds_no_more_whatever_its_passes_take() -> None:
+    """Until the last half of a backward pass."""
+    changes = dict.fromkeys(UnitKind, -1) | {UnitKind.forward: 1, UnitKind.input_backward: 0}
+    for schedule in draw_schedules(100, most_stages=6):
+        for stage in range(schedule.num_stages):
+            held = [*accumulate(changes[unit.kind] for unit in schedule.list_units(stage))]
+            assert max(held) <= count_most(schedule, stage) and held[-1] == 0, (schedule, stage)
+            assert schedule.splits_backward or max(held) == count_most(schedule, stage)
+            assert max(sum(map(sum, state)) for state in schedule.list_in_flight(stage)) == max(held)
+
+
+@pytest.mark.parametrize(
+    "schedule", [OneForwardOneBackward(4, 8), Interleaved(4, 8, 2), ZeroBubble(4, 8), *draw_schedules(10)]
+)
 def test_largest_states_in_flight_cover_every_pass(schedule: Schedule) -> None:
     """A state that is not listed takes no more than a listed one, whatever a chunk takes; none is listed in vain."""
 
@@ -79,6 +116,19 @@ def test_a_layout_runs_the_schedule_of_the_config() -> None:
     assert build_schedule(plain) == OneForwardOneBackward(2, 4)
     assert build_schedule(interleaved) == Interleaved(2, 4, 2) and interleaved.num_chunks == 2
     assert schedule("micro_batch_size=2", "global_batch_size=8").num_chunks == 1
+
+
+def test_all_ranks_order_a_layout_alike() -> None:
+    """The main rank sends its own to processes that hash otherwise, so nothing may follow from the order of a set."""
+    sizes, random = ("num_stages=4", "micro_batch_size=1", "gradient_accumulation_steps=8"), Random(0)
+    layouts = [schedule(*sizes, f"schedule={name}", world_size=4) for name in SCHEDULES for _ in range(8)]
+    timed = [replace(each, pass_times=draw_times(random, 4 * each.num_chunks)) for each in layouts]
+    schedules = [build_schedule(each) for each in timed]
+    there = subprocess.run(
+        [sys.executable, "-c", ORDERS], input=pickle.dumps(schedules), capture_output=True, check=True,
+        env=os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+    )  # fmt: skip
+    assert pickle.loads(there.stdout) == [list_orders(each) for each in schedules]
 
 
 TWO = ("micro_batch_size=2", "global_batch_size=8")

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from support.configs import build_config
 from support.planned import resolve_described
+from support.schedules import draw_schedules
 from transformers import LlamaConfig
 
 from errors import UserError
@@ -19,11 +20,13 @@ from training.resolution.target import Target
 
 SIZES = [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32)]
 LONG = [pytest.param(16, M, marks=pytest.mark.full) for M in (32, 64)]
+EVEN_TIMES = [ZeroBubble(*sizes) for sizes in (*SIZES[:4], (1, 3), (3, 5), (4, 4))]
+ANY_TIMES = [each for each in draw_schedules(60) if isinstance(each, ZeroBubble)]
 
 
-@pytest.mark.parametrize(("num_stages", "micro_batches"), [*SIZES[:4], (1, 3), (3, 5), (4, 4)])
-def test_every_pass_is_run_once_and_after_what_it_needs(num_stages: int, micro_batches: int) -> None:
-    schedule = ZeroBubble(num_stages, micro_batches)
+@pytest.mark.parametrize("schedule", [*EVEN_TIMES, *ANY_TIMES])
+def test_every_pass_is_run_once_and_after_what_it_needs(schedule: ZeroBubble) -> None:
+    num_stages, micro_batches = schedule.num_stages, schedule.num_micro_batches
     kinds = (UnitKind.forward, UnitKind.input_backward, UnitKind.weight_backward)
     for stage in range(num_stages):
         units, chunks = schedule.list_units(stage), (stage, 2 * num_stages - 1 - stage)
