@@ -54,9 +54,11 @@ class Stops:
 
 
 def list_special(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the texts of the tokenizer's special tokens, the longest first."""
+    """Return the texts of the tokenizer's special tokens, the longest first; not one without text, which a damaged
+    tokenizer may have: every text ends with it."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return sorted(added | set(map(str, tokenizer.all_special_tokens)), key=lambda token: (-len(token), token))
+    texts = added.union(map(str, tokenizer.all_special_tokens)) - {""}
+    return sorted(texts, key=lambda token: (-len(token), token))
 
 
 def build_stops(tokenizer: PreTrainedTokenizerBase, stop_tokens: Collection[str]) -> Stops:

@@ -42,6 +42,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture.disk_names import name_pieces, name_wrapped_pieces
+from models.architecture.fp32 import mark_fp32
 from models.experts.grouped import GROUPED
 from models.experts.sizes import count_experts
 from models.further.table import add_further_layers
@@ -81,10 +82,10 @@ def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> li
     with explain_config(f"a '{config.model_type}'"):
         layers = _load_architecture(config).build_layers(config)
     if wrapper is None:
-        return put_head(config, name_pieces(config, add_further_layers(config, layers)))
+        return mark_fp32(config, put_head(config, name_pieces(config, add_further_layers(config, layers))))
     proof = importlib.import_module("models.generic.wrapped_proof")
     proof.prove(config, wrapper, _load_architecture(config).build_layers)
-    return name_wrapped_pieces(config, layers, wrapper)
+    return mark_fp32(config, name_wrapped_pieces(config, layers, wrapper))
 
 
 def remove_undeclared(config: PretrainedConfig, given: Collection[str], kept: Collection[str]) -> None:

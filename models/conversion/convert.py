@@ -85,7 +85,8 @@ class WriteOptions:
     """How a new folder is written."""
 
     # The dtype of floating-point parameters; None keeps the dtype of each tensor. Buffers and passthrough tensors
-    # always keep theirs. config.json names the written dtype if there is only one.
+    # always keep theirs, and what transformers keeps in fp32 (gates of mixtures) is not rounded. config.json names the
+    # written dtype if there is only one, apart from these.
     dtype: torch.dtype | None = None
     overwrite: bool = False  # whether an existing folder is replaced, which must be empty or hold config.json
     workers: int = 1  # threads, each of which writes one file at a time

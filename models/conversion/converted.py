@@ -41,6 +41,7 @@ class ConvertedWeights:
         self._dtype = dtype
         self._open_layer = threading.local()  # the layer that each worker thread has open
         self._buffers = [layer.buffer_names() for layer in self._layers]
+        self._kept = [names | layer.fp32 for names, layer in zip(self._buffers, self._layers, strict=True)]
         targets = build_layers(config, source.wrapper)
         self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
         self.passthrough = find_passthrough(source, export_unused)
@@ -53,12 +54,12 @@ class ConvertedWeights:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of the floating parameters; buffers keep their own."""
+        """The dtypes of the floating parameters but those that stay in fp32; buffers keep their own."""
         return {
             info.dtype
-            for buffers, infos in zip(self._buffers, self.infos, strict=True)
+            for kept, infos in zip(self._kept, self.infos, strict=True)
             for name, info in infos.items()
-            if info.dtype.is_floating_point and name not in buffers
+            if info.dtype.is_floating_point and name not in kept
         }
 
     def plan_pieces(self) -> Iterator[tuple[TensorInfo, tuple[int, str, tuple[int | slice, ...]]]]:
@@ -141,11 +142,9 @@ class ConvertedWeights:
                 "convert its base model and its adapter one after the other"
             )
         for name, tensor in described.items():
-            dtype = (
-                self._dtype
-                if self._dtype is not None and tensor.is_floating_point() and name not in self._buffers[index]
-                else tensor.dtype
-            )
+            dtype = tensor.dtype
+            if self._dtype is not None and dtype.is_floating_point and name not in self._buffers[index]:
+                dtype = torch.promote_types(dtype, self._dtype) if name in layer.fp32 else self._dtype
             infos[name] = TensorInfo(layer.hf_prefix + name, tuple(shapes[name]), dtype)
         return infos
 

@@ -64,7 +64,8 @@ def count_positions(config: PretrainedConfig) -> int | None:
         table.num_embeddings - getattr(table, "offset", 0) for table in tables
     ]  # OPT's begins with two extra rows
     length: int = getattr(config, "max_position_embeddings", 0)
-    counts += [length for _, buffer in backbone.layers[0].named_buffers() if length in buffer.shape]
+    buffers = [buffer for part in (backbone.layers[0], *backbone.parts.values()) for buffer in part.buffers()]
+    counts += [length for buffer in buffers if buffer.dim() > 1 and length in buffer.shape]
     return min(counts, default=None)
 
 

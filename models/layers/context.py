@@ -168,8 +168,9 @@ class MicroBatchContext:
         if numbers is not None:
             return build_packed_mask(self.config, hidden_states, numbers, window)
         make_mask = create_causal_mask if window is None else create_sliding_window_causal_mask
-        # Without positions: `transformers` would wait for the device to see whether they restart
-        return make_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=None, past_key_values=None)
+        # Without a cache, whose name differs (`past_key_values`, from 5.24 `cache`), and without positions:
+        # `transformers` would wait for the device to see whether they restart
+        return make_mask(self.config, hidden_states, None, None)
 
     def find_documents(self, inputs: Activations, attention_type: str) -> Documents | None:
         """Return the documents that attention without a mask must keep apart; None for whole rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import shutil
 import sysconfig
@@ -83,7 +84,7 @@ def _replace_mlp(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _replace_attention(module: nn.Module) -> Callable[..., Any] | None:
-    forward = type(module).forward
+    forward = inspect.unwrap(type(module).forward)  # transformers' decorators rename arguments of older callers (5.24)
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
     if [name for name in names if name.startswith(_ROTARY)] != [_ROTARY]:  # another one next to it: interleaved
         return None

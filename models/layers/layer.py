@@ -6,7 +6,7 @@ Below every family, so that a family imports this and nothing that looks familie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -78,9 +78,10 @@ class Layer:
     pieces: for tensors that Hugging Face stores in several, or under another name.
     styles: the parts that tensor parallelism shards, by their names in the module ("" is the module itself); empty
     without it. experts: of the module's stacks of experts, by their names in it, those experts that are read where each
-    has tensors of its own on disk; all of a stack that is not named. is_further: a layer that predicts further tokens,
-    or looks their embeddings up (`models/further/`). num_blocks: blocks of hidden states that go in, end to end along
-    the rows: one for each token that is predicted.
+    has tensors of its own on disk; all of a stack that is not named. fp32: the names of the module's parameters that
+    stay in fp32 in a model of 16 bits (`models/architecture/fp32.py`). is_further: a layer that predicts further
+    tokens, or looks their embeddings up (`models/further/`). num_blocks: blocks of hidden states that go in, end to end
+    along the rows: one for each token that is predicted.
     """
 
     hf_prefix: str
@@ -91,6 +92,7 @@ class Layer:
     pieces: Mapping[str, Sequence[TensorPiece]] = field(default_factory=dict)
     styles: Styles = field(default_factory=dict)
     experts: Mapping[str, range] = field(default_factory=dict)
+    fp32: Set[str] = frozenset()
     is_further: bool = False
     num_blocks: int = 1
 

@@ -25,6 +25,7 @@ from torch import nn
 from models.layers.documents import DocumentBounds, locate_documents
 
 _STATES = {"cache_params", "state"}  # arguments of a mixer's forward in transformers: its initial state
+_CACHES = {"past_key_values", "cache"}  # up to 5.23, from 5.24; attention takes one too
 # For attention alone
 _DROPPED = {"documents", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 _MASKS = {"attention_mask", "conv_mask"}  # of padding, which comes after the tokens, where no mixer sees it
@@ -129,7 +130,7 @@ def _carries_state(module: nn.Module, is_linear: bool) -> bool:
     return (
         not _STATES.isdisjoint(taken)
         or any(isinstance(child, nn.Conv1d) for child in module.children())
-        or (is_linear and "past_key_values" in taken)
+        or (is_linear and not _CACHES.isdisjoint(taken))
     )
 
 

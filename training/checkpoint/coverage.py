@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from errors import UserError
 from training.checkpoint.blockwise_state import SCALE_MARK
-from training.checkpoint.optimizer_state import SCALAR, WEIGHT
+from training.checkpoint.optimizer_state import SCALAR, WEIGHT, is_own_master
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.pipeline.placement import render_shard
@@ -47,7 +47,7 @@ def check_coverage(
     own = Coverage(
         {name: whole_shape(p).numel() for name, p in parameters.items()},
         {key: tensor.numel() for key, tensor in saved.items()},
-        frozenset(name for name, p in parameters.items() if p.dtype is torch.float32),
+        frozenset(name for name, p in parameters.items() if is_own_master(engine, p)),
     )
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, gathered, dst=0, group=group)

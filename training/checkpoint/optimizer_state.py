@@ -183,6 +183,12 @@ def _make_scalar(kept: StateTensor, value: float, device: torch.device) -> torch
     return torch.tensor(value, dtype=kept.dtype, device=device)
 
 
+def is_own_master(engine: Engine, parameter: torch.Tensor) -> bool:
+    """Return whether the master weights of a parameter are not saved, since the layer's file has the same numbers: in a
+    run in fp32. A parameter that stays in fp32 in a run in 16 bits may have been, or become, one of 16 bits there."""
+    return parameter.dtype is torch.float32 and not any(parameter is each for each in engine.module.in_fp32)
+
+
 def _list_fragments(engine: Engine) -> Iterator[Fragment]:
     partitions = engine.list_partitions()
     for name, parameter, placement in engine.module.named_hf_parameters():
@@ -201,7 +207,7 @@ def _list_fragments(engine: Engine) -> Iterator[Fragment]:
         owned = engine.saves_state and placement.is_saved_by(engine.rank)
         yield Fragment(
             name, owned, placement.shard, held.parameter_start, states, held,
-            is_weight=parameter.dtype is torch.float32,
+            is_weight=is_own_master(engine, parameter),
         )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from training.engine.shard_groups import (
     shard_within,
 )
 from training.optim.optimizer import build_optimizer, declare_state, keeps_blocks
-from training.optim.parameter_groups import group_trained, separate_copies
+from training.optim.parameter_groups import group_trained, separate_copies, separate_fp32
 from training.pipeline.module import StageModule
 from training.pipeline.schedules import build_schedule
 from training.pipeline.transfers import Transfers
@@ -70,6 +70,8 @@ def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, train
 def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
     """Return the parameter groups of a stage; an empty one gets a placeholder parameter."""
     groups = group_trained(module, config)
+    if module.trains_fp32:
+        groups = separate_fp32(groups, module)
     if keeps_blocks(config):
         groups = separate_copies(groups, module)
     if module.ranks.expert_parallel.size > 1:
@@ -98,6 +100,7 @@ class StepEngine(DeepSpeedEngine):
         all experts."""
         mpu = module.mpu()
         self._shard_groups, self._expert_groups = groups, expert_groups  # which the constructor needs
+        self._in_fp32 = [(parameter, parameter.detach()) for parameter in module.in_fp32]
         super().__init__(
             args=None,
             model=module,
@@ -106,10 +109,17 @@ class StepEngine(DeepSpeedEngine):
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
+        self._restore_fp32()
         if optimizer is not None:
             self.set_gradient_accumulation_boundary(True)  # it sees the end of a step alone
 
+    def _restore_fp32(self) -> None:
+        """Give parameters that stay in fp32 their values again: the constructor casts all of a model in 16 bits."""
+        for parameter, values in self._in_fp32:
+            parameter.data = values
+
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        self._restore_fp32()
         with shard_within(self, self._shard_groups), partition_experts(self, self._expert_groups):
             return super()._configure_zero_optimizer(optimizer)
 

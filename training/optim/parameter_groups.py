@@ -112,6 +112,17 @@ def separate_copies(groups: list[dict[str, Any]], module: StageModule) -> list[d
     ]
 
 
+def separate_fp32(groups: list[dict[str, Any]], module: StageModule) -> list[dict[str, Any]]:
+    """Split each group in two, parameters of 16 bits and those that stay in fp32, since ZeRO makes one tensor of a
+    group; all ranks have all groups."""
+    kept = {id(parameter) for parameter in module.in_fp32}
+    return [
+        group | {"params": [each for each in group["params"] if (id(each) in kept) is in_fp32]}
+        for group in groups
+        for in_fp32 in (False, True)  # DeepSpeed takes the first parameter's dtype for that of the model
+    ]
+
+
 def _find_entry(name: str, entries: Sequence[ParameterGroup]) -> int:
     """The number of the first entry that matches, from 1; 0 where none does."""
     return next((number for number, entry in enumerate(entries, start=1) if re.search(entry.pattern, name)), 0)

@@ -55,6 +55,7 @@ class StageModule(PipelineModule):
     active_chunk: int  # the chunk that `forward` runs
     forward_funcs: list[Any]
     local_layers: list[StageLayer]  # of this stage; a shared module is in it once, as the layer that owns its weights
+    in_fp32: list[torch.nn.Parameter]  # the parameters of this stage that stay in fp32, where others have 16 bits
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class StageModule(PipelineModule):
         self.local_layers = list(self._find_local_layers())
         prepared = prepare_layers(self.local_layers, self._source, self.ranks, self.options, self._find_device())
         self.routers, self.noise, self.deferred = prepared.routers, prepared.noise, prepared.deferred
-        self.deferred_share, self.fused = prepared.deferred_share, prepared.fused
+        self.deferred_share, self.fused, self.in_fp32 = prepared.deferred_share, prepared.fused, prepared.fp32
         self.placeholders = torch.nn.ParameterList()
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
@@ -211,6 +212,12 @@ class StageModule(PipelineModule):
         for layer in self.local_layers:
             for name, parameter, placement in place_parameters(layer, self.ranks):
                 yield layer.spec.hf_prefix + name, parameter, placement
+
+    @property
+    def trains_fp32(self) -> bool:
+        """Whether a stage of 16 bits, this one or another, trains parameters that stay in fp32."""
+        keeps = self.options.keeps_fp32 and self.options.adapter is None
+        return keeps and any(layer.fp32 for layer in self._layers)
 
     @property
     def num_further(self) -> int:

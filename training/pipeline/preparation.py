@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from console import progress
 from errors import UserError
@@ -76,19 +77,25 @@ class StageOptions:
     def shards_weights(self) -> bool:
         return self.weight_sharding is not None
 
+    @property
+    def keeps_fp32(self) -> bool:
+        """Whether some parameters stay in fp32 (`Layer.fp32`) in a stage of 16 bits. ZeRO-3 has one dtype for all."""
+        return self.kernels.dtype is not torch.float32 and not self.shards_weights
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """The objects that a stage runs with besides its layers, and facts about these that are reported.
 
     routers: None for a dense model. noise: on the embeddings; None without it. deferred: the gradients of weights that
-    are put off. deferred_share: of all stages' trained matrices, those whose gradients can be; None where the schedule
-    puts none off. fused: names of kernels.
+    are put off. fp32: parameters that stay in fp32 in a stage of 16 bits. deferred_share: of all stages' trained
+    matrices, those whose gradients can be; None where the schedule puts none off. fused: names of kernels.
     """
 
     routers: StageRouters | None
     noise: EmbeddingNoise | None
     deferred: DeferredGradients
+    fp32: list[nn.Parameter]
     deferred_share: float | None
     fused: set[str]
 
@@ -101,10 +108,11 @@ def prepare_layers(
     Raises UserError, together on all ranks, when a tensor is missing or has another shape than config.json makes it.
     """
     mistake = None
+    in_fp32: list[nn.Parameter] = []
     try:
         with progress("loading weights", len(layers), "layers", shown=ranks.rank == 0) as bar:
             for layer in bar.follow(layers):
-                _load(layer, source, ranks, options, device)
+                in_fp32 += _load(layer, source, ranks, options, device)
                 if options.weight_sharding is not None:
                     shard_weights(layer.module, options.kernels.dtype, options.weight_sharding)
     except UserError as error:  # in a file that no other rank may have opened
@@ -131,7 +139,7 @@ def prepare_layers(
             add_rows(layer.module, deferred)
     if options.kernels.compiles:
         _compile(decoder_layers, options.checkpointing, may_draw(each.module for each in layers), ranks.rank)
-    return Prepared(routers=routers, noise=noise, deferred=deferred, deferred_share=share, fused=fused)
+    return Prepared(routers=routers, noise=noise, deferred=deferred, fp32=in_fp32, deferred_share=share, fused=fused)
 
 
 def copy_weights(layers: Sequence[StageLayer], source: WeightSource, ranks: StageRanks) -> None:
@@ -154,17 +162,21 @@ def copy_weights(layers: Sequence[StageLayer], source: WeightSource, ranks: Stag
 
 def _load(
     layer: StageLayer, source: WeightSource, ranks: StageRanks, options: StageOptions, device: torch.device
-) -> None:
+) -> list[nn.Parameter]:
+    """Load a layer, and return its parameters that stay in fp32 in a stage of 16 bits."""
     module = layer.module
     shard_module(module, layer.spec.styles, ranks.parallel)
     divide_experts(module, ranks.expert_parallel)
     tensors = _read(layer, source, ranks)
-    kept = layer.spec.buffer_names()
+    dtypes = {name: tensors[name].dtype for name in layer.spec.buffer_names()}
+    if options.keeps_fp32:
+        dtypes |= dict.fromkeys(layer.spec.fp32, torch.float32)
     copies = {
-        name: tensor.to(device=device, dtype=tensor.dtype if name in kept else options.kernels.dtype, copy=True)
+        name: tensor.to(device=device, dtype=dtypes.get(name, options.kernels.dtype), copy=True)
         for name, tensor in tensors.items()
     }
     module.load_state_dict(copies, strict=True, assign=True)
+    in_fp32 = [each for name, each in module.named_parameters() if options.keeps_fp32 and name in layer.spec.fp32]
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))  # what follows from the config is in no file
@@ -177,6 +189,7 @@ def _load(
     places = ranks.parallel, ranks.expert_parallel
     choose_trained(module, layer.index, layer.spec, options.adapter, options.freeze, *places)
     mark_parameters(layer, ranks)
+    return in_fp32
 
 
 def _read(layer: StageLayer, source: WeightSource, ranks: StageRanks) -> dict[str, torch.Tensor]:

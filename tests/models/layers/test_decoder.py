@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +81,13 @@ def test_rotary_frequencies_stay_in_fp32_when_the_stage_is_cast(pair) -> None:
         assert (got[0, :, : exact.shape[1]].double() - exact).abs().max() < 2**-8  # bf16's own rounding, no more
     noise = (far[0, :, None].double() * before.bfloat16().double()).cos()
     assert (noise - angles.cos()).abs().max() > 0.5  # what it would be otherwise
+
+
+def test_no_argument_is_passed_under_a_name_that_transformers_has_given_up(pair) -> None:
+    _, chain = pair("eager")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        chain(tokens(), positions())
 
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])

@@ -59,7 +59,7 @@ def list_mixers(model: Any) -> list[tuple[str, nn.Module, nn.Module]]:
 def run(mixer: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Return a mixer's first output, called as a decoder layer of `transformers` calls it."""
     given = {
-        **dict.fromkeys(("position_embeddings", "attention_mask", "conv_mask", "past_key_values")),
+        **dict.fromkeys(("position_embeddings", "attention_mask", "conv_mask", "past_key_values", "cache")),
         "use_cache": False,
     }
     given["position_ids"] = position_ids
@@ -84,6 +84,7 @@ def test_a_mixer_sees_each_document_of_a_packed_row_alone(model_type: str) -> No
     model = build_family(model_type).double()
     position_ids, context = packed_positions(), SimpleNamespace(batches=None, request_batches=lambda: None)
     mixers = list_mixers(model)
+    assert mixers
     for layer, layer_type in {layer: layer_type for layer_type, layer, _ in mixers}.items():
         isolate_documents(layer, context, layer_type)
     batches = batch_documents(number_documents(position_ids, None), None)

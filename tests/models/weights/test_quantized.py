@@ -46,11 +46,21 @@ def read_layers(folder: Path) -> Tensors:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_fp8_is_loaded_as_transformers_does(dtype: str, tmp_path: Path) -> None:
     """Dequantized to config.json's dtype; unquantized tensors keep their own."""
-    save_fp8(tmp_path, dtype)
+    stored = save_fp8(tmp_path, dtype)
+    read = read_layers(tmp_path)
+    expected = load_dequantized(tmp_path, FineGrainedFP8Config(dequantize=True, weight_block_size=BLOCK))
+    unquantized = {name for name in read.keys() & stored.keys() if name + "_scale_inv" not in stored}
+    assert_same_bits({name: read[name] for name in unquantized}, {name: stored[name] for name in unquantized})
     assert_same_bits(
-        read_layers(tmp_path),
-        load_dequantized(tmp_path, FineGrainedFP8Config(dequantize=True, weight_block_size=BLOCK)),
+        {name: cast_like(tensor, expected[name]) if name in unquantized else tensor for name, tensor in read.items()},
+        expected,
     )
+
+
+def cast_like(tensor: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    """Return an unquantized tensor of a file as `transformers` loads it: from 5.24 on in the model's dtype, and gates
+    in fp32."""
+    return tensor.to(loaded.dtype)
 
 
 def test_mxfp4_is_loaded_as_transformers_does(tmp_path: Path) -> None:
@@ -63,7 +73,9 @@ def test_a_converted_folder_is_not_quantized(save: Callable[[Path], Tensors], tm
     save(tmp_path / "quantized")
     convert(tmp_path / "quantized", tmp_path / "pipeline", verify=True)
     export(tmp_path / "pipeline", tmp_path / "hf")
-    assert_same_bits(load_transformers(tmp_path / "hf"), read_layers(tmp_path / "quantized"))
+    expected, loaded = read_layers(tmp_path / "quantized"), load_transformers(tmp_path / "hf")
+    assert_same_bits(read_layers(tmp_path / "hf"), expected)
+    assert_same_bits({name: cast_like(tensor, loaded[name]) for name, tensor in expected.items()}, loaded)
     for folder in ("pipeline", "hf"):
         fields = json.loads((tmp_path / folder / "config.json").read_text())
         assert "quantization_config" not in fields and fields["dtype"] == "bfloat16"

@@ -31,6 +31,7 @@ from training.optim.parameter_groups import (
     list_entries,
     list_layer_norms,
     separate_copies,
+    separate_fp32,
 )
 
 
@@ -189,3 +190,11 @@ def test_copies_are_apart_from_what_this_rank_alone_has() -> None:
     ranks.parallel.size = 1
     (first, second, *_) = separate_copies([{"params": [alike, shard, tied]}], module)
     assert len(first["params"]) == 2 and second["params"][0] is tied
+
+
+def test_what_stays_in_fp32_is_apart_and_never_first() -> None:
+    gate, other = torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)
+    module: Any = SimpleNamespace(in_fp32=[gate])
+    groups = separate_fp32([{"params": [gate, other], "lr": 0.5}, {"params": [], "lr": 0.25}], module)
+    assert [[id(each) for each in group["params"]] for group in groups] == [[id(other)], [id(gate)], [], []]
+    assert [group["lr"] for group in groups] == [0.5, 0.5, 0.25, 0.25]
