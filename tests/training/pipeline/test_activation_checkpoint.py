@@ -17,6 +17,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from models.architecture.lookup import build_layers, choose_attention
 from training.config.schema import CheckpointMode
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, Group, is_kept, may_draw
+from training.pipeline.compilation import compile_layers
 
 B, T = 2, 32
 
@@ -174,7 +175,7 @@ def test_a_compiled_layer_keeps_what_selective_says() -> None:
     for name, mode in (("kept", None), ("grouped", CheckpointMode.grouped), ("selective", CheckpointMode.selective)):
         torch._dynamo.reset()
         module.recompute = None if mode is None else ActivationCheckpointing(1, mode).build_function()
-        module.compile()
+        compile_layers([module], rank=0)
         measure()  # compiles the backward pass
         *found[name], gradients = measure()
         for gradient, other in zip(gradients, expected, strict=True):
