@@ -1,4 +1,4 @@
-"""`torch.compile` of layers, what is kept of it, and the point where it stops compiling without an error.
+"""`torch.compile` of layers, where compiled code is kept, and the point where it stops compiling without an error.
 
 Layers of a class share one function, which contains the layer and its recomputation and takes the context's values as
 arguments. It is compiled again for what differs between layers or between batches (a kind of attention, lengths that

@@ -1,4 +1,4 @@
-"""What is compiled of layers: one function for all of them, the limit of its variants, and what is not compiled."""
+"""The compilation of layers: one function for all of them, the limit of its variants, and parts that are left out."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_what_is_around_a_part_that_cannot_be_compiled_is(
 
 SHORT = ("gemma2", "mpt")  # layers with a window and without one, in turn; layers that return a tuple
 SEVERAL_GRAPHS = {"gpt2"}  # the number of a layer scales its attention
-OTHERS = ("bloom", "qwen3_moe", "qwen3_5_text")
+OTHERS = ("bloom", "qwen3_moe")
 
 
 @pytest.mark.parametrize(
