@@ -147,6 +147,8 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "torch", "torch", ("_foreach_norm",), "the gradient's norm"
     compiled = ("callback_handler",)
     yield "torch", "torch._dynamo.callback", compiled, "counting compilation as progress"
+    folder = "torch._inductor.runtime.cache_dir_utils"
+    yield "torch", folder, ("default_cache_dir",), "keeping compiled code in a folder of the run"
     callbacks = ("start_callbacks", "end_callbacks")
     yield "torch", "torch._dynamo.callback:CompilationCallbackHandler", callbacks, "counting compilation as progress"
     modes = "torch.utils._python_dispatch"

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.compiler.config as compiler
 from torch._dynamo.callback import callback_handler
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import console
 from models.layers.decoder import PipelineDecoderLayer
@@ -43,8 +44,11 @@ def compile_layers(layers: Iterable[PipelineDecoderLayer], rank: int) -> None:
 
 def keep_compiled(folder: Path) -> None:
     """Keep compiled code in `folder`, where the other ranks of a host and later runs find it, unless the user has named
-    another one in TORCHINDUCTOR_CACHE_DIR."""
-    os.environ.setdefault(_FOLDER, str(folder.absolute()))
+    another one in TORCHINDUCTOR_CACHE_DIR. When torch is imported, it sets that variable to a temporary folder (2.13,
+    torch/_dynamo/package.py)."""
+    temporary = os.path.abspath(default_cache_dir())
+    if os.environ.get(_FOLDER, temporary) == temporary:
+        os.environ[_FOLDER] = str(folder.absolute())
 
 
 def report_compilation() -> None:

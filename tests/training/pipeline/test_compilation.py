@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from support.families import FAMILIES, build_family_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from transformers import LlamaConfig, PretrainedConfig
 
 import console
@@ -68,15 +68,21 @@ class Backend:
         return (self.num_runs - runs) / len(layers), (self.num_products - products) / len(layers)
 
 
-@pytest.fixture
-def backend() -> Iterator[Backend]:
-    """Returns the compiler that `compile_layers` uses."""
-    limit, counting = compiler.recompile_limit, Backend()
-    with patch.object(torch, "compile", partial(torch.compile, backend=counting)):
-        yield counting
+@pytest.fixture(autouse=True)
+def forget_compiled() -> Iterator[None]:
+    limit = compiler.recompile_limit
+    yield
     compiler.recompile_limit = limit
     torch.compiler.reset()
     compilation.logging.getLogger("torch._dynamo.convert_frame").handlers.clear()
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    """Returns the compiler that `compile_layers` uses."""
+    counting = Backend()
+    with patch.object(torch, "compile", partial(torch.compile, backend=counting)):
+        yield counting
 
 
 def build(num_layers: int, checkpointing: ActivationCheckpointing | None = None, *, adapted: bool = False) -> list[Any]:
@@ -270,12 +276,16 @@ def test_compiling_is_progress(backend: Backend) -> None:
     assert len(callback_handler.start_callbacks) == 1
 
 
-def test_compiled_code_is_kept_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_compiled_code_is_kept_with_the_data_or_where_the_user_says(
+    is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if is_named:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "named"))
+    assert Path(cache_dir()) != tmp_path / "compiled"  # which sets the variable, as the import of torch does
     compilation.keep_compiled(tmp_path / "compiled")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
-    compilation.keep_compiled(tmp_path / "other")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
+    assert Path(cache_dir()) == tmp_path / ("named" if is_named else "compiled")
 
 
 @pytest.mark.full
@@ -291,8 +301,8 @@ def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.Mo
         counters.clear()
         differentiate(layers)
         misses.append(counters["inductor"]["fxgraph_cache_miss"])
-    torch._dynamo.reset()
     assert misses == [2, 0]  # a graph for each of the two passes
+    assert len(list((tmp_path / "fxgraph").glob("*/*"))) == 2
 
 
 class Scaled(PipelineDecoderLayer):
