@@ -36,6 +36,7 @@ from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.modifiers import TEACHER
 from training.objectives.objective import LastStage
 from training.pipeline.activation_checkpoint import KEEP_ALL
+from training.pipeline.compilation import keep_compiled
 from training.pipeline.module import StageModule
 from training.pipeline.preparation import Kernels, StageOptions
 from training.pipeline.schedules import build_schedule
@@ -70,6 +71,8 @@ def build_stage(run: Run, trains: bool = True, teacher: OnlineTeacher | None = N
         spared = count_spared(setup.layout, setup.parts.is_ring)
         use_flash_attention_3(spared)
         ranks.say(f"flash_kernels=fa3: FlashAttention-3; {spared} multiprocessors are left to transfers")
+    if kernels.compiles:
+        keep_compiled(Path(config.data.cache_dir) / "compiled")
     options = StageOptions(
         kernels=kernels,
         checkpointing=setup.checkpointing if trains else KEEP_ALL,

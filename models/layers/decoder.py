@@ -70,9 +70,12 @@ class PipelineDecoderLayer(nn.Module):
     states.
 
     recompute: the function by which a layer that checkpoints itself runs `transform`; None for a layer that does not.
+    transform_apart: `transform`, or the compiled form of it, for a layer that cannot be compiled together with its
+    checkpoint.
     """
 
     recompute: Callable[..., torch.Tensor] | None = None
+    transform_apart: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
         super().__init__(config, layer_idx)
@@ -87,14 +90,21 @@ class PipelineDecoderLayer(nn.Module):
 
     def forward(self, inputs: Activations) -> Activations:
         given = self.context(inputs, self.attention_type, self.layer_idx)
-        if self.recompute is None:
-            return self.transform(inputs[0], **given), *inputs[1:]
-        transform = (
-            self.transform
-            if torch.compiler.is_compiling()
-            else partial(self._transform_micro_batch, self.context.tokens, self.context.batches)
-        )
-        return self.recompute(transform, inputs[0], **given), *inputs[1:]
+        return self.run(self.context.tokens, self.context.batches, inputs[0], **given), *inputs[1:]
+
+    def run(
+        self,
+        tokens: TokenDocuments | None,
+        batches: DocumentBatches | None,
+        hidden_states: torch.Tensor,
+        **given: Any,
+    ) -> torch.Tensor:
+        """Run `transform`, a second time in the backward pass where the layer checkpoints itself. This is the function
+        that is compiled: nothing in it depends on the number of the layer. tokens, batches: of the context, at this
+        micro-batch. given: the keywords from the context."""
+        if self.recompute is None or not torch.is_grad_enabled():
+            return self.transform(hidden_states, **given)
+        return self.recompute(partial(self._transform_micro_batch, tokens, batches), hidden_states, **given)
 
     def _transform_micro_batch(
         self,
@@ -104,12 +114,14 @@ class PipelineDecoderLayer(nn.Module):
         **given: Any,
     ) -> torch.Tensor:
         """Run `transform` with the context of the given micro-batch. When this runs again, uncompiled, the context may
-        be at another micro-batch; compiled code keeps the values that it has read."""
+        be at another micro-batch; a compiled checkpoint keeps the values that it has read."""
+        if torch.compiler.is_compiling():
+            return self.transform(hidden_states, **given)
         context = self.context
         current = context.tokens, context.batches
         context.tokens, context.batches = tokens, batches
         try:
-            return self.transform(hidden_states, **given)
+            return (self.transform_apart or self.transform)(hidden_states, **given)
         finally:
             context.tokens, context.batches = current
 

@@ -145,6 +145,12 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "torch", groups, ("_world", "_set_pg_timeout"), "limiting how long ranks wait for each other"
     yield "torch", f"{groups}:_World", ("pg_map",), "limiting how long ranks wait for each other"
     yield "torch", "torch", ("_foreach_norm",), "the gradient's norm"
+    compiled = ("callback_handler",)
+    yield "torch", "torch._dynamo.callback", compiled, "counting compilation as progress"
+    folder = "torch._inductor.runtime.cache_dir_utils"
+    yield "torch", folder, ("default_cache_dir",), "keeping compiled code in a folder of the run"
+    callbacks = ("start_callbacks", "end_callbacks")
+    yield "torch", "torch._dynamo.callback:CompilationCallbackHandler", callbacks, "counting compilation as progress"
     modes = "torch.utils._python_dispatch"
     yield "torch", modes, ("_disable_current_modes",), "computing masks under selective checkpointing"
     yield "torch", modes, ("TorchDispatchMode",), "counting what selective checkpointing keeps"

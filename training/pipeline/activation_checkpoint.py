@@ -3,8 +3,11 @@
 `grouped` recomputes groups of `interval` layers from their input (1604.06174). `every` recomputes each `interval`-th
 layer of a stage and keeps all activations of the others. `selective` keeps, in each group, the results of matrix
 products and fused attention, which cost time, and recomputes the rest (norms, activation functions, rotary angles),
-which costs memory (2205.05198). Compiled layers have single operations only while they are compiled, so there each
-layer is a group of its own, inside its compiled code: the partitioner of forward and backward follows the policy.
+which costs memory (2205.05198).
+
+A compiled layer that is a group of its own is recomputed inside its compiled code. The partitioner of forward and
+backward follows the policy of `selective` there, since a compiled layer has single operations only while it is
+compiled, and omits what the backward pass does not need, such as the product with `down_proj`.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class Group:
 @dataclass(frozen=True)
 class ActivationCheckpointing:
     """interval: `activation_checkpoint_interval`; 0 keeps all activations. offloads: `activation_offload`. in_layers:
-    each layer checkpoints itself, inside its compiled code, and the engine none of them."""
+    each decoder layer that is recomputed checkpoints itself, inside its compiled code; the engine does it for other
+    layers."""
 
     interval: int
     mode: CheckpointMode = CheckpointMode.grouped
@@ -96,8 +100,11 @@ def build_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing
     recompute = ActivationCheckpointing(
         config.activation_checkpoint_interval, config.activation_checkpoint_mode, config.activation_offload
     )
-    # The compiler has to see what selective checkpointing keeps of a layer
-    return replace(recompute, interval=1, in_layers=True) if recompute.is_selective and config.compile else recompute
+    if not config.compile:
+        return recompute
+    if recompute.is_selective:  # the compiler has to see what is kept of a layer
+        recompute = replace(recompute, interval=1)
+    return replace(recompute, in_layers=recompute.group_size == 1)
 
 
 KEEP_ALL = ActivationCheckpointing(0)

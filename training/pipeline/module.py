@@ -20,7 +20,7 @@ from models.layers.layer import Layer
 from models.losses.cross_entropy import Loss
 from models.weights.source import WeightSource
 from training.distributed.topology import PIPE, TENSOR, Topology
-from training.pipeline.activation_checkpoint import KEEP_ALL, may_draw
+from training.pipeline.activation_checkpoint import may_draw
 from training.pipeline.placement import Placement, StageLayer, place_parameters
 from training.pipeline.preparation import StageOptions, prepare_layers
 from training.pipeline.stage_ranks import StageRanks
@@ -73,16 +73,18 @@ class StageModule(PipelineModule):
         has another shape than config.json makes it.
         """
         self._layers, self._source, self.ranks, self.options = list(layers), source, ranks, options
-        self._by_group = KEEP_ALL if options.checkpointing.in_layers else options.checkpointing
         super().__init__(
             layers=build_layer_specs(layers),
             topology=build_deepspeed_topology(ranks.topology),
             loss_fn=loss,
             partition_method=list(bounds),
-            activation_checkpoint_interval=self._by_group.group_size,
+            activation_checkpoint_interval=options.checkpointing.group_size,
         )
         draws = may_draw(layer.module for layer in self.local_layers)
-        self.activation_checkpoint_func = self._by_group.build_function(draws)
+        # One object for all layers, or each would have compiled code of its own
+        self.activation_checkpoint_func = options.checkpointing.build_function(draws)
+        for chunk in self.chunks:
+            self._recompute_in_layers([self._functions[index] for index in chunk])
 
     def _partition_layers(self, method: list[int]) -> None:
         """Use the bounds as they are (DeepSpeed has no manual split, and its own counts parameters by building every
@@ -157,10 +159,20 @@ class StageModule(PipelineModule):
         self._precompute_checkpointable_values()
 
     def _precompute_checkpointable_values(self) -> None:
-        """Set for each group of layers of `forward` whether it is recomputed."""
+        """Set for each group of layers of `forward` whether the engine recomputes it."""
         self.is_checkpointable_results = [
-            group.is_recomputed for group in self._by_group.list_groups(len(self.forward_funcs))
+            group.is_recomputed and not self._checkpoints_itself(self.forward_funcs[group.start])
+            for group in self.options.checkpointing.list_groups(len(self.forward_funcs))
         ]
+
+    def _recompute_in_layers(self, functions: Sequence[Any]) -> None:
+        """Have the layers of a chunk that are recomputed in their compiled code do so."""
+        for group in self.options.checkpointing.list_groups(len(functions)):
+            if group.is_recomputed and self._checkpoints_itself(functions[group.start]):
+                functions[group.start].recompute = self.activation_checkpoint_func
+
+    def _checkpoints_itself(self, layer: Any) -> bool:
+        return self.options.checkpointing.in_layers and isinstance(layer, PipelineDecoderLayer)
 
     def expect_documents(self, bounds: DocumentBounds | None) -> None:
         """Set what is known of the documents of the next micro-batches; None where nothing is."""

@@ -28,7 +28,7 @@ from models.sharding.expert_parallel import divide_experts, find_own_experts
 from models.sharding.tensor_parallel import shard_module
 from models.weights.source import WeightSource
 from training.distributed.ranks import raise_together
-from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing, may_draw
+from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing
 from training.pipeline.compilation import compile_layers
 from training.pipeline.placement import StageLayer, mark_parameters
 from training.pipeline.routers import StageRouters
@@ -138,7 +138,7 @@ def prepare_layers(
         for layer in layers:
             add_rows(layer.module, deferred)
     if options.kernels.compiles:
-        _compile(decoder_layers, options.checkpointing, may_draw(each.module for each in layers), ranks.rank)
+        compile_layers(decoder_layers, ranks.rank)
     return Prepared(routers=routers, noise=noise, deferred=deferred, fp32=in_fp32, deferred_share=share, fused=fused)
 
 
@@ -219,15 +219,3 @@ def _split_projections(layers: Sequence[StageLayer], deferred: DeferredGradients
     dist.all_reduce(totals)
     can, matrices = totals.tolist()
     return can / max(1, matrices)
-
-
-def _compile(
-    layers: Sequence[PipelineDecoderLayer], checkpointing: ActivationCheckpointing, draws: bool, rank: int
-) -> None:
-    """Compile each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step to
-    step make it general once. draws: whether a layer of the stage may draw random numbers."""
-    # One object, or each layer has its own code
-    recompute = checkpointing.build_function(draws) if checkpointing.in_layers else None
-    for layer in layers:
-        layer.recompute = recompute
-    compile_layers(layers, rank)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.configs import build_config
 from support.families import FAMILIES, build_family_config
 from support.packed_kernels import play_varlen
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +18,15 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from models.architecture.lookup import build_layers, choose_attention
 from training.config.schema import CheckpointMode
-from training.pipeline.activation_checkpoint import ActivationCheckpointing, Group, is_kept, may_draw
+from training.pipeline.activation_checkpoint import (
+    ActivationCheckpointing,
+    Group,
+    build_activation_checkpointing,
+    is_kept,
+    may_draw,
+)
+from training.pipeline.compilation import compile_layers
+from training.pipeline.module import StageModule
 
 B, T = 2, 32
 
@@ -32,6 +42,55 @@ def test_every_kth_layer_is_a_group_of_its_own() -> None:
     assert [group.stop for group in recompute.list_groups(7)] == list(range(1, 8))
     assert [group.start for group in recompute.list_groups(7) if group.is_recomputed] == [2, 5]
     assert recompute.group_size == 1 and ActivationCheckpointing(0, CheckpointMode.every).group_size == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "interval", "in_layers"),
+    [
+        ((), 1, True),
+        (("activation_checkpoint_interval=2",), 2, False),
+        (("activation_checkpoint_interval=0",), 0, False),
+        (("activation_checkpoint_interval=4", "activation_checkpoint_mode=every"), 4, True),
+        (("activation_checkpoint_interval=4", "activation_checkpoint_mode=selective"), 1, True),
+    ],
+)
+def test_compiled_layers_that_are_groups_of_their_own_checkpoint_themselves(
+    keys: tuple[str, ...], interval: int, in_layers: bool
+) -> None:
+    plain, compiled = (
+        build_activation_checkpointing(build_config(*keys, f"compile={compiles}")) for compiles in ("false", "true")
+    )
+    assert not plain.in_layers
+    assert (compiled.mode, compiled.interval, compiled.in_layers) == (plain.mode, interval, in_layers)
+
+
+def test_every_layer_of_a_stage_is_recomputed_once() -> None:
+    """By itself or by the engine, which has the embedding and the final norm left then."""
+    for checkpointing in (
+        ActivationCheckpointing(1),
+        ActivationCheckpointing(1, in_layers=True),
+        ActivationCheckpointing(2, CheckpointMode.every, in_layers=True),
+        ActivationCheckpointing(0),
+    ):
+        layers = build_modules(build_family_config("llama"))
+        stage: Any = StageModule.__new__(StageModule)
+        torch.nn.Module.__init__(stage)
+        stage.options, stage.forward_funcs = SimpleNamespace(checkpointing=checkpointing), layers
+        stage.activation_checkpoint_func = checkpointing.build_function(draws=False)
+        stage._recompute_in_layers(layers)
+        stage._precompute_checkpointable_values()
+        by_itself = [getattr(layer, "recompute", None) is not None for layer in layers]
+        by_engine = [
+            is_recomputed
+            for is_recomputed, group in zip(
+                stage.is_checkpointable_results, checkpointing.list_groups(len(layers)), strict=True
+            )
+            for _ in range(group.start, group.stop)
+        ]
+        size, every = len(layers), checkpointing.interval
+        expected = [bool(every) and (index + 1) % every == 0 for index in range(size)]
+        assert [a + b for a, b in zip(by_itself, by_engine, strict=True)] == expected
+        assert any(by_itself) == checkpointing.in_layers and not by_itself[0]
 
 
 def build_modules(config: PretrainedConfig) -> list[torch.nn.Module]:
@@ -174,7 +233,7 @@ def test_a_compiled_layer_keeps_what_selective_says() -> None:
     for name, mode in (("kept", None), ("grouped", CheckpointMode.grouped), ("selective", CheckpointMode.selective)):
         torch._dynamo.reset()
         module.recompute = None if mode is None else ActivationCheckpointing(1, mode).build_function()
-        module.compile()
+        compile_layers([module], rank=0)
         measure()  # compiles the backward pass
         *found[name], gradients = measure()
         for gradient, other in zip(gradients, expected, strict=True):
