@@ -62,10 +62,10 @@ def compute_reduction(stage: Stage) -> StepCost:
     num_replicas, num_shards = layout.num_weight_replicas, layout.num_shards
     divided = count_distinct("divided", stage.layers)
     num_same = num_shards // layout.topology.num_expert_shares
-    of_experts = _cross(num_same, (num_rounds * run.reduce_bytes + run.weight_bytes) * divided)
+    expert_bytes = _cross(num_same, (num_rounds * run.reduce_bytes + run.weight_bytes) * divided)
     gradients = run.reduce_bytes * (stage.num_trainable - divided)
     weights = run.weight_bytes * (gathered if config.shards_weights else stage.num_trainable - divided)
-    within = _cross(num_shards, num_rounds * gradients + weights) + of_experts
+    within = _cross(num_shards, num_rounds * gradients + weights) + expert_bytes
     between = _cross(num_replicas // num_shards, 2 * gradients / num_shards)  # groups, once a step
     axis = DATA if num_shards == num_replicas else SHARDS
     return StepCost(reduce_seconds=seconds, reduce_sent=Sent({axis: within, SAME_SHARD: between}))

@@ -1,6 +1,6 @@
-"""What the ranks that have a layer together send to each other: sums of hidden states by tensor parallelism, rows and
-their results by expert parallelism. The savings of both, and the time of the most loaded rank's experts, are in the
-costs of the layers, which are sharded."""
+"""The ranks that have a layer together send to each other: sums of hidden states by tensor parallelism, rows and their
+results by expert parallelism. The savings of both, and the time of the most loaded rank's experts, are in the costs of
+the layers, which are sharded."""
 
 from __future__ import annotations
 

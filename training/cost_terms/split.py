@@ -1,4 +1,4 @@
-"""What the layers are split over stages by: the time of a pass, and whether a stage has the memory for them.
+"""Layers are split over stages by the time of their passes, and by whether a stage has the memory for them.
 
 The times of passes order a schedule too. All are sums over the cost terms (`table.py`), rounded to nanoseconds here:
 ranks that ordered their passes by other numbers would wait for each other forever, so the main rank sends its own to

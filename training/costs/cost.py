@@ -181,8 +181,8 @@ def count_layers(
         divide_experts(module, ranks.expert_parallel)
         choose_trained(module, index, layer, adapter, freeze, ranks.parallel, ranks.expert_parallel)
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
-        of_layer = (layer.module_class, layer.tied_key, layer.owns_weights, layer.is_further)
-        kind = (*of_layer, _find_window(module, config), shapes)
+        recipe = (layer.module_class, layer.tied_key, layer.owns_weights, layer.is_further)
+        kind = (*recipe, _find_window(module, config), shapes)
         if kind not in counted:
             width = find_input_width(layers, index, config.hidden_size)
             module.to(batch.dtype)  # the adapter too, as the engine does
@@ -207,6 +207,7 @@ class _BuiltLayer:
     fuses: bool
 
     def count(self) -> LayerCost:
+        """Return the cost of the layer."""
         return LayerCost(
             name=self.layer.module_class.__name__,
             parameters=self._count_parameters(),

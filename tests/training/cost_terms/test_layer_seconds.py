@@ -65,7 +65,7 @@ def test_a_pass_is_bound_by_the_gpu_or_by_its_host() -> None:
 
 
 def time_fused_attention(machine: Machine, is_backward: bool = False, *, by_second: bool = False) -> float:
-    """Of a layer whose FLOPs take two seconds at the rate of large products."""
+    """Return the seconds of a layer whose attention takes two at the rate of large products."""
     layer = LayerCost(
         name="x",
         parameters=Parameters(held=1, trained=1),
