@@ -30,9 +30,12 @@ class LossBytes:
 
     @property
     def peak(self) -> int:
-        """In a chunk, of whole tiles of targets: logits, in bf16 a copy in fp32, and their log-softmax; a part of the
-        sum of the head's gradient in bf16; and what is kept. fp16 takes no chunks: its peak is in the backward pass,
-        log-softmax, its gradient, and the logits' gradient, in fp32."""
+        """The most bytes at once.
+
+        In a chunk, of whole tiles of targets: logits, in bf16 a copy in fp32, and their log-softmax; a part of the sum
+        of the head's gradient in bf16; and what is kept. fp16 takes no chunks: its peak is in the backward pass,
+        log-softmax, its gradient, and the logits' gradient, in fp32.
+        """
         if self.precision is Precision.fp16:
             return 12 * self.num_targets * self.vocabulary
         chunk_logits = min(self.num_targets, count_chunk_rows(self.vocabulary, self.on_gpu)) * self.vocabulary
@@ -43,9 +46,9 @@ class LossBytes:
 
     @property
     def kept(self) -> int:
-        """What stays until the backward pass: the logits' gradient, in bf16 of all targets or those that wait for a
-        product with the head; in addition to the latter the sum of the head's in fp32. None of these where the head is
-        frozen."""
+        """The bytes that stay until the backward pass: the logits' gradient, in bf16 of all targets or those that wait
+        for a product with the head; in addition to the latter the sum of the head's in fp32. None of these where the
+        head is frozen."""
         if self.precision is Precision.fp16:
             return 8 * self.num_targets * self.vocabulary
         head = 4 * self.hidden_size * self.vocabulary * self.weight_trains
