@@ -153,8 +153,8 @@ def plan_peak(expert_parallel_size: int, sizes: tuple[int, int, int], precision:
     """Return the bytes of a rank at its peak by the plan, of a GPU: a CPU's copy of a gradient, made while it is added,
     is no tensor that `AllocationPeak` would see."""
     from training.config.schema import Device
+    from training.cost_terms.table import HOST_BYTES_A_RANK
     from training.costs.hardware import Machine
-    from training.costs.memory import HOST_BYTES_A_RANK
     from training.planner.plan import plan_resolved
     from training.resolution.resolve import resolve
     from training.resolution.target import Target

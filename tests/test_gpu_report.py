@@ -27,7 +27,7 @@ from benchmarks.gpu_parts.report import Report
 from benchmarks.gpu_parts.right import BOUNDS, Right
 from benchmarks.gpu_parts.rows import Cells, NotRun, Result, Row, Status, choose_rows, run_row, run_rows
 from benchmarks.gpu_parts.shapes import find_shape
-from training.costs.kernels import Launch
+from training.cost_terms.layers import Launch
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = Machine("cpu", "CPU", (), 0, {"torch": "2"})
@@ -238,8 +238,8 @@ def test_documents_are_as_long_as_they_are_meant_to_be(tmp_path: Path) -> None:
 
 def test_the_plan_of_a_row_is_that_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A tiny model would wait for these alone
-    monkeypatch.setattr("training.costs.kernels.KERNEL_SECONDS", 0)
-    monkeypatch.setattr("training.costs.kernels.LAUNCH_SECONDS", dict.fromkeys(Launch, 0.0))
+    monkeypatch.setattr("training.cost_terms.layers.KERNEL_SECONDS", 0)
+    monkeypatch.setattr("training.cost_terms.layers.LAUNCH_SECONDS", dict.fromkeys(Launch, 0.0))
     runs = MeasuredRuns(H200, tmp_path, tmp_path / "logs", tiny=True)
     save_model(tmp_path / "model", **find_shape("1b", True, runs.seq_length))
     overrides = [*runs.list_overrides(tmp_path / "model", ()), f"output_dir={tmp_path}"]

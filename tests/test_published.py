@@ -36,11 +36,10 @@ from benchmarks.published_parts.planned import _split, plan_run
 from benchmarks.published_parts.rows import OUT_OF_MEMORY, RUNS, PublishedRun, find_obstacle, read_runs
 from models.architecture.lookup import build_layers
 from training.config.schema import Device
+from training.cost_terms.cost_term import Memory
 from training.cost_terms.loss import LOGIT_BYTES as LOGIT_MOVED_HERE
-from training.costs.cost import Bytes, LayerCost, Parameters, Work, count_layers
+from training.costs.cost import Bytes, LayerCost, MicroBatchShape, Parameters, Work, count_layers
 from training.costs.hardware import GB, GIB, STREAM_RATE, Machine
-from training.costs.memory import Memory
-from training.costs.micro_batch import MicroBatchShape
 from training.costs.traffic import Traffic
 from training.planner.plan import StagePlan
 

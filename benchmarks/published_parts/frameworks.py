@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from benchmarks.published_parts.rows import PublishedRun
 from training.cost_terms import loss as loss_here
+from training.cost_terms.cost_term import Memory
 from training.costs.cost import LayerCost
 from training.costs.hardware import GIB, STREAM_RATE, Machine
-from training.costs.memory import Memory
-from training.costs.time import Sent, compute_sending_seconds
+from training.costs.links import Sent, compute_sending_seconds
 from training.distributed.topology import DATA
 from training.engine.deepspeed_config import MAX_LIVE
 from training.planner.plan import Plan, StagePlan

@@ -3,10 +3,12 @@ can wait."""
 
 from __future__ import annotations
 
-from training.cost_terms.cost_term import Chunk, CostTerm
+from collections.abc import Sequence
+
+from training.cost_terms.cost_term import Chunk, CostTerm, Kept, PassCost, PlannedRun
+from training.cost_terms.layers import Launch, time_excess, time_kernels, time_pass, time_products
+from training.costs.cost import LayerCost
 from training.costs.hardware import GB
-from training.costs.memory import Kept
-from training.costs.time import PassCost
 
 
 def compute_kept(chunk: Chunk) -> Kept:
@@ -24,12 +26,11 @@ def compute_kept(chunk: Chunk) -> Kept:
             kept += sum(layer.bytes.saved for layer in layers)
             continue
         remade = sum(layer.bytes.remade if checkpointing.is_selective else layer.bytes.saved for layer in layers)
-        before = chunk.layers[group.start - 1].bytes.output * layers[0].num_blocks if group.start else 0
-        entering = before if group.start else chunk.input_bytes
-        if checkpointing.offloads and group.start:
-            on_host, came_back, entering = on_host + entering, 2 * entering, 0
-        else:
-            came_back = 0
+        entering, came_back = chunk.input_bytes, 0
+        if group.start:
+            entering = chunk.layers[group.start - 1].bytes.output * layers[0].num_blocks
+            if checkpointing.offloads:
+                on_host, came_back, entering = on_host + entering, 2 * entering, 0
         recomputation = max(recomputation, came_back + remade + deferred - kept)
         kept += entering
         deferred += sum(layer.bytes.deferred for layer in layers)
@@ -46,24 +47,41 @@ def compute_kept(chunk: Chunk) -> Kept:
 
 
 def compute_recomputation(chunk: Chunk) -> PassCost:
-    """Return the time of running layers again: whole, or under `selective` the operators whose results it does not
-    keep."""
-    layers = chunk.list_recomputed()
-    again = chunk.remake(layers) if chunk.checkpointing.is_selective else chunk.run_again(layers) + leave_out(chunk)
+    """Return the time of running layers again: whole, but for the products behind the last activation that is kept; or
+    under `selective` the operators whose results it does not keep."""
+    run, layers = chunk.run, chunk.list_recomputed()
+    if chunk.checkpointing.is_selective:
+        flops = sum(layer.work.attention_flops for layer in layers) if run.is_eager else 0.0
+        again = _add_to_backward(flops, sum(_time_remade(layer, run) for layer in layers))
+    else:
+        stopped = [(layer, layer.work.unrepeated_flops) for layer in chunk.list_stopped()]
+        left_out = sum(time_products(layer, run, flops) for layer, flops in stopped)
+        again = run_again(layers, run) + _add_to_backward(-sum(flops for _, flops in stopped), -left_out)
     return again + compute_offload(chunk, again) if chunk.checkpointing.offloads else again
 
 
-def leave_out(chunk: Chunk) -> PassCost:
-    """Return, as a negative cost, the products that recomputation leaves out."""
-    layers = [layer for layer in chunk.list_stopped() if layer.work.unrepeated_flops]
-    seconds = -sum(
-        layer.work.unrepeated_flops / layer.work.forward_flops * chunk.time_products(layer) for layer in layers
+def run_again(layers: Sequence[LayerCost], run: PlannedRun) -> PassCost:
+    """Return the cost that a second forward pass of `layers` adds to the backward pass."""
+    launch = Launch.plain if run.config.compile else Launch.repeated
+    again = _add_to_backward(
+        sum(layer.work.forward_flops for layer in layers),
+        sum(time_pass(layer, run, launch=launch) for layer in layers),
     )
-    return PassCost(
-        backward_flops=-sum(layer.work.unrepeated_flops for layer in layers),
-        backward_seconds=seconds,
-        recomputed_seconds=seconds,
-    )
+    return again + PassCost(excess_seconds=sum(time_excess(layer, run) for layer in layers))
+
+
+def _add_to_backward(flops: float, seconds: float) -> PassCost:
+    return PassCost(backward_flops=flops, backward_seconds=seconds, recomputed_seconds=seconds)
+
+
+def _time_remade(layer: LayerCost, run: PlannedRun) -> float:
+    """Return the seconds of what `selective` runs again of a layer, the scores of eager attention included; of one that
+    was timed by the bytes it moves."""
+    traffic = layer.work.remade_traffic
+    if layer.work.pass_seconds:
+        return min(traffic.moved / run.hardware.stream_rate, time_pass(layer, run))
+    products = run.time_flops(layer.work.attention_flops) if run.is_eager else 0.0
+    return time_kernels(products, 0.0, traffic, run.hardware, Launch.plain if run.config.compile else Launch.selective)
 
 
 def compute_offload(chunk: Chunk, again: PassCost) -> PassCost:
@@ -74,11 +92,11 @@ def compute_offload(chunk: Chunk, again: PassCost) -> PassCost:
 
     again: what is recomputed.
     """
-    hardware = chunk.run.hardware
-    ranks_on_node = min(chunk.run.layout.world_size, hardware.cards_per_node)
+    run, hardware = chunk.run, chunk.run.hardware
+    ranks_on_node = min(run.layout.world_size, hardware.cards_per_node)
     rate = min(hardware.host_link_bandwidth, hardware.host_memory_bandwidth / ranks_on_node) * GB
-    copying, forward = compute_kept(chunk).host / rate, sum(map(chunk.time_forward, chunk.layers))
-    backward = sum(map(chunk.time_backward, chunk.backward_layers)) + again.backward_seconds
+    copying, forward = compute_kept(chunk).host / rate, sum(time_pass(layer, run) for layer in chunk.layers)
+    backward = sum(time_pass(layer, run, is_backward=True) for layer in chunk.backward_layers) + again.backward_seconds
     first = chunk.hidden_bytes / rate if copying else 0.0
     return PassCost(
         forward_seconds=max(0.0, copying - forward), backward_seconds=max(0.0, copying - first - backward) + first

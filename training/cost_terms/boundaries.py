@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from training.cost_terms.cost_term import Chunk, CostTerm, Stage
-from training.costs.memory import Kept, Memory
-from training.costs.time import PassCost
+from training.cost_terms.cost_term import Chunk, CostTerm, Kept, Memory, PassCost, Stage
 from training.pipeline.schedule import UnitKind
 
 SENDS = 2  # gradients on their way to another rank

@@ -1,18 +1,22 @@
-"""Context parallelism: the bytes that ranks send for attention over shared sequences, by heads or around a ring. Its
-savings are in the costs of layers on a part of the sequence."""
+"""Context parallelism: the bytes that ranks send and hold for attention over shared sequences, by heads or around a
+ring, and the time of both. Its savings are in the costs of layers on a part of the sequence.
+
+B micro-batch, H query heads, L tokens of a rank.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.config.schema import AttnImplementation, Device, Precision
-from training.cost_terms.cost_term import Chunk, CostTerm, PlannedRun, Stage
-from training.costs.cost import LayerCost
+from models.parallel.blocks import MOST_SCORES
+from training.config.schema import Device, Precision
+from training.cost_terms.cost_term import Chunk, CostTerm, Kept, PassCost, PlannedRun, Stage, Summed
+from training.cost_terms.layers import time_attention
+from training.costs.cost import LayerCost, SharedAttention
 from training.costs.hardware import GB
-from training.costs.memory import Kept, Summed
-from training.costs.shared_attention import SharedAttention
-from training.costs.time import PassCost, Sent, find_bandwidth
+from training.costs.links import Sent, find_bandwidth
 from training.distributed.topology import CONTEXT, RING
 
 # Reads and writes of one score by the operations of `models/parallel/blocks.py`, forward and backward: fp32, and a copy
@@ -34,55 +38,60 @@ class ModeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass(Summed):
-    """The cost added to a pass. sent_bytes: by a rank. waiting: seconds, for communication. work: seconds by which
-    attention exceeds the GPU's fastest kernels; excess: those of them that other kernels would save."""
+    """The cost added to a pass."""
 
-    sent_bytes: float = 0
-    waiting: float = 0
-    work: float = 0
-    excess: float = 0
+    sent_bytes: float = 0  # by a rank
+    waiting: float = 0  # seconds, for communication
+    work: float = 0  # seconds by which attention exceeds the GPU's fastest kernels
+    excess: float = 0  # those of `work` that other kernels would save
 
 
 def compute_exchanges(chunk: Chunk) -> PassCost:
     """Return the time that sharing attention adds; around a ring only communication that exceeds the work it
     overlaps."""
-    if not (shared := _list_shared(chunk.layers)):
+    if not (sharing := _list_sharing(chunk.layers)):
         return PassCost()
-    run, axis = chunk.run, RING if shared[0].is_ring else CONTEXT
+    run, is_ring = chunk.run, sharing[0][1].is_ring
+    axis = RING if is_ring else CONTEXT
     bandwidth = find_bandwidth(axis, run.layout, chunk.stage_id, run.hardware) * GB
-    forward, backward = _sum_passes(chunk, shared[0].is_ring, bandwidth)
+    forward, backward = _sum_passes(chunk, is_ring, bandwidth)
     return PassCost(
         forward_seconds=forward.work,
         backward_seconds=backward.work,
+        forward_sending=forward.waiting,
+        backward_sending=backward.waiting,
         excess_seconds=forward.excess + backward.excess,
-        forward_sent=Sent({axis: forward.waiting * bandwidth}),
-        backward_sent=Sent({axis: backward.waiting * bandwidth}),
+        sent=Sent({axis: (forward.waiting + backward.waiting) * bandwidth}),
     )
 
 
 def compute_workspace(chunk: Chunk) -> Kept:
-    """Return the workspace of attention, for one layer at a time in the backward pass."""
-    workspaces = (
-        shared.workspace_bytes + shared.chunk_bytes * _makes_scores(chunk.run, shared)
-        for shared in _list_shared(chunk.backward_layers)
-    )
-    return Kept(recomputation=max(workspaces, default=0))
+    """Return the workspace of a ring's attention, for one layer at a time in the backward pass: blocks that are sent,
+    received and worked on, with their gradients, and the gradient of queries in fp32."""
+    run, most = chunk.run, 0
+    for _, shared in _list_sharing(chunk.backward_layers):
+        if shared.is_ring:
+            blocks = 2 * _count_block(shared, run) + 3 * _count_block_gradient(shared, run)
+            queries = 4 * run.tokens * shared.heads * shared.head_sizes[0]
+            most = max(most, blocks + queries + _count_chunk_bytes(shared, run) * _makes_scores(shared, run))
+    return Kept(recomputation=most)
 
 
 def compare_modes(stage: Stage) -> list[ModeCost]:
     """Return the costs of the modes that the model supports, on both kinds of link."""
-    shared = _list_shared(stage.layers)
-    can = {"ulysses": shared and shared[0].exchanged_bytes, "ring": shared and shared[0].block_bytes}
-    return [_compare(stage, mode, shared[0].is_ring) for mode, nbytes in can.items() if nbytes]
+    if not (sharing := _list_sharing(stage.layers)):
+        return []
+    shared = sharing[0][1]
+    can = {"ulysses": shared.heads % stage.run.layout.context_parallel_size == 0, "ring": shared.has_ring}
+    return [_compare(stage, mode, shared.is_ring) for mode in can if can[mode]]
 
 
 def _compare(stage: Stage, mode: str, runs_ring: bool) -> ModeCost:
     hardware, is_ring = stage.run.hardware, mode == "ring"
     inside = hardware.rate_to(1 if is_ring else stage.run.layout.context_parallel_size - 1)
-    links = (inside * GB, hardware.inter_node_bandwidth * GB)
     within, between = (
-        sum((sum(_sum_passes(chunk, is_ring, link), start=_Pass()) for chunk in stage.chunks), start=_Pass())
-        for link in links
+        sum((each for chunk in stage.chunks for each in _sum_passes(chunk, is_ring, link * GB)), start=_Pass())
+        for link in (inside, hardware.inter_node_bandwidth)
     )
     return ModeCost(
         mode=mode,
@@ -95,66 +104,77 @@ def _compare(stage: Stage, mode: str, runs_ring: bool) -> ModeCost:
 
 def _sum_passes(chunk: Chunk, is_ring: bool, bandwidth: float) -> tuple[_Pass, _Pass]:
     """Forward and backward; recomputed layers go forward in both. bandwidth: bytes a second."""
-    run = chunk.run
     send = _travel if is_ring else _exchange
-    forward = backward = _Pass()
-    for layer in chunk.layers:
-        forward += send(layer, run, bandwidth, is_backward=False)
-    for layer in chunk.backward_layers:
-        backward += send(layer, run, bandwidth, is_backward=True)
-    for layer in chunk.list_recomputed():
-        backward += send(layer, run, bandwidth, is_backward=False)
-    return forward, backward
+    passes = (chunk.layers, False), (chunk.backward_layers, True), (chunk.list_recomputed(), False)
+    forward, backward, again = (
+        sum((send(*each, chunk.run, bandwidth, is_backward) for each in _list_sharing(layers)), start=_Pass())
+        for layers, is_backward in passes
+    )
+    return forward, backward + again
 
 
-def _exchange(layer: LayerCost, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
-    """Queries, keys, values and outputs, all but the rank's own part, are sent each way, and attention waits for
-    them."""
-    if (shared := layer.shared_attention) is None:
-        return _Pass()
+def _exchange(layer: LayerCost, shared: SharedAttention, run: PlannedRun, bandwidth: float, is_backward: bool) -> _Pass:
+    """Queries, keys, values and outputs, all but the rank's own part, are sent each way, and attention waits for them.
+    Fewer heads of keys and values than ranks are repeated."""
     size = run.layout.context_parallel_size
-    nbytes = shared.exchanged_bytes * (size - 1) / size
+    repeated = math.lcm(shared.kv_heads, size)
+    exchanged = run.tokens * (shared.heads + repeated) * sum(shared.head_sizes) * run.weight_bytes
+    nbytes = exchanged * (size - 1) / size
     return _Pass(sent_bytes=nbytes, waiting=nbytes / bandwidth)
 
 
-def _travel(layer: LayerCost, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
+def _travel(layer: LayerCost, shared: SharedAttention, run: PlannedRun, bandwidth: float, is_backward: bool) -> _Pass:
     """Keys and values go to all others, each overlapped with a step of attention; in the backward pass their gradients
     too, whose last transfer, home, is not overlapped. torch returns what merges blocks from FlashAttention-2's kernels
     alone, which some GPUs run slower than their own; where those do not apply, scores are written to memory and read
     again."""
-    if (shared := layer.shared_attention) is None:
-        return _Pass()
-    size = run.layout.context_parallel_size
-    gradient = shared.block_gradient_bytes if is_backward else 0
-    attending, excess = run.time_attention(layer, is_backward), 0.0
-    if _makes_scores(run, shared):
-        work = shared.scores * SCORE_BYTES[is_backward] / run.hardware.stream_rate
+    size, block = run.layout.context_parallel_size, _count_block(shared, run)
+    gradient = _count_block_gradient(shared, run) if is_backward else 0
+    attending, excess = time_attention(layer, run, is_backward), 0.0
+    if _makes_scores(shared, run):
+        scores = run.tokens * layer.work.attention_flops / (2 * sum(shared.head_sizes))  # queries x keys, of all heads
+        work = scores * SCORE_BYTES[is_backward] / run.hardware.stream_rate
     else:
-        work = run.time_flash_attention_2(layer, is_backward) - attending
-        excess = work
+        work = excess = time_attention(layer, run, is_backward, by_flash_attention_2=True) - attending
     step_seconds = (attending + work) / size
-    exposed = max(0.0, (shared.block_bytes + gradient) / bandwidth - step_seconds)
+    exposed = max(0.0, (block + gradient) / bandwidth - step_seconds)
     return _Pass(
-        sent_bytes=(size - 1) * shared.block_bytes + size * gradient,
+        sent_bytes=(size - 1) * block + size * gradient,
         waiting=(size - 1) * exposed + gradient / bandwidth,
         work=work,
         excess=excess,
     )
 
 
-def _makes_scores(run: PlannedRun, shared: SharedAttention) -> bool:
+def _count_block(shared: SharedAttention, run: PlannedRun) -> int:
+    """Bytes of the keys and values that travel around a ring."""
+    return run.tokens * shared.kv_heads * sum(shared.head_sizes) * run.weight_bytes
+
+
+def _count_block_gradient(shared: SharedAttention, run: PlannedRun) -> int:
+    """Bytes of their gradients, in fp32."""
+    return run.tokens * shared.kv_heads * sum(shared.head_sizes) * 4
+
+
+def _count_chunk_bytes(shared: SharedAttention, run: PlannedRun) -> int:
+    """Bytes of a ring's backward pass where scores are written to memory: probabilities of a piece and the gradient of
+    its scores, in fp32, and a copy in a smaller training dtype."""
+    length = run.config.max_seq_length // run.layout.context_parallel_size
+    rows, chunk = run.tokens // length * shared.heads, length // 2
+    scores = min(rows * chunk * chunk, max(MOST_SCORES, rows * chunk))
+    return scores * (8 + (run.weight_bytes if run.weight_bytes < 4 else 0))
+
+
+def _makes_scores(shared: SharedAttention, run: PlannedRun) -> bool:
     """Whether blocks around a ring are products of matrices: `models/parallel/block_kernels.py` has what kernels do not
     take."""
-    config = run.config
-    return (
-        shared.has_window
-        or config.attn_implementation is AttnImplementation.eager
-        or (run.hardware.device is Device.cuda and config.precision is Precision.fp32)
-    )
+    is_in_fp32 = run.hardware.device is Device.cuda and run.config.precision is Precision.fp32
+    return shared.has_window or run.is_eager or is_in_fp32
 
 
-def _list_shared(layers: Sequence[LayerCost]) -> list[SharedAttention]:
-    return [layer.shared_attention for layer in layers if layer.shared_attention is not None]
+def _list_sharing(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, SharedAttention]]:
+    """The layers whose attention ranks share."""
+    return [(layer, layer.shared_attention) for layer in layers if layer.shared_attention]
 
 
 CONTEXT_PARALLEL = CostTerm(chunk_cost=compute_exchanges, chunk_memory=compute_workspace)

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from models.adapters.adapter import NF4_BYTES
-from training.config.schema import AttnImplementation, FlashKernels, Precision, RunConfig
-from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
+from training.config.precision import DTYPES
+from training.config.schema import AttnImplementation, Precision, RunConfig
+from training.costs.cost import LayerCost
 from training.costs.hardware import Machine
-from training.costs.kernels import Launch, time_attention, time_kernels
-from training.costs.memory import Kept, Memory, bytes_of
-from training.costs.time import PassCost, StepCost
+from training.costs.links import Sent
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import choose_reduce_dtype
 from training.objectives.registry import get_objective
@@ -27,17 +26,99 @@ from training.pipeline.activation_checkpoint import ActivationCheckpointing, Gro
 from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
 
+INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
+# Of the integers that cross a boundary with hidden_states: position_ids int64, segment_ids int32
+BOUNDARY_BYTES = 8 + 4
+
+
+class Summed:
+    """A dataclass that is added field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        mine, others = vars(self), vars(other)
+        return type(self)(**{name: mine[name] + others[name] for name in mine})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Summed):
+    """Bytes of a stage on one GPU, by kind.
+
+    A GPU is fullest either in the backward pass (activations, or the loss) or at the optimizer step (DeepSpeed's copies
+    of the gradients, when the activations are gone); the peak is the larger of the two.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0  # of all micro-batches in flight
+    # By how much the one group of layers that is recomputed exceeds what later layers have freed by then, or what a
+    # layer without a backward pass makes in its forward pass exceeds what the others keep
+    recomputation: int = 0
+    loss: int = 0
+    buffers: int = 0  # of communication
+    step: int = 0  # what the optimizer step allocates for itself
+    first_pass: int = 0  # of a pass before the step, what is not the stage's own
+    host: int = 0  # in the host's memory, for this rank
+
+    @property
+    def resident(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+    @property
+    def backward_peak(self) -> int:
+        """The loss is done before the first group is recomputed."""
+        return self.resident + self.activations + max(self.recomputation, self.loss)
+
+    @property
+    def peak(self) -> int:
+        return max(self.backward_peak, self.resident + self.step, self.resident + self.first_pass)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(Summed):
+    """Bytes of one micro-batch in one chunk of layers."""
+
+    activations: int = 0  # `Memory.activations` of it alone
+    recomputation: int = 0  # `Memory.recomputation`
+    deferred: int = 0  # its activations between the two halves of its backward pass
+    host: int = 0  # in the host's memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCost(Summed):
+    """One micro-batch through one chunk of layers. FLOPs are of a token, seconds and bytes of the micro-batch."""
+
+    forward_flops: float = 0
+    backward_flops: float = 0
+    forward_seconds: float = 0  # without sending
+    backward_seconds: float = 0  # the same; with what is recomputed
+    forward_sending: float = 0  # seconds in which a pass waits for what the ranks of its layers send to each other
+    backward_sending: float = 0
+    deferred_seconds: float = 0  # those of `backward_seconds` that a schedule can put off
+    recomputed_seconds: float = 0  # those of `backward_seconds` in which layers run forward again
+    excess_seconds: float = 0  # those of both passes that the GPU's fastest attention kernels would save
+    sent: Sent = field(default_factory=Sent)  # what both passes wait for
+    boundary_bytes: int = 0  # to the next chunk and back, between the passes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost(Summed):
+    """The end of a step, after a stage's passes."""
+
+    reduce_seconds: float = 0  # to reduce gradients, without sending
+    reduce_sent: Sent = field(default_factory=Sent)
+    optimizer_seconds: float = 0
+
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The inputs of a plan apart from the costs of its layers. hardware: complete. teacher: the stages of one that is
-    in memory next to these; empty without."""
+    """The inputs of a plan apart from the costs of its layers."""
 
     config: RunConfig
     layout: Layout
     vocab_size: int
     hardware: Machine
-    teacher: Sequence[Stage] = ()
+    teacher: Sequence[Stage] = ()  # the stages of one that is in memory next to these; empty without
     sums: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False)  # of `table.py`
 
     @cached_property
@@ -53,7 +134,7 @@ class PlannedRun:
     @property
     def weight_bytes(self) -> int:
         """Bytes of a weight."""
-        return bytes_of(self.config.precision)
+        return DTYPES[self.config.precision].itemsize
 
     @property
     def reduce_bytes(self) -> int:
@@ -65,80 +146,36 @@ class PlannedRun:
         """Bytes of a gradient summed over micro-batches."""
         return 2 if self.config.precision is Precision.fp16 else 4
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether attention is two products of matrices, of all scores."""
+        return self.config.attn_implementation is AttnImplementation.eager
+
     @cached_property
     def flops_per_second(self) -> float:
         """FLOP/s of a GPU in large products."""
         return self.hardware.peak_flops[self.config.precision.value] * self.hardware.efficiency
 
-    def time_attention(self, layer: LayerCost, is_backward: bool = False) -> float:
-        """Return the seconds of a layer's fused attention over a micro-batch."""
-        return self._time_attention(layer, is_backward, layer.work.runs_flash_attention_2)
-
-    def time_flash_attention_2(self, layer: LayerCost, is_backward: bool = False) -> float:
-        """Return the seconds of a layer's attention by FlashAttention-2's kernels."""
-        return self._time_attention(layer, is_backward, runs_second=True)
-
-    def time_excess(self, layer: LayerCost, is_backward: bool = False) -> float:
-        """Return the seconds of a pass that FlashAttention-2's kernels take in addition to the GPU's fastest."""
-        fastest = self._time_attention(layer, is_backward, runs_second=False)
-        return self.time_attention(layer, is_backward) - fastest
-
-    def _time_attention(self, layer: LayerCost, is_backward: bool, runs_second: bool) -> float:
-        products = (1 + is_backward) * layer.work.attention_flops * self.tokens / self.flops_per_second
-        by_second = runs_second and self.config.flash_kernels is not FlashKernels.fa3
-        return time_attention(products, self.hardware, is_backward, by_second)
-
-    def stretch_experts(self, layer: LayerCost) -> float:
-        """Return the products of the most loaded of the ranks that divide a layer's experts, over those of an even load
-        (`moe.imbalance`). What its rows move is in the layer's traffic."""
-        return 1 + (self.config.moe.imbalance - 1) * layer.work.divided_share
-
-    def time_pass(self, layer: LayerCost, is_backward: bool = False, launch: Launch = Launch.plain) -> float:
-        """Return the seconds of a layer's pass over a micro-batch."""
-        flops, traffic = layer.work.forward_flops, layer.work.forward_traffic
-        if is_backward:
-            flops, traffic = layer.work.backward_flops, layer.work.backward_traffic
-        flops *= self.stretch_experts(layer)
-        attending = 0.0
-        if not self._is_eager:  # two matrix products, of all scores
-            flops -= (1 + is_backward) * layer.work.attention_flops
-            attending = self.time_attention(layer, is_backward)
-        return time_kernels(flops * self.tokens / self.flops_per_second, attending, traffic, self.hardware, launch)
-
-    def time_remade(self, layer: LayerCost) -> float:
-        """Return the seconds of the operators that `selective` runs again, the scores of eager attention included."""
-        flops = self.count_remade_flops(layer)
-        launch = Launch.plain if self.config.compile else Launch.selective
-        return time_kernels(
-            flops * self.tokens / self.flops_per_second, 0.0, layer.work.remade_traffic, self.hardware, launch
-        )
-
-    def count_remade_flops(self, layer: LayerCost) -> float:
-        """Return the FLOPs of a token that `selective` repeats: those of eager attention."""
-        return layer.work.attention_flops if self._is_eager else 0.0
-
-    @property
-    def _is_eager(self) -> bool:
-        return self.config.attn_implementation is AttnImplementation.eager
+    def time_flops(self, flops: float) -> float:
+        """Return the seconds of a micro-batch's large products. flops: of a token."""
+        return flops * self.tokens / self.flops_per_second
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers of a stage. number: in the order of the model. indices: of its layers in the model.
-    has_first_layer, has_loss: the model's."""
+    """Consecutive layers of a stage."""
 
     run: PlannedRun
     stage_id: int
-    number: int
-    indices: range
+    number: int  # in the order of the model
+    indices: range  # of its layers in the model
     layers: Sequence[LayerCost]
-    has_first_layer: bool
-    has_loss: bool
+    has_loss: bool  # that of the model
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
         """All that its costs follow from within a run."""
-        return self.has_first_layer, self.has_loss, *self.layers
+        return self.number == 0, self.has_loss, *self.layers
 
     @property
     def hidden_bytes(self) -> int:
@@ -162,7 +199,7 @@ class Chunk:
     @property
     def input_bytes(self) -> int:
         """Bytes of the chunk's input: input_ids or hidden_states."""
-        return INPUT_BYTES * self.run.tokens if self.has_first_layer else self.hidden_bytes
+        return INPUT_BYTES * self.run.tokens if self.number == 0 else self.hidden_bytes
 
     @cached_property
     def checkpointing(self) -> ActivationCheckpointing:
@@ -173,7 +210,7 @@ class Chunk:
         """The number of its first layers that run no backward pass: those of the model's first chunk below the first
         layer with a trained parameter. Any later chunk runs all of its layers backward, since the engine asks for the
         gradient of whatever a chunk receives (`Runner._forward`)."""
-        if not self.has_first_layer:
+        if self.number > 0:
             return 0
         trained = (number for number, layer in enumerate(self.layers) if layer.parameters.trained)
         return next(trained, len(self.layers))
@@ -191,91 +228,33 @@ class Chunk:
         groups = [group for group in self.checkpointing.list_groups(len(self.layers)) if group.stop > first]
         return [each if each.is_recomputed else replace(each, start=max(each.start, first)) for each in groups]
 
-    def list_recomputed(self) -> list[LayerCost]:
-        """Return the layers that run again in the backward pass, whole or but for the results that `selective` keeps;
-        not the head, which is in the loss."""
+    def list_recomputed_groups(self) -> list[Sequence[LayerCost]]:
+        """Return the layers of each group that runs again in the backward pass, whole or but for the results that
+        `selective` keeps; without the head, which is in the loss."""
         stop = len(self.layers) - self.has_loss
-        groups = (group for group in self.groups if group.is_recomputed)
-        return [layer for group in groups for layer in self.layers[group.start : min(group.stop, stop)]]
+        groups = (group for group in self.groups if group.is_recomputed and group.start < stop)
+        return [self.layers[group.start : min(group.stop, stop)] for group in groups]
+
+    def list_recomputed(self) -> list[LayerCost]:
+        """Return all layers of `list_recomputed_groups`."""
+        return [layer for group in self.list_recomputed_groups() for layer in group]
 
     def list_stopped(self) -> list[LayerCost]:
         """Return the layers whose recomputation stops before its last products, as soon as all that was kept is there
         again (torch's `set_checkpoint_early_stop`): the last one of each group, unless it is compiled."""
         if self.run.config.compile or self.checkpointing.is_selective:
             return []
-        stop = len(self.layers) - self.has_loss
-        groups = (group for group in self.groups if group.is_recomputed and group.start < stop)
-        return [self.layers[min(group.stop, stop) - 1] for group in groups]
-
-    def run_again(self, layers: Sequence[LayerCost]) -> PassCost:
-        """Return the cost that a second forward pass of `layers` adds to the backward pass."""
-        return PassCost(
-            backward_flops=sum(layer.work.forward_flops for layer in layers),
-            backward_seconds=sum(map(self.time_repeated, layers)),
-            recomputed_seconds=sum(map(self.time_repeated, layers)),
-            excess_seconds=sum(map(self.run.time_excess, layers)),
-        )
-
-    def remake(self, layers: Sequence[LayerCost]) -> PassCost:
-        """Return the cost that `selective` adds to the backward pass: that of the operators whose results it does not
-        keep."""
-        seconds = sum(map(self.time_remade, layers))
-        return PassCost(
-            backward_flops=sum(map(self.run.count_remade_flops, layers)),
-            backward_seconds=seconds,
-            recomputed_seconds=seconds,
-        )
-
-    def time_forward(self, layer: LayerCost) -> float:
-        """Return the seconds of a micro-batch forward: as timed, or by the GPU's rate."""
-        if layer.work.pass_seconds:
-            return layer.work.pass_seconds[0] * self.run.tokens * self.run.stretch_experts(layer)
-        return self.run.time_pass(layer)
-
-    def time_repeated(self, layer: LayerCost) -> float:
-        """Return the seconds of a whole forward pass that is repeated."""
-        if layer.work.pass_seconds or self.run.config.compile:
-            return self.time_forward(layer)
-        return self.run.time_pass(layer, launch=Launch.repeated)
-
-    def time_products(self, layer: LayerCost) -> float:
-        """Return the seconds of the products of a forward pass; of a layer that was timed those of all of it."""
-        if layer.work.pass_seconds:
-            return self.time_forward(layer)
-        return layer.work.forward_flops * self.run.tokens / self.run.flops_per_second
-
-    def time_remade(self, layer: LayerCost) -> float:
-        """Return the seconds of what `selective` runs again of a layer; of one that was timed by the bytes it moves."""
-        if layer.work.pass_seconds:
-            moving = layer.work.remade_traffic.moved / self.run.hardware.stream_rate
-            return min(moving, self.time_forward(layer))
-        return self.run.time_remade(layer)
-
-    def time_deferred(self, layer: LayerCost) -> float:
-        """Return the seconds of the backward pass that can be deferred: products alone."""
-        if layer.work.pass_seconds is None:
-            return layer.work.deferred_flops * self.run.tokens / self.run.flops_per_second
-        return (
-            layer.work.deferred_flops / layer.work.backward_flops * self.time_backward(layer)
-            if layer.work.backward_flops
-            else 0
-        )
-
-    def time_backward(self, layer: LayerCost) -> float:
-        if layer.work.pass_seconds:
-            return layer.work.pass_seconds[1] * self.run.tokens * self.run.stretch_experts(layer)
-        return self.run.time_pass(layer, is_backward=True)
+        return [group[-1] for group in self.list_recomputed_groups()]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers of one pipeline rank. costs: of the whole model. indices: of the layers of each chunk; under 1F1B all
-    are one."""
+    """The layers of one pipeline rank."""
 
     run: PlannedRun
     stage_id: int
-    costs: Sequence[LayerCost]
-    indices: Sequence[range]
+    costs: Sequence[LayerCost]  # of the whole model
+    indices: Sequence[range]  # of the layers of each chunk; under 1F1B all are one
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -283,18 +262,11 @@ class Stage:
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        numbers = self.schedule.list_chunks(self.stage_id)
+        numbers, last = self.schedule.list_chunks(self.stage_id), self.schedule.last_chunk
+        layers = [self.costs[indices.start : indices.stop] for indices in self.indices]
         return [
-            Chunk(
-                self.run,
-                self.stage_id,
-                number,
-                indices,
-                self.costs[indices.start : indices.stop],
-                has_first_layer=number == 0,
-                has_loss=number == self.schedule.last_chunk,
-            )
-            for number, indices in zip(numbers, self.indices, strict=True)
+            Chunk(self.run, self.stage_id, number, indices, held, has_loss=number == last)
+            for number, indices, held in zip(numbers, self.indices, layers, strict=True)
         ]
 
     @cached_property

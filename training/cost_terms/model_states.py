@@ -11,9 +11,8 @@ n trainable parameters of the stage, dp replicas.
 from __future__ import annotations
 
 from training.config.schema import Device, Offload, Precision
-from training.cost_terms.cost_term import Chunk, CostTerm, Stage, count_distinct
+from training.cost_terms.cost_term import Chunk, CostTerm, Memory, PlannedRun, Stage, count_distinct
 from training.cost_terms.layers import count_on_the_way
-from training.costs.memory import Memory
 from training.distributed.pinned_memory import pinned_bytes
 from training.engine.deepspeed_config import MAX_LIVE, REDUCE_BUCKET
 from training.engine.reduce_buckets import reduces_in_passes
@@ -22,21 +21,22 @@ from training.optim.optimizer import count_state_bytes, count_update_buffers
 
 def compute_model_states(stage: Stage) -> Memory:
     """Return the bytes of weights, gradients, optimizer state and the optimizer step of a stage."""
-    config = stage.run.config
-    held = Memory(optimizer=4 * _part(stage) + _moments(stage))
+    config, part = stage.run.config, stage.num_in_part
+    moments = round(count_state_bytes(config) * part)
     if config.shards_weights:
-        return held + _allocate_zero3(stage)
-    weights = Memory(weights=stage.weight_bytes)
+        return Memory(optimizer=4 * part + moments) + _allocate_zero3(stage)
     if config.offload_optimizer is Offload.cpu:
-        held = _allocate_on_host(stage)
-    return weights + held + _allocate_sums(stage)
+        held = _allocate_on_host(stage, moments)
+    else:
+        held = Memory(optimizer=4 * part + moments)
+    return Memory(weights=stage.weight_bytes) + held + _allocate_sums(stage)
 
 
 def _allocate_sums(stage: Stage) -> Memory:
     """`training/engine/gradient_sums.py`: the sums of gradients, at stage 2 this rank's part, and a bucket that is
     reduced. In fp16 the part is copied in fp32 for the step. On a CPU gloo copies the weights that it gathers after
     it."""
-    run, part = stage.run, _part(stage)
+    run, part = stage.run, stage.num_in_part
     copied = 4 * part if run.config.precision is Precision.fp16 else 0
     updated = 0 if run.config.offload_optimizer is Offload.cpu else count_update_buffers(run.config, part)
     gathers = run.hardware.device is Device.cpu and run.layout.num_shards > 1
@@ -60,16 +60,13 @@ def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
     held, copy_bytes, on_the_way = run.weight_bytes, run.reduce_bytes, count_on_the_way(stage)
     if not run.config.shards_gradients:
         held, copy_bytes = 0, 0 if run.reduce_bytes == run.gradient_bytes else run.reduce_bytes
+    in_bucket = max(min(n, REDUCE_BUCKET), stage.largest_trainable)
     has_experts = any(layer.parameters.active < layer.parameters.held for layer in chunk.layers)
     if not reduces_in_passes(run.layout, has_experts):
-        in_bucket = max(min(n, REDUCE_BUCKET), stage.largest_trainable)
         return max(0, held * n + copy_bytes * in_bucket - on_the_way)
     if run.config.activation_checkpoint_interval:
-        in_bucket = max(min(n, REDUCE_BUCKET), stage.largest_trainable)
-        copied = copy_bytes * in_bucket
-        if n <= REDUCE_BUCKET:
-            copied = max(0, copied - _count_recomputed(chunk))
-        return max(0, held * in_bucket + copied - on_the_way)
+        freed = _count_recomputed(chunk) if n <= REDUCE_BUCKET else 0
+        return max(0, held * in_bucket + max(0, copy_bytes * in_bucket - freed) - on_the_way)
     most = waiting = freed = 0
     for layer in reversed(chunk.backward_layers):
         waiting += layer.parameters.trained
@@ -99,53 +96,39 @@ def _allocate_zero3(stage: Stage) -> Memory:
     recomputed a backward pass needs all of them, and they stay. With `offload_parameters` its part is in the host's
     memory, pinned for a GPU.
     """
-    run, part = stage.run, _part(stage)
-    in_bucket = max(min(stage.num_trainable, REDUCE_BUCKET), stage.largest_trainable)
+    run, part, num_weights = stage.run, stage.num_in_part, stage.num_parameters
     is_fp32, recomputes = run.config.precision is Precision.fp32, run.config.activation_checkpoint_interval > 0
-    bucket = 0 if is_fp32 else run.reduce_bytes * REDUCE_BUCKET
-    num_weights = stage.num_parameters
-    gathered = run.weight_bytes * (min(num_weights, MAX_LIVE) if recomputes else num_weights)
-    reduced = (run.weight_bytes + (4 if is_fp32 else 0)) * in_bucket
-    if stage.num_trainable <= REDUCE_BUCKET:
-        reduced = max(0, reduced - _count_recomputed(stage.chunks[0]))
+    reduced = 0
+    if recomputes:
+        in_bucket = max(min(stage.num_trainable, REDUCE_BUCKET), stage.largest_trainable)
+        freed = _count_recomputed(stage.chunks[0]) if stage.num_trainable <= REDUCE_BUCKET else 0
+        reduced = max(0, (run.weight_bytes + (4 if is_fp32 else 0)) * in_bucket - freed)
     own = run.weight_bytes * -(-num_weights // run.layout.num_weight_replicas)
     is_on_host = run.config.offload_parameters is Offload.cpu
-    pinned = pinned_bytes(own) if run.hardware.device is Device.cuda else own
     return Memory(
         weights=0 if is_on_host else own,
-        host=pinned if is_on_host else 0,
+        host=_pin(run, own) if is_on_host else 0,
         gradients=4 * part,
-        buffers=gathered + bucket + (reduced if recomputes else 0),
+        buffers=run.weight_bytes * (min(num_weights, MAX_LIVE) if recomputes else num_weights)
+        + (0 if is_fp32 else run.reduce_bytes * REDUCE_BUCKET)
+        + reduced,
         step=4 * part + count_update_buffers(run.config, part),
     )
 
 
-def _allocate_on_host(stage: Stage) -> Memory:
-    """`DeepSpeedZeroOptimizer` with its state on the host. A GPU also has a buffer for the largest gradient, which
-    nothing is written to."""
-    run = stage.run
+def _allocate_on_host(stage: Stage, moments: int) -> Memory:
+    """`DeepSpeedZeroOptimizer` with its state on the host: moments, master weights, gradient and the weights to send
+    back. A GPU also has a buffer for the largest gradient, which nothing is written to, and the host one. Norms and
+    biases, of which DeepSpeed pins a few MB separately, count as matrices."""
+    run, part = stage.run, stage.num_in_part
     one_gradient = run.weight_bytes * stage.largest_trainable if run.hardware.device is Device.cuda else 0
-    return Memory(buffers=one_gradient, host=_moments(stage) + _pin(stage))
+    pinned = (4 * part, 4 * part, run.weight_bytes * part, one_gradient)
+    return Memory(buffers=one_gradient, host=moments + sum(_pin(run, nbytes) for nbytes in pinned))
 
 
-def _pin(stage: Stage) -> int:
-    """Bytes of the host for master weights, gradient and the weights to send back; with a GPU all are pinned, and a
-    buffer for the largest gradient too. Norms and biases, of which DeepSpeed pins a few MB separately, count as
-    matrices.
-    """
-    part, element = _part(stage), stage.run.weight_bytes
-    tensors = [4 * part, 4 * part, element * part]
-    if stage.run.hardware.device is not Device.cuda:
-        return sum(tensors)
-    return sum(pinned_bytes(nbytes) for nbytes in [*tensors, element * stage.largest_trainable])
-
-
-def _part(stage: Stage) -> int:
-    return stage.num_in_part
-
-
-def _moments(stage: Stage) -> int:
-    return round(count_state_bytes(stage.run.config) * _part(stage))
+def _pin(run: PlannedRun, nbytes: int) -> int:
+    """Bytes of the host for a tensor that is copied to a GPU from there, or that stays there for a CPU."""
+    return pinned_bytes(nbytes) if run.hardware.device is Device.cuda else nbytes
 
 
 MODEL_STATES = CostTerm(stage_memory=compute_model_states)

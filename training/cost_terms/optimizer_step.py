@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from training.config.precision import DTYPES
 from training.config.schema import Offload, OptimizerName, Precision, RunConfig
-from training.cost_terms.cost_term import CostTerm, Stage
+from training.cost_terms.cost_term import CostTerm, Stage, StepCost
 from training.costs.hardware import GB
-from training.costs.memory import bytes_of
-from training.costs.time import StepCost
 from training.costs.trace import trace_operators
 from training.optim.optimizer import build_optimizer, count_state_bytes, count_update_buffers
 
@@ -16,11 +15,9 @@ from training.optim.optimizer import build_optimizer, count_state_bytes, count_u
 def compute_update(stage: Stage) -> StepCost:
     """Return the time to update this replica's part; offloaded, its gradient and weight also cross the link to the
     host."""
-    run = stage.run
-    config, hardware = run.config, run.hardware
-    part = stage.num_in_part
-    moved = count_moved(config) * part
-    if config.offload_optimizer is Offload.none:
+    run, hardware, part = stage.run, stage.run.hardware, stage.num_in_part
+    moved = count_moved(run.config) * part
+    if run.config.offload_optimizer is Offload.none:
         return StepCost(optimizer_seconds=moved / hardware.stream_rate)
     ranks_on_node = min(run.layout.world_size, hardware.cards_per_node)
     across = (4 + run.weight_bytes) * part / (hardware.host_link_bandwidth * GB)
@@ -69,7 +66,7 @@ def count_update_bytes(state_bytes: float, precision: Precision, shards_weights:
     """
     cast = 2 + 4 if precision is Precision.fp16 else 0
     norm = (4 + 8 + 8) + (4 + 4) if shards_weights else 4
-    return cast + norm + (4 + 4) + 4 + (4 + 4) + 2 * state_bytes + 4 + bytes_of(precision)
+    return cast + norm + (4 + 4) + 4 + (4 + 4) + 2 * state_bytes + 4 + DTYPES[precision].itemsize
 
 
 OPTIMIZER_STEP = CostTerm(stage_cost=compute_update)

@@ -77,18 +77,15 @@ def _ready_at(unit: Unit, transfer: Sequence[float], stops: Mapping[Unit, float]
     through the same chunk, and the gradients of weights follow the gradient of the input; neither needs a transfer.
     transfer: as in `simulate`. stops: when each pass that is already simulated stops.
     """
-    chunk, micro_batch, kind = unit
-    if kind is UnitKind.weight_backward:
+    if unit.kind is UnitKind.weight_backward:
         return stops.get(unit._replace(kind=UnitKind.input_backward))
-    if kind is UnitKind.forward:
-        if chunk == 0:
-            return 0.0
-        stop, boundary = stops.get(Unit(chunk - 1, micro_batch, kind)), chunk - 1
-    elif chunk == len(transfer):
-        return stops.get(Unit(chunk, micro_batch, UnitKind.forward))
-    else:
-        stop, boundary = stops.get(Unit(chunk + 1, micro_batch, kind)), chunk
-    return None if stop is None else stop + transfer[boundary]
+    maker = unit.chunk + (-1 if unit.kind is UnitKind.forward else 1)  # the chunk whose pass makes the input
+    if maker < 0:
+        return 0.0
+    if maker > len(transfer):
+        return stops.get(unit._replace(kind=UnitKind.forward))
+    stop = stops.get(unit._replace(chunk=maker))
+    return None if stop is None else stop + transfer[min(maker, unit.chunk)]
 
 
 def list_transfers(passes: Sequence[Pass], transfer: Sequence[float]) -> Iterator[tuple[int, float, float]]:

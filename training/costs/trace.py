@@ -31,10 +31,6 @@ class Operand:
     nbytes: int  # that it takes in memory; elements that are expanded are there once
     shape: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
 
 @dataclass(frozen=True)
 class Operator:
@@ -56,8 +52,9 @@ class Trace:
     sizes: tuple[int, ...]  # bytes of each storage, by its number
     saved: frozenset[int]  # storages that autograd keeps for the backward pass, without the layer's own weights
     num_repeated: int  # operators of `forward` that come before the last one that autograd keeps something for
-    result_bytes: int  # bytes of the layer's first result
-    backward_peak: int  # bytes of storages alive at once in the backward pass, at most, beyond those at its start
+    # Bytes of storages alive at once in the backward pass, at most, beyond those at its start and the gradients that go
+    # in and out
+    backward_peak: int
     gradients: Mapping[str, int]  # storage of each parameter's gradient, by the parameter's name
 
     def sum_sizes(self, storages: Iterable[int]) -> int:
@@ -80,16 +77,7 @@ def trace_passes(run: Callable[[], Any], module: nn.Module) -> Trace:
     """
     recorder = _Recorder()
     own = {recorder.number(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    saved: set[int] = set()
     gradients: dict[str, int] = {}
-
-    num_repeated = 0
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal num_repeated
-        saved.add(recorder.number(tensor))
-        num_repeated = recorder.num_operators  # what an operator takes is kept before it runs
-        return tensor
 
     def take_gradient(name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # some layers pass none
@@ -104,7 +92,7 @@ def trace_passes(run: Callable[[], Any], module: nn.Module) -> Trace:
     backward: tuple[Operator, ...] | None
     try:
         with WithoutData(), recorder:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
                 result = run()[0]
             forward, alive = recorder.finish_pass(), recorder.alive
             try:
@@ -121,10 +109,9 @@ def trace_passes(run: Callable[[], Any], module: nn.Module) -> Trace:
         forward=forward,
         backward=backward,
         sizes=tuple(recorder.sizes),
-        saved=frozenset(saved - own),
-        num_repeated=num_repeated,
-        result_bytes=result.untyped_storage().nbytes(),
-        backward_peak=peak,
+        saved=frozenset(recorder.saved - own),
+        num_repeated=recorder.num_repeated,
+        backward_peak=peak - 2 * result.untyped_storage().nbytes(),
         gradients=gradients,
     )
 
@@ -136,6 +123,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.sizes: list[int] = []
         self.alive = self.peak = 0  # bytes of storages that operators have made
+        self.saved: set[int] = set()  # storages that autograd has kept
+        self.num_repeated = 0  # operators before the last one that autograd has kept something for
         self._numbers: dict[int, int] = {}  # address of a storage that lives -> its number
         self._operators: list[Operator] = []
 
@@ -155,10 +144,11 @@ class _Recorder(TorchDispatchMode):
         )
         return result
 
-    @property
-    def num_operators(self) -> int:
-        """Those since the last pass was finished."""
-        return len(self._operators)
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note what autograd keeps, as a hook of it: before the operator that takes it runs."""
+        self.saved.add(self.number(tensor))
+        self.num_repeated = len(self._operators)
+        return tensor
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage, a new one the first time."""

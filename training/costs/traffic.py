@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 
-from training.costs.trace import Operand, Operator
+from training.costs.trace import Operator
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 SENDING = "exchange_rows"  # `models.experts.exchange`; timed by what it sends
@@ -38,8 +39,15 @@ def count_traffic(passes: Iterable[Sequence[Operator]], fuses: bool) -> list[Tra
     what only they make and take stays in registers. If a later pass takes it, it is made again from what the earlier
     pass made it of, in 16 bits.
     """
-    counter = _FusedCounter() if fuses else _Counter()
-    return [counter.count(operators) for operators in passes]
+    remade: set[int] = set()  # storages that were in registers at the end of an earlier pass
+    found = []
+    for operators in passes:
+        launched = [operator for operator in operators if operator.launches]
+        moved, kernels = _fuse(launched, remade) if fuses else (sum(map(_sum_bytes, launched)), len(launched))
+        products = (operator.taken[-2:] for operator in launched if operator.name in ("mm", "addmm"))
+        shapes = tuple((*left.shape, right.shape[1]) for left, right in products)
+        found.append(Traffic(moved, kernels, shapes))  # type: ignore[arg-type]  # of two matrices
+    return found
 
 
 def count_remade(forward: Sequence[Operator], fuses: bool) -> Traffic:
@@ -50,77 +58,39 @@ def count_remade(forward: Sequence[Operator], fuses: bool) -> Traffic:
     return sum(count_traffic(runs, fuses), start=NO_TRAFFIC)
 
 
-class _Counter:
-    """Counts each operator as a kernel that reads its arguments and writes its results."""
-
-    def __init__(self) -> None:
-        self.moved = self.kernels = 0
-
-    def count(self, operators: Sequence[Operator]) -> Traffic:
-        self.moved = self.kernels = 0
-        launched = [operator for operator in operators if operator.launches]
-        for operator in launched:
-            if operator.name in PRODUCTS or operator.name == SENDING:
-                self.count_product(operator)
-            else:
-                self.count_other(operator)
-        self.finish()
-        products = (operator.taken[-2:] for operator in launched if operator.name in ("mm", "addmm"))
-        shapes = tuple((*left.shape, right.shape[1]) for left, right in products)
-        return Traffic(self.moved, self.kernels, shapes)  # type: ignore[arg-type]  # of two matrices
-
-    def count_product(self, operator: Operator) -> None:
-        """Count a product. Scores are as large as the product is deep, so that memory bounds them, too."""
-        self.kernels += 1
-        if "bmm" in operator.name:
-            self.moved += _sum_bytes(operator)
-
-    def count_other(self, operator: Operator) -> None:
-        self.kernels += 1
-        self.moved += _sum_bytes(operator)
-
-    def finish(self) -> None:
-        """Count what is left at the end of a pass."""
-
-
-class _FusedCounter(_Counter):
-    """Counts neighbours that are not products as one kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._follows_product = True
-        self._loaded: set[int] = set()  # storages that the running kernel has read
-        self._unwritten: dict[int, int] = {}  # bytes of results that are in registers, by storage
-        self._remade: set[int] = set()  # those of earlier passes
-
-    def count_product(self, operator: Operator) -> None:
-        """Count a product, for which arguments that were in registers are written."""
-        super().count_product(operator)
-        self._follows_product = True
-        self._loaded.clear()  # the next kernel reads again
-        self.moved += sum(self._unwritten.pop(operand.storage, 0) for operand in operator.taken)
-
-    def count_other(self, operator: Operator) -> None:
-        self.kernels += self._follows_product
-        self._follows_product = False
+def _fuse(launched: Sequence[Operator], remade: set[int]) -> tuple[int, int]:
+    """Return the bytes that a pass moves, and its kernels, where neighbours that are not products are one kernel.
+    remade: gets the storages of what is in registers at the end."""
+    moved = kernels = 0
+    follows_product = True
+    loaded: set[int] = set()  # storages that the running kernel has read
+    unwritten: dict[int, int] = {}  # bytes of results that are in registers, by storage
+    for operator in launched:
+        if _is_product(operator):  # for which arguments that were in registers are written
+            kernels, follows_product = kernels + 1, True
+            moved += _sum_bytes(operator) + sum(unwritten.pop(operand.storage, 0) for operand in operator.taken)
+            loaded.clear()  # the next kernel reads again
+            continue
+        kernels, follows_product = kernels + follows_product, False
         for operand in operator.taken:
-            if operand.storage not in self._unwritten and operand.storage not in self._loaded:
-                self.moved += self._count_read(operand)
-                self._loaded.add(operand.storage)
-        self._unwritten.update({operand.storage: operand.nbytes for operand in operator.made})
+            if operand.storage not in unwritten and operand.storage not in loaded:
+                is_remade = operand.storage in remade
+                moved += min(operand.nbytes, 2 * prod(operand.shape)) if is_remade else operand.nbytes
+                loaded.add(operand.storage)
+        unwritten.update({operand.storage: operand.nbytes for operand in operator.made})
+    if not follows_product:  # the pass's result is written
+        moved += sum(list(unwritten.values())[-1:])
+    remade.update(unwritten)
+    return moved, kernels
 
-    def finish(self) -> None:
-        """Count the pass's result, which is written unless a product made it."""
-        if not self._follows_product:
-            self.moved += sum(list(self._unwritten.values())[-1:])
-        self._follows_product = True
-        self._remade |= self._unwritten.keys()
-        self._unwritten.clear()
-        self._loaded.clear()
 
-    def _count_read(self, operand: Operand) -> int:
-        return min(operand.nbytes, 2 * operand.numel) if operand.storage in self._remade else operand.nbytes
+def _is_product(operator: Operator) -> bool:
+    return operator.name in (*PRODUCTS, SENDING)
 
 
 def _sum_bytes(operator: Operator) -> int:
+    """Bytes that an operator reads and writes as a kernel of its own. Those of a product do not count, but where scores
+    are made or taken, which are as large as the product is deep, so that memory bounds it too."""
+    if _is_product(operator) and "bmm" not in operator.name:
+        return 0
     return sum(operand.nbytes for operand in (*operator.taken, *operator.made))

@@ -27,7 +27,7 @@ METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers per st
 
 def weigh_layers(layers: Sequence[Layer], method: Any) -> list[int]:
     """Return the weight of each layer by `partition_method`; a list of layers per stage weighs none of them, and
-    `balanced` weighs them by their time (`training/cost_terms/pass_times.py`).
+    `balanced` weighs them by their time (`training/cost_terms/split.py`).
 
     Raises UserError for an unknown method, and a REGEX that matches nothing.
     """

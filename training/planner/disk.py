@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from models.adapters.options import AdapterName
 from models.weights.passthrough import find_passthrough
 from models.weights.source import WeightSource
+from training.config.precision import DTYPES
 from training.config.schema import Precision, RunConfig
-from training.costs.memory import bytes_of
 from training.optim.optimizer import count_state_bytes
 from training.planner.formatting import render_bytes
 
@@ -35,7 +35,7 @@ def estimate_size(config: RunConfig, num_parameters: int, num_trainable: int, nu
     """Return the size of one checkpoint of a run; adapters are saved without the model, with what they have started as
     (`num_starts` elements). The counts are of all layers, shared parameters once."""
     saved = num_parameters if config.adapter.name is AdapterName.none else num_trainable + num_starts
-    weights = saved * bytes_of(config.precision)
+    weights = saved * DTYPES[config.precision].itemsize
     if config.save_weights_only:
         return CheckpointSize(weights, 0)
     masters = 0 if config.precision is Precision.fp32 else 4

@@ -14,13 +14,11 @@ from functools import cached_property, lru_cache
 
 from training.cost_terms import table
 from training.cost_terms.context_parallel import ModeCost, compare_modes
-from training.cost_terms.cost_term import Chunk, PlannedRun, Stage, list_stages
-from training.cost_terms.pass_times import time_passes
+from training.cost_terms.cost_term import Chunk, Memory, PlannedRun, Stage, list_stages
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
-from training.costs.memory import Memory
+from training.costs.links import Sent, compute_sending_seconds, find_bandwidth
 from training.costs.simulation import Pass, simulate
-from training.costs.time import Sent, compute_sending_seconds, find_bandwidth
 from training.distributed.topology import PIPE, Layout
 from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
@@ -319,7 +317,7 @@ def _plan_stage(stage: Stage) -> StagePlan:
 
 
 def _plan_chunk(chunk: Chunk) -> ChunkPlan:
-    cost, seconds = table.sum_pass_cost(chunk), time_passes(chunk)
+    cost = table.sum_pass_cost(chunk)
     layout, hardware = chunk.run.layout, chunk.run.hardware
     schedule = build_schedule(layout)
     to = schedule.find_stage(min(chunk.number + 1, schedule.last_chunk))
@@ -331,13 +329,13 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
         last_layer=chunk.indices.stop - 1,
         forward_flops=cost.forward_flops,
         backward_flops=cost.backward_flops,
-        forward_seconds=seconds.forward,
-        backward_seconds=seconds.backward,
-        deferred_seconds=seconds.deferred,
+        forward_seconds=cost.forward_seconds + cost.forward_sending,
+        backward_seconds=cost.backward_seconds + cost.backward_sending,
+        deferred_seconds=cost.deferred_seconds,
         recomputed_seconds=cost.recomputed_seconds,
         excess_seconds=cost.excess_seconds,
-        sum_seconds=seconds.sending,
-        sent=cost.forward_sent + cost.backward_sent,
+        sum_seconds=cost.forward_sending + cost.backward_sending,
+        sent=cost.sent,
         boundary_bytes=cost.boundary_bytes if is_sent else 0,
         transfer_seconds=cost.boundary_bytes / 2 / link if is_sent else 0.0,
     )

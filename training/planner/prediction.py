@@ -13,9 +13,9 @@ import torch.distributed as dist
 from data.loading.row_lengths import RowLengths
 from training.config.schema import Device, HardwareConfig, RunConfig, load_hardware
 from training.cost_terms.cost_term import PlannedRun
+from training.cost_terms.table import HOST_BYTES_A_RANK
 from training.costs.cost import LayerCost
 from training.costs.hardware import Machine, complete_hardware, list_stated
-from training.costs.memory import HOST_BYTES_A_RANK
 from training.distributed.process import broadcast_from_main
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from training.config.schema import CheckpointMode, Offload, RunConfig
+from training.cost_terms.cost_term import Memory
 from training.costs.hardware import GIB, Machine
-from training.costs.memory import Memory
 from training.distributed.topology import EXPERTS
 from training.planner.disk import render_disk
 from training.planner.formatting import render_cost, render_count, render_rows, render_seconds

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from data.loading.columns import list_teacher_columns
 from data.storage.scores import count_bytes
 from training.cost_terms.cost_term import Stage
-from training.cost_terms.loss import compute_loss_bytes
+from training.cost_terms.first_pass import count_working
+from training.cost_terms.loss import LossBytes
 from training.cost_terms.table import sum_memory
-from training.cost_terms.teacher import count_working
 from training.costs.hardware import GIB, Machine
 from training.planner.formatting import render_bytes, render_count, render_seconds
 from training.planner.plan import list_resolved_stages, plan_resolved
@@ -59,7 +59,7 @@ def _count_peak(stage: Stage, top_k: int) -> int:
     if not stage.has_loss:
         return sum_memory(stage).weights + working
     shard, on_gpu = -(-run.vocab_size // run.layout.tensor_parallel_size), run.hardware.device.value == "cuda"
-    logits = compute_loss_bytes(run.tokens, shard, 1, run.config.precision, on_gpu)
+    logits = LossBytes(run.tokens, shard, 1, run.config.precision, on_gpu).peak
     return sum_memory(stage).weights + working + 2 * logits + 2 * run.tokens * count_bytes(list_teacher_columns(top_k))
 
 

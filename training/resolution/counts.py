@@ -14,8 +14,7 @@ from models.layers.layer import Layer
 from models.parallel.shard import ContextParallel, ExpertParallel, LayerRanks, TensorParallel
 from training.config.precision import DTYPES
 from training.config.schema import FusedKernels, RunConfig
-from training.costs.cost import LayerCost, Passes, count_layers
-from training.costs.micro_batch import MicroBatchShape
+from training.costs.cost import LayerCost, MicroBatchShape, count_layers
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
 from training.pipeline.schedules import find_schedule
@@ -76,5 +75,6 @@ class LayerCounts:
                 self._parts,
                 ExpertParallel(size=config.expert_parallel_size, imbalance=config.moe.imbalance),
             ),
-            passes=Passes(splits_backward, fuses=config.compile or config.fused_kernels is FusedKernels.auto),
+            splits_backward=splits_backward,
+            fuses=config.compile or config.fused_kernels is FusedKernels.auto,
         )

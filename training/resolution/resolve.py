@@ -37,8 +37,7 @@ from training.config.schema import AUTO, Device, OptimizerName, RunConfig
 from training.config.validate import check_config
 from training.cost_terms import table
 from training.cost_terms.cost_term import PlannedRun, list_stages
-from training.cost_terms.fits import build_fits
-from training.cost_terms.pass_times import set_times, time_layers
+from training.cost_terms.split import build_fits, set_times, time_layers
 from training.costs.cost import LayerCost
 from training.costs.hardware import ANY_CPU, Machine, complete_hardware
 from training.distributed.topology import Layout, build_layout

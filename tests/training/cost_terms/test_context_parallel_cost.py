@@ -10,8 +10,10 @@ import torch
 from support.configs import build_config, set_keys
 from transformers import LlamaConfig
 
-from models.parallel.shard import ContextParallel
+from models.architecture.lookup import build_layers
+from models.parallel.shard import ContextParallel, LayerRanks
 from training.config.schema import Device, RunConfig
+from training.cost_terms.activations import run_again
 from training.cost_terms.context_parallel import (
     SCORE_BYTES,
     ModeCost,
@@ -20,12 +22,9 @@ from training.cost_terms.context_parallel import (
     compute_workspace,
 )
 from training.cost_terms.cost_term import PlannedRun, Stage
-from training.cost_terms.layers import compute_passes
-from training.costs.cost import Bytes, LayerCost, Parameters, Work
+from training.cost_terms.layers import ATTENTION_BACKWARD, ATTENTION_RATE, compute_passes, time_pass
+from training.costs.cost import Bytes, LayerCost, MicroBatchShape, Parameters, SharedAttention, Work, count_layers
 from training.costs.hardware import GB, STREAM_RATE, Machine
-from training.costs.kernels import ATTENTION_BACKWARD, ATTENTION_RATE
-from training.costs.micro_batch import MicroBatchShape
-from training.costs.shared_attention import SharedAttention, count_shared_attention
 from training.distributed.topology import Layout, Topology
 
 SIZE, LENGTH = 4, 1000  # ranks, tokens of each
@@ -43,12 +42,10 @@ def describe_config() -> RunConfig:
     return build_config(*KEYS)
 
 
-def count(heads: int, is_ring: bool, window: int | None = None) -> SharedAttention:
-    config = LlamaConfig(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=2, head_dim=8)
-    return count_shared_attention(
-        config, ContextParallel(size=SIZE, is_ring=is_ring), MicroBatchShape(1, LENGTH, torch.bfloat16),
-        tensor_parallel_size=1, head_sizes=(8, 8), flops=FLOPS, window=window,
-    )  # fmt: skip
+def share(heads: int, is_ring: bool, has_window: bool = False) -> SharedAttention:
+    return SharedAttention(
+        is_ring=is_ring, has_ring=True, heads=heads, kv_heads=2, head_sizes=(8, 8), has_window=has_window
+    )
 
 
 def build_stage(shared: SharedAttention, *keys: str, flops: float = FLOPS, gpu: Machine = GPU) -> Stage:
@@ -70,7 +67,7 @@ EXCHANGED = 2 * (SIZE - 1) / SIZE * LENGTH * (8 + 4) * (8 + 8) * 2  # two heads 
 
 @pytest.mark.parametrize("is_ring", [False, True])
 def test_both_modes_are_compared(is_ring: bool) -> None:
-    by_heads, in_ring = compare_modes(build_stage(count(8, is_ring)))
+    by_heads, in_ring = compare_modes(build_stage(share(8, is_ring)))
     assert [by_heads.mode, in_ring.mode] == ["ulysses", "ring"]
     assert [by_heads.is_chosen, in_ring.is_chosen] == [not is_ring, is_ring]
     assert [by_heads.sent_bytes, in_ring.sent_bytes] == pytest.approx([EXCHANGED, TRAVELS])
@@ -81,14 +78,14 @@ def test_both_modes_are_compared(is_ring: bool) -> None:
 
 
 def test_a_slow_link_is_waited_for() -> None:
-    (in_ring,) = compare_modes(build_stage(count(6, is_ring=True), flops=0))  # six heads: not by four ranks
+    (in_ring,) = compare_modes(build_stage(share(6, is_ring=True), flops=0))  # six heads: not by four ranks
     assert in_ring.mode == "ring" and in_ring.seconds_between == pytest.approx(TRAVELS / (0.1 * GB))
 
 
-@pytest.mark.parametrize(("keys", "window"), [(("attn_implementation=eager",), None), ((), 100)])
-def test_scores_in_memory_take_time(keys: tuple[str, ...], window: int | None) -> None:
-    stage = build_stage(count(8, is_ring=True, window=window), *keys)
-    plain = build_stage(count(8, is_ring=True))
+@pytest.mark.parametrize(("keys", "has_window"), [(("attn_implementation=eager",), False), ((), True)])
+def test_scores_in_memory_take_time(keys: tuple[str, ...], has_window: bool) -> None:
+    stage = build_stage(share(8, is_ring=True, has_window=has_window), *keys)
+    plain = build_stage(share(8, is_ring=True))
     cost, fused = compute_exchanges(stage.chunks[0]), compute_exchanges(plain.chunks[0])
     scores = LENGTH * FLOPS / (2 * (8 + 8))
     added = cost.forward_seconds - fused.forward_seconds, cost.backward_seconds - fused.backward_seconds
@@ -96,7 +93,7 @@ def test_scores_in_memory_take_time(keys: tuple[str, ...], window: int | None) -
 
 
 def test_documents_of_packed_rows_take_no_scores() -> None:
-    packed, plain = (build_stage(count(8, is_ring=True), *keys) for keys in (("data.packing=true",), ()))
+    packed, plain = (build_stage(share(8, is_ring=True), *keys) for keys in (("data.packing=true",), ()))
     assert compute_exchanges(packed.chunks[0]) == compute_exchanges(plain.chunks[0])
     assert compute_workspace(packed.chunks[0]) == compute_workspace(plain.chunks[0])
 
@@ -104,29 +101,44 @@ def test_documents_of_packed_rows_take_no_scores() -> None:
 def test_a_ring_has_the_kernels_of_flash_attention_2() -> None:
     """Which take twice as long on this GPU, unless FlashAttention-3 is in their place."""
     gpu = replace(GPU, flash_attention_2=0.5)
-    ring = compute_exchanges(build_stage(count(8, is_ring=True), gpu=gpu).chunks[0])
+    ring = compute_exchanges(build_stage(share(8, is_ring=True), gpu=gpu).chunks[0])
     forward = FLOPS * LENGTH / 1e12 / ATTENTION_RATE
     assert ring.forward_seconds == pytest.approx(forward)  # in addition
     assert ring.backward_seconds == pytest.approx(2 * ATTENTION_BACKWARD * forward)
     assert ring.excess_seconds == pytest.approx(ring.forward_seconds + ring.backward_seconds)
-    newer = build_stage(count(8, is_ring=True), "flash_kernels=fa3", gpu=gpu)
-    by_heads = build_stage(count(8, is_ring=False), gpu=gpu)
+    newer = build_stage(share(8, is_ring=True), "flash_kernels=fa3", gpu=gpu)
+    by_heads = build_stage(share(8, is_ring=False), gpu=gpu)
     for cost in (compute_exchanges(newer.chunks[0]), compute_exchanges(by_heads.chunks[0])):
         assert cost.forward_seconds == cost.backward_seconds == 0
     packed = replace(
         by_heads,
         costs=[replace(layer, work=replace(layer.work, runs_flash_attention_2=True)) for layer in by_heads.costs],
     )
-    assert packed.chunks[0].time_forward(packed.costs[1]) - by_heads.chunks[0].time_forward(
-        by_heads.costs[1]
-    ) == pytest.approx(forward)
-    in_ring = replace(packed, costs=[replace(layer, shared_attention=count(8, is_ring=True)) for layer in packed.costs])
+    seconds = [time_pass(each.costs[1], each.run) for each in (packed, by_heads)]
+    assert seconds[0] - seconds[1] == pytest.approx(forward)
+    in_ring = replace(packed, costs=[replace(layer, shared_attention=share(8, is_ring=True)) for layer in packed.costs])
     assert compute_exchanges(in_ring.chunks[0]).excess_seconds == 0  # counted by the layers
     assert compute_passes(in_ring.chunks[0]).excess_seconds == pytest.approx(2 * ring.excess_seconds)  # two of them
-    assert packed.chunks[0].run_again(packed.costs[1:2]).excess_seconds == pytest.approx(forward)
+    assert run_again(packed.costs[1:2], packed.run).excess_seconds == pytest.approx(forward)
 
 
 def test_a_rank_alone_sends_nothing() -> None:
-    stage = build_stage(count(8, is_ring=False))
+    stage = build_stage(share(8, is_ring=False))
     costs = [replace(layer, shared_attention=None) for layer in stage.costs]
     assert compare_modes(replace(stage, costs=costs)) == list[ModeCost]()
+
+
+def test_the_attention_that_ranks_share_is_that_of_the_layer() -> None:
+    """By heads the outputs are kept once more, in bf16."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=32, attn_implementation="sdpa",
+    )  # fmt: skip
+    shape = MicroBatchShape(1, 16 * SIZE, torch.bfloat16)
+    by_heads, in_ring = (
+        count_layers(build_layers(config), config, shape, ranks=LayerRanks(parts=ContextParallel(0, SIZE, None, each)))
+        for each in (False, True)
+    )
+    assert [layer.shared_attention for layer in by_heads] == [None, share(8, is_ring=False), None, None]
+    assert in_ring[1].shared_attention == share(8, is_ring=True)
+    assert by_heads[1].bytes.saved - in_ring[1].bytes.saved == 16 * 8 * 8 * 2

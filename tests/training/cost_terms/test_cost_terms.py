@@ -10,12 +10,11 @@ from support.configs import build_config
 
 from training.config.schema import Device
 from training.cost_terms import table
-from training.cost_terms.cost_term import CostTerm, PlannedRun, Stage
-from training.cost_terms.fits import build_fits
+from training.cost_terms.cost_term import CostTerm, Kept, Memory, PassCost, PlannedRun, Stage, StepCost
+from training.cost_terms.split import build_fits
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, GIB, Machine
-from training.costs.memory import Kept, Memory
-from training.costs.time import PassCost, Sent, StepCost
+from training.costs.links import Sent
 from training.distributed.topology import DATA, TENSOR, Layout, Topology
 from training.pipeline.partition import balance
 from training.planner.plan import Plan, compute_plan
@@ -36,7 +35,9 @@ LAYER = LayerCost(
 DUMMY = CostTerm(
     stage_memory=lambda stage: Memory(buffers=3 * GIB, host=5 * GIB) if stage.stage_id == 0 else Memory(),
     chunk_memory=lambda chunk: Kept(activations=GIB),
-    chunk_cost=lambda chunk: PassCost(forward_flops=2e9, forward_seconds=0.25, backward_sent=Sent({TENSOR: 50 * GB})),
+    chunk_cost=lambda chunk: PassCost(
+        forward_flops=2e9, forward_seconds=0.25, backward_sending=0.5, sent=Sent({TENSOR: 50 * GB})
+    ),
     stage_cost=lambda stage: StepCost(reduce_seconds=1.0, reduce_sent=Sent({DATA: 200 * GB}), optimizer_seconds=4.0),
 )
 
@@ -73,7 +74,8 @@ def test_its_seconds_are_in_the_plan() -> None:
     for plain, stage in zip(PLAIN.stages, found.stages, strict=True):
         assert stage.forward_flops == plain.forward_flops + 2e9
         assert stage.forward_seconds == pytest.approx(plain.forward_seconds + 0.25)
-        assert stage.backward_seconds == pytest.approx(plain.backward_seconds + 50 / 100)
+        assert stage.backward_seconds == pytest.approx(plain.backward_seconds + 0.5)
+        assert stage.chunks[0].sent[TENSOR] == plain.chunks[0].sent.get(TENSOR, 0) + 50 * GB
     assert found.pipeline_seconds == pytest.approx(PLAIN.pipeline_seconds + (M + 1) * 0.75)
     assert found.reduce_seconds == pytest.approx(PLAIN.reduce_seconds + 1 + 200 / 100)
     assert found.optimizer_seconds == pytest.approx(PLAIN.optimizer_seconds + 4)

@@ -10,12 +10,12 @@ from support.planned import plan_config
 
 from training.config.schema import Device
 from training.cost_terms.cost_term import PlannedRun, Stage
-from training.cost_terms.expert_parallel import compute_exchanges
+from training.cost_terms.gradients import compute_reduction
+from training.cost_terms.layer_ranks import compute_exchanges
 from training.cost_terms.model_states import compute_model_states
-from training.cost_terms.replicas import compute_reduction
 from training.cost_terms.table import sum_pass_cost
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
-from training.costs.hardware import Machine
+from training.costs.hardware import GB, Machine
 from training.distributed.topology import DATA, EXPERTS, Layout, Topology
 from training.engine.deepspeed_config import REDUCE_BUCKET
 
@@ -46,14 +46,16 @@ def test_rows_go_there_and_back_in_each_pass(mode: str, repeats: int) -> None:
     """The second layer is the head, which is not recomputed."""
     cost = compute_exchanges(build_stage(f"activation_checkpoint_mode={mode}").chunks[0])
     one_layer = 2 * 2 * HIDDEN * (SHARES - 1) / SHARES
-    assert cost.forward_sent[EXPERTS] == 2 * one_layer
-    assert cost.backward_sent[EXPERTS] == (2 + repeats) * one_layer
+    assert cost.sent[EXPERTS] == (2 + 2 + repeats) * one_layer
+    link = 100 * GB
+    assert cost.forward_sending == pytest.approx(2 * one_layer / link)
+    assert cost.backward_sending == pytest.approx((2 + repeats) * one_layer / link)
     assert (cost.forward_seconds, cost.backward_seconds) == (0, 0)
 
 
 def test_all_wait_for_the_most_loaded_rank() -> None:
     even, uneven = (sum_pass_cost(build_stage(*keys).chunks[0]) for keys in ((), ("moe.imbalance=1.5",)))
-    assert uneven.forward_sent[EXPERTS] == 1.5 * even.forward_sent[EXPERTS]
+    assert uneven.forward_sending == pytest.approx(1.5 * even.forward_sending)
     products = 4e8 * TOKENS / 1e12  # of one layer forward
     # The second layer is the head, whose gradients the loss makes in the forward pass; the first is recomputed
     assert uneven.forward_seconds - even.forward_seconds == pytest.approx(0.5 * (2 + 2) * products)

@@ -21,10 +21,9 @@ from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from training.cost_terms.activations import compute_kept
 from training.cost_terms.cost_term import PlannedRun, Stage
-from training.cost_terms.replicas import compute_reduction
+from training.cost_terms.gradients import compute_reduction
 from training.cost_terms.table import sum_memory, sum_pass_cost
-from training.costs.cost import LayerCost, count_layers
-from training.costs.micro_batch import MicroBatchShape
+from training.costs.cost import LayerCost, MicroBatchShape, count_layers
 from training.distributed.topology import DATA, Layout, Topology
 from training.pipeline.activation_checkpoint import Group
 

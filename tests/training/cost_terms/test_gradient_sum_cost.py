@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from training.config.schema import Device, Precision
 from training.cost_terms.cost_term import Chunk, PlannedRun
-from training.cost_terms.gradient_sums import compute_sums, count_sum_bytes
+from training.cost_terms.gradients import compute_sums, count_sum_bytes
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, STREAM_RATE, Machine
 from training.distributed.topology import Layout, Topology
@@ -86,7 +86,7 @@ def test_bytes_of_the_operations_in_fp32() -> None:
 def build_chunk(*layers: LayerCost, micro_batches: int = 4) -> Chunk:
     layout = Layout(Topology.of(1), 1, micro_batches)
     run = PlannedRun(build_config("precision=bf16"), layout, 7, GPU)
-    return Chunk(run, 0, 0, range(len(layers)), layers, has_first_layer=True, has_loss=True)
+    return Chunk(run, 0, 0, range(len(layers)), layers, has_loss=True)
 
 
 def test_seconds_of_a_pass() -> None:

@@ -9,10 +9,10 @@ from support.configs import build_config
 
 from training.config.schema import Device
 from training.cost_terms.cost_term import PlannedRun, Stage
-from training.cost_terms.tensor_parallel import compute_sums
+from training.cost_terms.layer_ranks import compute_sums
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, Machine
-from training.costs.time import NETWORK_LATENCY, NODE_LATENCY, compute_sending_seconds
+from training.costs.links import NETWORK_LATENCY, NODE_LATENCY
 from training.distributed.topology import TENSOR, Layout, Topology
 
 SIZE, TOKENS, WIDTH = 4, 1000, 64
@@ -36,11 +36,8 @@ def test_an_all_reduce_is_two_rounds_of_a_ring() -> None:
     keys = ("precision=bf16", f"max_seq_length={TOKENS}", "activation_checkpoint_interval=1")
     config = build_config("micro_batch_size=1", f"tensor_parallel_size={SIZE}", *keys)
     cost = compute_sums(Stage(PlannedRun(config, LAYOUT, 50, GPU), 0, [LAYER, LAYER], [range(2)]).chunks[0])
-    for sent, num_sums in ((cost.forward_sent, 4), (cost.backward_sent, 4 + 2)):
-        assert sent == {TENSOR: num_sums * 2 * (SIZE - 1) / SIZE * HIDDEN}
-        assert sent.steps == {TENSOR: num_sums * 2 * (SIZE - 1)}
-    both = cost.forward_sent + cost.backward_sent
-    assert both.steps == {TENSOR: 10 * 2 * (SIZE - 1)}
+    assert cost.sent == {TENSOR: (4 + 4 + 2) * 2 * (SIZE - 1) / SIZE * HIDDEN}
+    assert cost.backward_sending == pytest.approx((4 + 2) / 4 * cost.forward_sending)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +53,6 @@ def test_each_step_waits_for_the_link(device: Device, cards_per_node: int, link:
     keys = ("precision=bf16", f"max_seq_length={TOKENS}", "activation_checkpoint_interval=0")
     config = build_config("micro_batch_size=1", f"tensor_parallel_size={SIZE}", *keys)
     machine = replace(GPU, device=device, cards_per_node=cards_per_node)
-    sent = compute_sums(Stage(PlannedRun(config, LAYOUT, 50, machine), 0, [LAYER], [range(1)]).chunks[0]).forward_sent
-    seconds = sent[TENSOR] / (link * GB) + 12 * latency
-    assert compute_sending_seconds(sent, LAYOUT, 0, machine) == pytest.approx(seconds)
+    cost = compute_sums(Stage(PlannedRun(config, LAYOUT, 50, machine), 0, [LAYER], [range(1)]).chunks[0])
+    nbytes = 2 * 2 * (SIZE - 1) / SIZE * HIDDEN  # of two sums
+    assert cost.forward_sending == cost.backward_sending == pytest.approx(nbytes / (link * GB) + 12 * latency)

@@ -13,8 +13,7 @@ from models.adapters.targets import build_lora_config
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from training.costs.allocation import AllocationPeak
-from training.costs.cost import LayerCost, count_layers, mean_keys
-from training.costs.micro_batch import MicroBatchShape
+from training.costs.cost import LayerCost, MicroBatchShape, count_layers, mean_keys
 
 B, T, D, I, V, HEADS, KV_HEADS, HEAD = 2, 48, 64, 96, 200, 4, 2, 16
 DECODER_MATRICES = D * HEAD * (HEADS + 2 * KV_HEADS) + HEADS * HEAD * D + 3 * D * I

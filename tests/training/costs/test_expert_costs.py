@@ -14,8 +14,7 @@ from models.architecture.lookup import build_layers
 from models.experts.grouped import GROUPED
 from models.layers.layer import Layer
 from models.parallel.shard import ExpertParallel, LayerRanks
-from training.costs.cost import LayerCost, count_layers
-from training.costs.micro_batch import MicroBatchShape
+from training.costs.cost import LayerCost, MicroBatchShape, count_layers
 
 B, T = 2, 24
 SHORT = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss", "deepseek_v3")
@@ -136,6 +135,4 @@ def test_the_rank_with_most_rows_keeps_more_of_them() -> None:
         first, second, third = (getattr(cost.bytes, name) for cost in (even, uneven, one_sided))
         assert third - second == pytest.approx(second - first)
     assert even.bytes.widest < uneven.bytes.widest == 1.5 * even.bytes.widest
-    assert (
-        even.work.forward_flops == uneven.work.forward_flops
-    )  # the others wait: `training/cost_terms/expert_parallel.py`
+    assert even.work.forward_flops == uneven.work.forward_flops  # the others wait: `training/cost_terms/layer_ranks.py`

@@ -20,14 +20,13 @@ from models.losses.divergence import DistillOptions
 from models.losses.options import Divergence
 from models.losses.token_loss import TokenLoss
 from training.config.schema import CheckpointMode, Device, DistillConfig, Precision
-from training.cost_terms.cost_term import PlannedRun, Stage
-from training.cost_terms.loss import compute_distill_bytes, compute_loss_bytes
+from training.cost_terms.cost_term import Memory, PlannedRun, Stage
+from training.cost_terms.loss import LossBytes
 from training.cost_terms.model_states import compute_model_states
 from training.cost_terms.table import sum_memory
 from training.costs.allocation import AllocationPeak
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import Machine
-from training.costs.memory import Memory
 from training.distributed.topology import Layout, Topology
 from training.engine.deepspeed_config import REDUCE_BUCKET
 from training.optim.chunks import CHUNK_SIZE as UPDATED
@@ -253,18 +252,18 @@ def test_the_loss_makes_its_logits_in_pieces(on_gpu: bool, rows: int) -> None:
     many, vocabulary = 4096, 128_000
     chunk = rows * vocabulary
     sizes = many, vocabulary, 4096
-    assert compute_loss_bytes(*sizes, Precision.bf16, on_gpu) == 2 * many * vocabulary + 10 * chunk
-    assert compute_loss_bytes(*sizes, Precision.bf16, on_gpu, weight_trains=False) == 10 * chunk
-    assert compute_loss_bytes(*sizes, Precision.fp32, on_gpu) == 8 * chunk
-    assert compute_loss_bytes(*sizes, Precision.fp16, on_gpu) == 12 * many * vocabulary
-    assert compute_loss_bytes(10, 10, 4096, Precision.fp32, on_gpu) == 800
+    assert LossBytes(*sizes, Precision.bf16, on_gpu).peak == 2 * many * vocabulary + 10 * chunk
+    assert LossBytes(*sizes, Precision.bf16, on_gpu, weight_trains=False).peak == 10 * chunk
+    assert LossBytes(*sizes, Precision.fp32, on_gpu).peak == 8 * chunk
+    assert LossBytes(*sizes, Precision.fp16, on_gpu).peak == 12 * many * vocabulary
+    assert LossBytes(10, 10, 4096, Precision.fp32, on_gpu).peak == 800
 
 
 @pytest.mark.parametrize(("on_gpu", "rows", "part"), [(False, 256, 2**25), (True, 1024, 2**27)])
 def test_of_many_targets_the_loss_sums_the_gradient_of_the_head(on_gpu: bool, rows: int, part: int) -> None:
     """As much for 128k tokens as for 16k: pieces of 1,024 targets in all wait, beside a sum in fp32."""
     vocabulary, hidden_size = 128_000, 4096
-    needed = [compute_loss_bytes(many, vocabulary, hidden_size, Precision.bf16, on_gpu) for many in (2**14, 2**17)]
+    needed = [LossBytes(many, vocabulary, hidden_size, Precision.bf16, on_gpu).peak for many in (2**14, 2**17)]
     summed = 4 * vocabulary * hidden_size + 2 * part
     assert needed == [10 * rows * vocabulary + 2 * 1024 * vocabulary + summed] * 2
     assert needed[0] < 2 * 2**14 * vocabulary + 12 * 2**27
@@ -294,7 +293,8 @@ def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch, we
         torch.autograd.grad(causal_lm_loss((states, weight), targets), (states, weight)[: 1 + weight_trains])
     grad_hidden = 2 * 2 * states.numel()  # those of targets, and their gradient
     sizes = tokens, vocabulary, hidden_size
-    expected = compute_loss_bytes(*sizes, Precision.bf16, on_gpu=False, weight_trains=weight_trains) + grad_hidden
+    found = LossBytes(*sizes, Precision.bf16, on_gpu=False, weight_trains=weight_trains)
+    expected = found.peak + grad_hidden
     assert counter.peak == pytest.approx(expected, rel=0.05)
     assert expected < 2 * tokens * vocabulary
 
@@ -317,12 +317,12 @@ def test_what_a_teacher_adds_to_the_loss(monkeypatch: pytest.MonkeyPatch, temper
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(loss((states, weight), targets), (states, weight))
     keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=False)
-    sizes = (tokens, vocabulary, hidden_size, Precision.fp32, False)
+    planned = LossBytes(tokens, vocabulary, hidden_size, Precision.fp32, on_gpu=False)
     kept = tokens * count_bytes(list_teacher_columns(top_k))
-    added = compute_distill_bytes(tokens, vocabulary, keys, Precision.fp32, on_gpu=False) - kept
+    added = planned.count_teacher(keys) - kept
     gradients = 4 * (2 * states.numel() + weight.numel())
-    assert counter.peak == pytest.approx(compute_loss_bytes(*sizes) + added + gradients, rel=0.1)
-    assert compute_distill_bytes(tokens, vocabulary, DistillConfig(teacher=None), Precision.fp32, False) == 0
+    assert counter.peak == pytest.approx(planned.peak + added + gradients, rel=0.1)
+    assert planned.count_teacher(DistillConfig(teacher=None)) == 0
 
 
 @pytest.mark.parametrize("divergence", list(Divergence))
@@ -344,7 +344,7 @@ def test_what_a_teacher_in_memory_adds_to_the_loss(
     with AllocationPeak(states, weight) as counter:
         torch.autograd.grad(loss((states, weight), targets), (states, weight))
     keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=True, divergence=divergence)
-    sizes = (tokens, vocabulary, hidden_size, Precision.fp32, False)
-    added = compute_distill_bytes(tokens, vocabulary, keys, Precision.fp32, on_gpu=False)
+    planned = LossBytes(tokens, vocabulary, hidden_size, Precision.fp32, on_gpu=False)
+    added = planned.count_teacher(keys)
     gradients = 4 * (2 * states.numel() + weight.numel())
-    assert counter.peak == pytest.approx(compute_loss_bytes(*sizes) + added + gradients, rel=0.1)
+    assert counter.peak == pytest.approx(planned.peak + added + gradients, rel=0.1)

@@ -15,8 +15,7 @@ from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
-from training.costs.cost import count_layers
-from training.costs.micro_batch import MicroBatchShape
+from training.costs.cost import MicroBatchShape, count_layers
 from training.planner.plan import compute_model_flops
 
 LOWER = ("embed_tokens", r"layers\.[0-2]\.")  # all layers but the last

@@ -14,8 +14,7 @@ from models.architecture.lookup import build_layers
 from models.parallel.shard import LayerRanks, TensorParallel
 from models.sharding.sequence_obstacles import check_sequence_parts
 from models.sharding.tensor_parallel import shard_layers
-from training.costs.cost import LayerCost, count_layers
-from training.costs.micro_batch import MicroBatchShape
+from training.costs.cost import LayerCost, MicroBatchShape, count_layers
 
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=16,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,29 +10,13 @@ import torch
 from torch import nn
 
 from models.experts.exchange import exchange_rows
-from training.config.schema import CheckpointMode, Device
-from training.costs.hardware import GB, STREAM_RATE, Machine
-from training.costs.kernels import (
-    ATTENTION_BACKWARD,
-    ATTENTION_RATE,
-    KERNEL_SECONDS,
-    LAUNCH_SECONDS,
-    Launch,
-    stretch_products,
-    time_attention,
-    time_kernels,
-)
+from training.config.schema import CheckpointMode
 from training.costs.trace import trace_passes
 from training.costs.traffic import NO_TRAFFIC, Traffic, count_remade, count_traffic
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
 
 N, D = 10, 8
 ELEMENTS = N * D
-GPU = Machine(
-    name="round", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1}, efficiency=1,
-    memory_bandwidth=100, intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=1, host_memory_bandwidth=1,
-    host_link_bandwidth=1, device_name="round",
-)  # fmt: skip
 
 
 class Block(nn.Module):
@@ -125,45 +108,3 @@ def test_products_of_both_passes_are_known_by_their_shapes() -> None:
     forward, back = count(lambda: linear(x), linear)
     assert forward.products == ((7, 3, 5),)
     assert sorted(back.products) == [(5, 7, 3), (7, 5, 3)]  # the weight's gradient, and that of x
-
-
-@pytest.mark.parametrize(
-    ("products", "stretch"),
-    [
-        (((1280, 64, 256),), 1),  # 10 tiles of 256 x 128, or of 128 x 256: a wave
-        (((1280, 64, 384),), 1),  # 30 tiles of 128 x 128: three waves
-        (((1280, 64, 257),), 384 / 257),  # of a third column of tiles one element is needed: 30 tiles again
-        (((128, 64, 128),), 1),  # one tile, whose depth ten multiprocessors share
-        (((128, 64, 768),), 10 / 9),  # three tiles of 128 x 256, three multiprocessors for each: one is idle
-        (((1280, 64, 256), (128, 640, 768)), (20 + 60 * 10 / 9) / (20 + 60)),  # by their FLOPs
-        ((), 1),
-    ],
-)
-def test_products_run_in_waves_of_tiles(products: tuple[tuple[int, int, int], ...], stretch: float) -> None:
-    assert stretch_products(products, 10) == pytest.approx(stretch)
-    assert stretch_products(products, None) == 1
-
-
-def test_idle_multiprocessors_take_time_on_a_gpu_alone() -> None:
-    passes = Traffic(0, 0, ((128, 64, 768),))
-    gpu = replace(GPU, multiprocessors=10)
-    assert time_kernels(2.0, 1.0, passes, gpu) == pytest.approx(10 / 9 * 2.0 + 1.0)
-    assert time_kernels(2.0, 1.0, passes, GPU) == pytest.approx(2.0 + 1.0)
-    assert time_kernels(2.0, 1.0, passes, replace(gpu, device=Device.cpu)) == 3.0
-
-
-def test_a_pass_is_bound_by_the_gpu_or_by_its_host() -> None:
-    moving = 1e9 / (100 * GB * STREAM_RATE) + 5 * KERNEL_SECONDS
-    busy = time_kernels(2.0, 1.0, Traffic(10**9, 5), GPU)
-    assert busy == pytest.approx(2.0 + 1.0 + moving)
-    assert time_kernels(1e-6, 0.0, Traffic(0, 50), GPU) == 50 * LAUNCH_SECONDS[Launch.plain]
-
-
-def test_attention_takes_longer_than_products_of_as_many_flops_on_a_gpu() -> None:
-    assert time_attention(2.0, GPU) == pytest.approx(2.0 / ATTENTION_RATE)
-    assert time_attention(2.0, GPU, is_backward=True) == pytest.approx(2.0 * ATTENTION_BACKWARD / ATTENTION_RATE)
-    assert time_attention(2.0, GPU, by_flash_attention_2=True) == time_attention(2.0, GPU)
-    hopper = replace(GPU, flash_attention_2=0.5)
-    assert time_attention(2.0, hopper, by_flash_attention_2=True) == pytest.approx(2 * time_attention(2.0, GPU))
-    assert time_attention(2.0, hopper) == time_attention(2.0, GPU)
-    assert time_attention(2.0, replace(hopper, device=Device.cpu), by_flash_attention_2=True) == 2.0

@@ -9,8 +9,8 @@ import pytest
 from support.configs import build_config
 from support.planned import plan_config
 
+from training.cost_terms.table import HOST_BYTES_A_RANK
 from training.costs.hardware import GIB
-from training.costs.memory import HOST_BYTES_A_RANK
 from training.planner.plan import Plan
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "memory.md"

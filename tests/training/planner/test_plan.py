@@ -10,11 +10,11 @@ from support.configs import build_config as build_run_config
 
 from training.config.schema import Device, RunConfig
 from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.gradients import compute_reduction
 from training.cost_terms.optimizer_step import compute_update
-from training.cost_terms.replicas import compute_reduction
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, GIB, Machine
-from training.costs.time import compute_sending_seconds
+from training.costs.links import compute_sending_seconds
 from training.distributed.topology import Layout, Topology
 from training.planner.plan import Plan, compute_host_bytes, compute_model_flops, compute_plan
 from training.planner.report import render_run, render_table

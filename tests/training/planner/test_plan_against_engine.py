@@ -25,9 +25,9 @@ from support.workers import WorkerGroup
 from models.weights.sources import open_weights
 from training.config.schema import Device
 from training.config.teacher import derive_teacher
+from training.cost_terms.table import HOST_BYTES_A_RANK
 from training.costs.allocation import AllocationPeak
 from training.costs.hardware import Machine
-from training.costs.memory import HOST_BYTES_A_RANK
 from training.optim import chunks
 from training.planner.plan import plan_resolved
 from training.resolution.resolve import resolve

@@ -1,16 +1,13 @@
-"""The seconds of a plan, by the part of the step that they fall into, and the bytes that ranks send.
-`training/cost_terms/` adds them up."""
+"""The links between ranks: the bandwidth and the latency of each axis of the topology, by where its ranks are."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
 
 from training.config.schema import Device
 from training.costs.hardware import GB, Machine
-from training.costs.memory import Summed
 from training.distributed.sharding import list_shard_groups
 from training.distributed.topology import CONTEXT, EXPERTS, PIPE, RING, TENSOR, Layout
 
@@ -23,59 +20,16 @@ NODE_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
 
 class Sent(dict[str, float]):
     """Bytes that a rank sends over each axis of the topology, by the axis's name; and over `SHARDS`, `SAME_SHARD`,
-    `EXPERTS` and `RING`. steps: by axis, those around a ring, of which a collective over n ranks takes n - 1, an
-    all-reduce twice as many."""
-
-    def __init__(self, nbytes: Mapping[str, float] | None = None, steps: Mapping[str, float] | None = None) -> None:
-        super().__init__(nbytes or {})
-        self.steps = dict(steps or {})
+    `EXPERTS` and `RING`."""
 
     def __add__(self, other: Sent) -> Sent:
-        return Sent(_add(self, other), _add(self.steps, other.steps))
-
-
-def _add(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
-    return {axis: left.get(axis, 0) + right.get(axis, 0) for axis in (*left, *right)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassCost(Summed):
-    """One micro-batch through one chunk of layers. FLOPs are of a token; seconds of the micro-batch, without sending.
-
-    deferred_seconds: those of backward_seconds that a schedule can put off. recomputed_seconds: those in which layers
-    run forward again. excess_seconds: those of both passes that
-    the GPU's fastest attention kernels would save. forward_sent, backward_sent: waited for in
-    the pass. boundary_bytes: to the next chunk and back, between the passes.
-    """
-
-    forward_flops: float = 0
-    backward_flops: float = 0
-    forward_seconds: float = 0
-    backward_seconds: float = 0
-    deferred_seconds: float = 0
-    recomputed_seconds: float = 0
-    excess_seconds: float = 0
-    forward_sent: Sent = field(default_factory=Sent)
-    backward_sent: Sent = field(default_factory=Sent)
-    boundary_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCost(Summed):
-    """The end of a step, after a stage's passes: seconds to reduce gradients, without sending; bytes sent for that;
-    seconds of the optimizer step."""
-
-    reduce_seconds: float = 0
-    reduce_sent: Sent = field(default_factory=Sent)
-    optimizer_seconds: float = 0
+        return Sent({axis: self.get(axis, 0) + other.get(axis, 0) for axis in (*self, *other)})
 
 
 def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware: Machine) -> float:
     """Return the seconds to send `sent`, one axis after the other."""
-    links = {axis: find_bandwidth(axis, layout, stage_id, hardware) * GB for axis, nbytes in sent.items() if nbytes}
-    latencies = {axis: find_latency(axis, layout, stage_id, hardware) for axis, steps in sent.steps.items() if steps}
-    waiting = sum((sent.steps[axis] * latency for axis, latency in latencies.items()), start=0.0)
-    return sum((sent[axis] / link for axis, link in links.items()), start=waiting)
+    rates = {axis: find_bandwidth(axis, layout, stage_id, hardware) * GB for axis, nbytes in sent.items() if nbytes}
+    return sum((sent[axis] / rate for axis, rate in rates.items()), start=0.0)
 
 
 def find_latency(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:

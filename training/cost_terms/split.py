@@ -1,16 +1,49 @@
-"""Whether a stage has the memory for a range of layers: the constraint of an uneven split."""
+"""Layers are split over stages by the time of their passes, and by whether a stage has the memory for them.
+
+The times of passes order a schedule too. All are sums over the cost terms (`table.py`), rounded to nanoseconds here:
+ranks that ordered their passes by other numbers would wait for each other forever, so the main rank sends its own to
+all.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from training.cost_terms import table
-from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.cost_term import Chunk, PlannedRun, Stage, list_stages
+from training.cost_terms.table import sum_memory, sum_pass_cost
 from training.costs.cost import LayerCost
+from training.distributed.topology import Layout
 from training.pipeline.partition import Fits
+from training.pipeline.schedule import PassTimes
+
+
+def time_layers(costs: Sequence[LayerCost], run: PlannedRun) -> list[int]:
+    """Return the nanoseconds of both passes through each layer alone, by which layers are balanced over stages."""
+    last = len(costs) - 1
+    chunks = (
+        Chunk(run, 0, index, range(index, index + 1), [cost], has_loss=index == last)
+        for index, cost in enumerate(costs)
+    )
+    return [round(sum(_time(chunk))) for chunk in chunks]
+
+
+def set_times(layout: Layout, costs: Sequence[LayerCost], bounds: Sequence[int], run: PlannedRun) -> Layout:
+    """Return the layout with the times of its chunks, `bounds`, by which its passes and exchanges are ordered."""
+    chunks = [chunk for stage in list_stages(run, costs, bounds) for chunk in stage.chunks]
+    return replace(layout, pass_times=tuple(_time(chunk) for chunk in sorted(chunks, key=lambda chunk: chunk.number)))
+
+
+def _time(chunk: Chunk) -> PassTimes:
+    cost = sum_pass_cost(chunk)
+    forward, backward = cost.forward_seconds + cost.forward_sending, cost.backward_seconds + cost.backward_sending
+    deferred = cost.deferred_seconds
+    if chunk.run.config.evaluate_only:
+        backward = deferred = 0.0
+    return PassTimes(*(round(1e9 * seconds) for seconds in (forward, backward - deferred, deferred)))
 
 
 def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
@@ -26,7 +59,7 @@ def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
     def holds(stage_id: int, start: int, stop: int) -> bool:
         held = (stage_id, *costs[start:stop])
         if held not in known:
-            memory = table.sum_memory(Stage(run, stage_id, costs, [range(start, stop)]))
+            memory = sum_memory(Stage(run, stage_id, costs, [range(start, stop)]))
             known[held] = memory.peak <= run.hardware.usable_bytes
         return known[held]
 

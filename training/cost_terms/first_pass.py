@@ -1,0 +1,52 @@
+"""The forward pass before a step: of the model itself, or of a teacher that is in memory next to its student
+(`distill.online`), with its weights and what it leaves for the step."""
+
+from __future__ import annotations
+
+from training.cost_terms.cost_term import Chunk, CostTerm, Memory, PassCost, Stage
+from training.cost_terms.layers import run_forward
+from training.objectives.objective import PassOver
+from training.objectives.registry import get_objective
+
+
+def compute_teacher(stage: Stage) -> Memory:
+    """Return the bytes of the teacher's stage: weights alone; while it runs, before the step, what a layer makes; and
+    where the loss is, the hidden states at the targets of all micro-batches, every token a target."""
+    if not stage.run.teacher:
+        return Memory()
+    own = stage.run.teacher[stage.stage_id]
+    states = own.run.layout.gradient_accumulation_steps * own.chunks[-1].block_bytes if own.has_loss else 0
+    weights = own.run.weight_bytes * own.num_parameters
+    return Memory(weights=weights, activations=states, first_pass=states + count_working(own))
+
+
+def count_working(stage: Stage) -> int:
+    """Return the bytes that a forward pass without gradients takes in addition to weights: messages, and what the layer
+    that takes most makes.
+
+    At most that is all that training would keep of it. Of a plain one, what it holds where it is widest: the factors of
+    an MLP's product, one of them before its activation function too, and the product, next to hidden states before and
+    after the norm; eager attention makes all scores.
+    """
+    hidden = stage.chunks[-1].block_bytes
+    made = (
+        layer.bytes.saved
+        if layer.is_estimated or stage.run.is_eager
+        else min(layer.bytes.saved, 4 * layer.bytes.widest + 2 * hidden)
+        for layer in stage.layers
+    )
+    return max(made) + 4 * hidden
+
+
+def compute_first_pass(chunk: Chunk) -> PassCost:
+    """Return the cost of a forward pass over as many tokens before the step: the model's own, for an objective that
+    needs one; the teacher's, which the first chunk of its stage counts."""
+    run = chunk.run
+    if run.teacher:
+        own = run.teacher[chunk.stage_id]
+        return run_forward(own.layers, own.run) if chunk.number == own.chunks[0].number else PassCost()
+    runs_first = get_objective(run.config).pass_over(run.config) not in (None, PassOver.as_teacher)
+    return run_forward(chunk.layers, run) if runs_first else PassCost()
+
+
+FIRST_PASS = CostTerm(stage_memory=compute_teacher, chunk_cost=compute_first_pass)
