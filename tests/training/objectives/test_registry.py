@@ -171,14 +171,14 @@ def test_the_plan_reads_a_new_objective(new_objective: None) -> None:
 
 def test_the_plan_counts_a_forward_pass_before_each_step() -> None:
     dpo, kto = build_small_plan("data=preference"), build_small_plan("data=preference", "task=kto")
-    assert [stage.forward_flops for stage in kto.stages] == [2 * stage.forward_flops for stage in dpo.stages]
+    assert [stage.cost.forward_flops for stage in kto.stages] == [2 * stage.cost.forward_flops for stage in dpo.stages]
     assert [stage.backward_flops for stage in kto.stages] == [stage.backward_flops for stage in dpo.stages]
 
 
 def test_the_plan_counts_the_pass_and_the_vectors_of_embeddings() -> None:
     """A query and its document are two rows, as a pair of answers is."""
     dpo, vectors = build_small_plan("data=preference"), build_small_plan("data=embedding")
-    assert vectors.stages[0].forward_flops == 2 * dpo.stages[0].forward_flops
+    assert vectors.stages[0].cost.forward_flops == 2 * dpo.stages[0].cost.forward_flops
     assert vectors.stages[0].backward_flops == dpo.stages[0].backward_flops
     assert vectors.tokens_per_step == dpo.tokens_per_step
     more = build_small_plan("data=embedding", "data.num_negatives=2", "global_batch_size=1024")
