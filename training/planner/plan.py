@@ -66,7 +66,7 @@ class StagePlan:
     @property
     def pass_seconds(self) -> float:
         """Seconds of both passes of a micro-batch."""
-        return self.cost.forward_seconds + self.cost.backward_seconds
+        return sum(chunk.cost.forward_seconds + chunk.cost.backward_seconds for chunk in self.chunks)
 
     @property
     def sending_seconds(self) -> float:
@@ -221,7 +221,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.lack == 0
+        return self.missing_memory <= 0 and self.missing_host_memory <= 0
 
 
 def plan_resolved(

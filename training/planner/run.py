@@ -97,9 +97,10 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
                 f"world_size={config.world_size} compares runs of one global batch, and none is given; "
                 "give global_batch_size=N"
             )
-    sizes = [check_world_size(each) for each in configs]
+    check_keys(config, has_accelerator=True)
     described = describe_model(config)
     model = resolve_planned(configs[0], described)
+    sizes = [check_world_size(each) for each in configs]
     machines = [complete_hardware(config.hardware, config.precision, size) for size in sizes]
     if (wrapper := model.wrapper) is not None:
         yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; the rest is on no GPU"
