@@ -1,4 +1,4 @@
-"""What changes bring, and the remedies of a plan that does not fit: each is the plan of a run with those overrides."""
+"""Each row of the table of changes, and each remedy, is the plan of a run with those overrides."""
 
 from __future__ import annotations
 
