@@ -240,9 +240,9 @@ def explain(each: Planned) -> str:
     """Return what the predicted step is made of."""
     plan = each.plan
     total = plan.step_seconds
-    slowest = max(plan.stages, key=lambda stage: stage.forward_seconds + stage.backward_seconds)
-    passes = plan.layout.gradient_accumulation_steps * (slowest.forward_seconds + slowest.backward_seconds)
-    sums = plan.layout.gradient_accumulation_steps * slowest.sum_seconds
+    slowest = max(plan.stages, key=lambda stage: stage.pass_seconds)
+    passes = plan.layout.gradient_accumulation_steps * slowest.pass_seconds
+    sums = plan.layout.gradient_accumulation_steps * slowest.sending_seconds
     parts = {
         "passes": passes - sums,
         "tensor parallel": sums,

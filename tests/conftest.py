@@ -28,7 +28,7 @@ _LONGEST = (
     "test_plan_against_engine", "test_dpo", "test_two_hosts", "test_family_parity", "test_lora", "test_families",
     "test_plan_run", "test_device", "test_bad_input", "test_schedules", "test_nonfinite", "test_interrupts",
     "test_docs", "test_configs", "test_packing_parity", "test_order_across_layouts", "test_registry",
-    "test_profile_machine", "test_conversion", "test_plan_search", "test_convert2ckpt",
+    "test_layer_times", "test_conversion", "test_plan_search", "test_convert2ckpt",
 )  # fmt: skip
 
 

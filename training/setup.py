@@ -40,7 +40,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, read_state
 from training.checkpoint.timeline import find_abandoned
 from training.config.incompatible import CheckedConfig
-from training.config.schema import Device, FlashKernels, FusedKernels, Init, Precision, RunConfig
+from training.config.schema import FlashKernels, FusedKernels, Init, Precision, RunConfig
 from training.config.sources import list_file_keys, parse_key, read_files
 from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
@@ -349,9 +349,8 @@ def predict_run(
         return None
     if machine is None:
         ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
-    device = Device.cuda if has_accelerator() else Device.cpu
     in_memory = setup.teacher if setup.teacher is not None and config.distill.online else None
-    return predict(setup, machine, device, lengths, times, in_memory)
+    return predict(setup, machine, lengths, times, in_memory)
 
 
 def _find_saved_init(resume_from: Path | None) -> str:

@@ -67,7 +67,7 @@ def show_start(
         facts["evaluation"] = f"{_describe_evaluations(config, datasets, budget.evaluations)}; {when}"
     facts |= describe_layout(setup, hosts, prediction.plan.sent_in_passes)
     facts["steps"] = f"{start.step} to {budget.last_step} of {budget.total_steps}{_describe_epochs(budget, setup)}"
-    if prediction.peak_flops is not None:  # else the plan's times are those of another machine
+    if prediction.is_known:  # else the plan's times are those of another machine
         seconds = prediction.plan.step_seconds
         left = count_trained(start.step, budget.last_step, config.skip_data_intervals)
         facts["expected"] = f"{render_seconds(seconds)} a step, {render_seconds(left * seconds)} in all, by the plan"
@@ -131,7 +131,7 @@ def describe_layout(setup: RunSetup, hosts: Sequence[str], sent: Mapping[str, fl
 def _describe_model(setup: RunSetup, prediction: Prediction | None = None) -> str:
     sizes = ""
     if prediction is not None:
-        total, trained = prediction.count_parameters(), prediction.count_parameters(trained=True)
+        total, trained = prediction.plan.count("whole"), prediction.plan.count("whole_trained")
         sizes = f" of {render_count(total)} parameters{_describe_experts(setup, prediction)}" + (
             f", {render_count(trained)} of them trained" if trained < total else ""
         )
@@ -142,7 +142,7 @@ def _describe_experts(setup: RunSetup, prediction: Prediction) -> str:
     active, num_experts = count_experts(setup.architecture)
     if num_experts == 1:
         return ""
-    return f" ({num_experts} experts, {active} active: {render_count(prediction.count_active())} parameters)"
+    return f" ({num_experts} experts, {active} active: {render_count(prediction.plan.count('active'))} parameters)"
 
 
 def describe_wrapper(source: WeightSource) -> Facts:
@@ -211,7 +211,7 @@ def _describe_recomputation(config: RunConfig) -> str:
 
 def _describe_memory(prediction: Prediction) -> str:
     most = max(prediction.peak_memory)
-    limit = f" of {prediction.plan.memory_limit / GIB:.1f}" if prediction.peak_flops is not None else ""
+    limit = f" of {prediction.plan.memory_limit / GIB:.1f}" if prediction.is_known else ""
     return f"{most / GIB:.2f}{limit} GiB per rank expected on stage {prediction.peak_memory.index(most)}, the fullest"
 
 

@@ -192,7 +192,8 @@ def adjust_reduction(run: PublishedRun, plan: Plan, machine: Machine) -> Plan:
         nbytes = more * stage.num_parameters * (1 - 1 / plan.layout.num_weight_replicas)
         return compute_sending_seconds(Sent({DATA: nbytes}), plan.layout, stage.stage_id, machine)
 
-    return replace(plan, reduce_seconds=max(stage.reduce_seconds + send(stage) for stage in plan.stages))
+    stages = [replace(stage, reduce_seconds=stage.reduce_seconds + send(stage)) for stage in plan.stages]
+    return replace(plan, stages=stages)
 
 
 def adjust_states(run: PublishedRun, plan: Plan) -> Plan:
@@ -201,10 +202,14 @@ def adjust_states(run: PublishedRun, plan: Plan) -> Plan:
         return plan
     replicas = plan.layout.num_weight_replicas
     stages = [
-        replace(stage, memory=replace(stage.memory, optimizer=replicas * stage.memory.optimizer))
+        replace(
+            stage,
+            memory=replace(stage.memory, optimizer=replicas * stage.memory.optimizer),
+            optimizer_seconds=replicas * stage.optimizer_seconds,
+        )
         for stage in plan.stages
     ]
-    return replace(plan, stages=stages, optimizer_seconds=replicas * plan.optimizer_seconds)
+    return replace(plan, stages=stages)
 
 
 def count_memory(run: PublishedRun, plan: Plan, costs: Sequence[LayerCost]) -> float:

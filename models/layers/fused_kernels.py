@@ -63,7 +63,7 @@ def fuse_kernels(layer: nn.Module) -> set[str]:
     place already."""
     fused = set()
     for module in layer.modules():
-        for name, replace in _REPLACEMENTS.items():
+        for name, replace in REPLACEMENTS.items():
             forward = replace(module)
             if forward is not None:
                 module.forward = MethodType(forward, module)
@@ -93,7 +93,7 @@ def _replace_attention(module: nn.Module) -> Callable[..., Any] | None:
     return _with_fused_rotary(forward) if all(copies) else None
 
 
-_REPLACEMENTS = {"RMSNorm": _replace_norm, "SwiGLU": _replace_mlp, "rotary": _replace_attention}
+REPLACEMENTS = {"RMSNorm": _replace_norm, "SwiGLU": _replace_mlp, "rotary": _replace_attention}
 
 
 def _is_copy(function: Any, original: FunctionType) -> bool:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from training.config.schema import RunConfig
 from training.costs.hardware import Machine, complete_hardware
+from training.planner import run
 from training.planner.plan import Plan
 from training.planner.run import ModelFolder, build_plan, resolve_planned
 from training.planner.search import SHOWN, search_plans
@@ -24,7 +25,7 @@ def describe_machine(config: RunConfig) -> Machine:
 
 
 def plan_config(config: RunConfig) -> Plan:
-    return build_plan(config, resolve_planned(config), describe_machine(config))
+    return run.plan_config(config, describe_machine(config))
 
 
 def build_planner(config: RunConfig) -> Builder:

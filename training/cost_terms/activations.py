@@ -52,7 +52,7 @@ def compute_recomputation(chunk: Chunk) -> PassCost:
     run, layers = chunk.run, chunk.list_recomputed()
     if chunk.checkpointing.is_selective:
         flops = sum(layer.work.attention_flops for layer in layers) if run.is_eager else 0.0
-        again = _add_to_backward(flops, sum(_time_remade(layer, run) for layer in layers))
+        again = _add_to_backward(flops, sum(time_remade(layer, run) for layer in layers))
     else:
         stopped = [(layer, layer.work.unrepeated_flops) for layer in chunk.list_stopped()]
         left_out = sum(time_products(layer, run, flops) for layer, flops in stopped)
@@ -74,7 +74,7 @@ def _add_to_backward(flops: float, seconds: float) -> PassCost:
     return PassCost(backward_flops=flops, backward_seconds=seconds, recomputed_seconds=seconds)
 
 
-def _time_remade(layer: LayerCost, run: PlannedRun) -> float:
+def time_remade(layer: LayerCost, run: PlannedRun) -> float:
     """Return the seconds of what `selective` runs again of a layer, the scores of eager attention included; of one that
     was timed by the bytes it moves."""
     traffic = layer.work.remade_traffic

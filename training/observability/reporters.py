@@ -38,9 +38,9 @@ def open_reporters(
     """Write what is known of a training run before its first step to run.json, and open its reporters. datasets:
     key -> tokenized folder. hosts: the host of each rank."""
     known = describe_run(config, hosts) | {"data": describe_data(datasets)}
-    if prediction.peak_flops is not None:  # else the times of the plan are those of another machine
+    if prediction.is_known:  # else the times of the plan are those of another machine
         trained = count_trained(0, budget.last_step, config.skip_data_intervals)
-        text = render_plan(prediction.plan, config, prediction.hardware, trained)
+        text = render_plan(prediction.plan, trained)
         folder.plan.write_text(text + "\n")
         known |= {"plan": list_figures(prediction.plan), "plan_table": text}
     write_atomically(folder.facts, json.dumps(known, indent=2) + "\n")

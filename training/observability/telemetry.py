@@ -209,7 +209,7 @@ def render_summary(reported: Sequence[tuple[Measured, Record]], prediction: Pred
         f"step {render_seconds(step_time)}",
         f"{mean([record['tokens_per_second'] for _, record in reported]):,.0f} tokens/s",
     ]
-    if prediction.peak_flops is not None:
+    if prediction.is_known:
         figures[0] += f" (predicted {render_seconds(plan.step_seconds)})"
         figures.append(f"MFU {mean([record['mfu'] for _, record in reported]):.1%} ({prediction.mfu:.1%})")
     figures.append(f"bubble {mean([m.bubble for m, _ in reported]):.1%} (predicted {plan.idle:.1%})")

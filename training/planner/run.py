@@ -31,7 +31,7 @@ from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.timeline import find_last_step
 from training.config.incompatible import CheckedConfig
-from training.config.schema import AUTO, NOT_GIVEN, RunConfig, to_typed
+from training.config.schema import NOT_GIVEN, RunConfig, to_typed
 from training.config.sources import list_evaluations
 from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
@@ -50,15 +50,15 @@ from training.inputs.datasets import (
 from training.inputs.skipped_data import count_trained
 from training.inputs.step_budget import count_total_steps
 from training.optim.lr_schedule import warn_of_warmup
+from training.planner.advice import advise, list_other_updates
 from training.planner.disk import measure_passthrough
+from training.planner.layer_times import profile_layers
 from training.planner.plan import Plan, plan_resolved
-from training.planner.profile_machine import profile_layers
-from training.planner.remedies import find_remedies, list_other_updates
 from training.planner.report import render_plan
 from training.planner.search import search_plans
-from training.planner.search_report import render_other_updates, render_search, render_sizes
+from training.planner.search_report import render_other_updates, render_search, render_sizes, require_fit
 from training.planner.search_space import Candidate, SharedModels
-from training.planner.teacher import plan_teacher, render_online, render_teacher
+from training.planner.teacher import describe_teacher
 from training.planner.timeline import predicted_timeline
 from training.resolution.architecture import check_teacher_size
 from training.resolution.readers import check_read
@@ -89,56 +89,72 @@ def has_experts(config: RunConfig) -> bool:
 def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     """Yield the texts of a plan or a search, each as soon as it is known. width: of the tables in characters; None: no
     limit. Raises UserError."""
+    configs = [config]
     if config.plan == "search" and isinstance(config.world_size, list):
-        yield from _search_sizes(config, width)
-        return
-    model = resolve_planned(config)
-    machine = complete_hardware(config.hardware, config.precision, check_world_size(config))
+        configs = [replace(config, world_size=size) for size in dict.fromkeys(config.world_size)]
+        if config.global_batch_size is None:
+            raise UserError(
+                f"world_size={config.world_size} compares runs of one global batch, and none is given; "
+                "give global_batch_size=N"
+            )
+    check_keys(config, has_accelerator=True)
+    described = describe_model(config)
+    model = resolve_planned(configs[0], described)
+    sizes = [check_world_size(each) for each in configs]
+    machines = [complete_hardware(config.hardware, config.precision, size) for size in sizes]
     if (wrapper := model.wrapper) is not None:
         yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; the rest is on no GPU"
     if warning := warn_of_length(model.architecture, config.max_seq_length):
         yield f"warning: {warning}"
     if config.plan == "search":
-        yield from _search(config, model, machine, width)
+        yield from _search(configs, model, machines, width)
         return
-    if config.activation_checkpoint_interval == AUTO:
-        run = resolve_layout(model, config, Target(check_world_size(config), True, machine, is_planned=True))
-        config = run.config
-        yield str(run.recomputation)
-    teacher = resolve_teacher(config, model)
-    again = partial(build_plan, model=model, machine=machine, teacher=teacher)
-    plan = again(config)
-    plan = replace(plan, checkpoint=replace(plan.checkpoint, passthrough=find_passthrough_bytes(config)))
+    machine = machines[0]
+    run, teacher = resolve_layout(model, config, _build_target(config, machine)), resolve_teacher(config, model)
+    if run.recomputation is not None:
+        yield run.recomputation
+    plan = _plan_placed(run, machine, teacher)
     steps, note = estimate_steps(config, plan.layout.global_batch_size, model.architecture)
     if steps is not None and (text := warn_of_warmup(steps, config)):
         yield f"warning: {text}"
-    earlier = {}
-    if model.objective.scored and (rows := estimate_scored(config, plan.layout.global_batch_size, model.architecture)):
-        earlier["for the reference's scores"] = plan.time_forward(rows)
+    is_scored, rows = model.objective.scored, None
+    if is_scored or (teacher is not None and not config.distill.online):
+        rows = estimate_scored(config, plan.layout.global_batch_size, model.architecture)
+    earlier = {"for the reference's scores": plan.time_forward(rows)} if is_scored and rows else {}
     if teacher is not None:
-        lines, seconds = describe_teacher(config, teacher, plan, machine, model.architecture)
+        text, seconds = describe_teacher(place_teacher(config, teacher, plan.layout), machine, config.distill, rows)
         earlier |= {} if seconds is None else {"for the teacher's pass": seconds}
-        yield "\n".join(lines)
-    remedies = [] if plan.fits else find_remedies(plan, config, again)
-    trained = None if steps is None else count_trained_steps(config, steps)
-    yield render_plan(plan, config, machine, trained, note=note, earlier=earlier, width=width, remedies=remedies)
+        yield text
+    yield render_plan(
+        plan,
+        count_steps(config, steps),
+        note=note,
+        earlier=earlier,
+        passthrough=find_passthrough_bytes(config),
+        width=width,
+        advice=advise(plan, model.layers, partial(plan_config, machine=machine, described=described)),
+    )
     yield f"picture of the schedule: {save_picture(plan, config)}"
 
 
-def _search(config: RunConfig, model: ResolvedModel, machine: Machine, width: int | None) -> Iterator[str]:
-    """Yield the search over one number of GPUs as text, then what other updates would make of it."""
-    models = SharedModels(config, model)
-    found = search_plans(config, models, machine)
-    nearest = found[0]
+def _search(
+    configs: Sequence[RunConfig], model: ResolvedModel, machines: Sequence[Machine], width: int | None
+) -> Iterator[str]:
+    """Yield a search as text: over one number of GPUs, then what other updates would make of it; or over several.
+    configs: of each number. model: of the first."""
+    config, machine, models = configs[0], machines[0], SharedModels(configs[0], model)
+    searched = [search_plans(each, models, machine) for each, machine in zip(configs, machines, strict=True)]
+    found, nearest = searched[0], searched[0][0]
+    total, _ = estimate_steps(config, nearest.plan.layout.global_batch_size, model.architecture)
+    steps = count_steps(config, total)
+    if len(configs) > 1:
+        yield render_sizes({int(each.world_size): first for each, (first, *_) in zip(configs, searched)}, width, steps)
+        return
     if not nearest.plan.fits:
-        again = partial(build_plan, model=models.get(nearest.sharing), machine=machine)
-        remedies = find_remedies(nearest.plan, replace(nearest.keys, plan=True), again)
-        yield render_search(found, machine, width, remedies=remedies)  # an error
-    steps = count_steps(config, nearest.plan.layout.global_batch_size, model.architecture)
-    yield render_search(found, machine, width, total_steps=steps)
-    others = _try_other_updates(config, models, machine, found)
-    if others:
-        yield render_other_updates(others, nearest, machine, width, total_steps=steps)
+        require_fit(nearest, advise(nearest.plan, model.layers, partial(plan_config, machine=machine)))
+    yield render_search(found, width, steps)
+    if others := _try_other_updates(config, models, machine, found):
+        yield render_other_updates(others, nearest, width, steps)
 
 
 def _try_other_updates(
@@ -149,41 +165,30 @@ def _try_other_updates(
     best = {}
     for overrides, changed in list_other_updates(config):
         with suppress(UserError):
-            own = models
-            check_keys(replace(changed, plan=True), has_accelerator=True)
-            if changed.adapter != config.adapter:
-                own = SharedModels(changed, resolve_planned(changed))
+            check_keys(changed, has_accelerator=True)
+            own = models if changed.adapter == config.adapter else SharedModels(changed, resolve_planned(changed))
             nearest, *_ = search_plans(changed, own, machine, most=1, among=among)
             if nearest.plan.fits:
                 best[overrides] = nearest
     return best
 
 
-def _search_sizes(config: RunConfig, width: int | None) -> Iterator[str]:
-    """Yield the search over several numbers of GPUs as text."""
-    if config.global_batch_size is None:
-        raise UserError(
-            f"world_size={config.world_size} compares runs of one global batch, and none is given; "
-            "give global_batch_size=N"
-        )
-    sizes = [replace(config, world_size=size) for size in dict.fromkeys(config.world_size)]
-    for each in sizes:
-        check_world_size(each)
-    machines = [complete_hardware(each.hardware, each.precision, each.world_size) for each in sizes]
-    model = resolve_planned(sizes[0])
-    shared = SharedModels(sizes[0], model)
-    found = {
-        each.world_size: search_plans(each, shared, machine) for each, machine in zip(sizes, machines, strict=True)
-    }
-    steps = count_steps(config, config.global_batch_size, model.architecture)
-    yield render_sizes(found, machines[0], width, total_steps=steps)
+def plan_config(config: RunConfig, machine: Machine, described: ModelFolder | None = None) -> Plan:
+    """Return the plan of a config on complete `machine`, from the beginning. described: as in `resolve_planned`. Raises
+    UserError for all that the run would refuse, but for what depends on its machine and files."""
+    model = resolve_planned(config, described)
+    return build_plan(config, model, machine, resolve_teacher(config, model))
 
 
-def resolve_planned(config: RunConfig) -> ResolvedModel:
-    """Return the resolved model of a plan. Raises UserError for all that the run would refuse, but for what depends on
-    its machine and files."""
+def resolve_planned(config: RunConfig, described: ModelFolder | None = None) -> ResolvedModel:
+    """Return the resolved model of a plan. described: by `describe_model`, which reads files; None to read them. Raises
+    UserError as `plan_config`."""
     check_keys(config, has_accelerator=True)
-    return resolve_model(config, describe_model(config), Target(check_world_size(config), True, is_planned=True))
+    return resolve_model(config, described or describe_model(config), _build_target(config))
+
+
+def _build_target(config: RunConfig, machine: Machine | None = None) -> Target:
+    return Target(check_world_size(config), True, machine, is_planned=True)
 
 
 def save_picture(plan: Plan, config: RunConfig) -> Path:
@@ -264,9 +269,13 @@ def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine, teache
 
     config: that of the model, or one that differs as `resolve_layout` allows. teacher: its own; None without one.
     """
-    run = resolve_layout(model, config, Target(check_world_size(config), True, machine, is_planned=True))
-    in_memory = place_teacher(config, teacher, run.layout) if teacher is not None and config.distill.online else None
-    if config.hardware.peak_flops is not None:
+    return _plan_placed(resolve_layout(model, config, _build_target(config, machine)), machine, teacher)
+
+
+def _plan_placed(run: ResolvedRun, machine: Machine, teacher: ResolvedModel | None) -> Plan:
+    online = teacher if run.config.distill.online else None
+    in_memory = None if online is None else place_teacher(run.config, online, run.layout)
+    if run.config.hardware.peak_flops is not None:
         return plan_resolved(run, machine, teacher=in_memory)
     costs, measured = profile_layers(run, machine)  # this machine
     return plan_resolved(run, measured, costs, in_memory)
@@ -276,10 +285,10 @@ def resolve_teacher(config: RunConfig, model: ResolvedModel) -> ResolvedModel | 
     """Return the resolved model of `distill.teacher`; None without one. model: the student's. Raises UserError."""
     if config.distill.teacher is None:
         return None
-    target = Target(check_world_size(config), True, is_planned=True)
     config_of_pass = derive_teacher(config, 1, 1)
     with naming_teacher(config):
-        teacher = resolve_model(config_of_pass, describe_model(config_of_pass, "distill.model"), target)
+        described = describe_model(config_of_pass, "distill.model")
+        teacher = resolve_model(config_of_pass, described, _build_target(config))
     check_teacher_size(config.distill, model.architecture.vocab_size, teacher.architecture.vocab_size)
     return teacher
 
@@ -288,7 +297,7 @@ def place_teacher(config: RunConfig, teacher: ResolvedModel, layout: Layout) -> 
     """Return the teacher at its layout. layout: the student's. Raises UserError."""
     config_of_pass = derive_teacher(config, layout.micro_batch_size, layout.gradient_accumulation_steps)
     with naming_teacher(config):
-        return resolve_layout(teacher, config_of_pass, Target(check_world_size(config), True, is_planned=True))
+        return resolve_layout(teacher, config_of_pass, _build_target(config))
 
 
 @contextmanager
@@ -298,20 +307,6 @@ def naming_teacher(config: RunConfig) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"distill.teacher={config.distill.teacher}: {error}") from None
-
-
-def describe_teacher(
-    config: RunConfig, teacher: ResolvedModel, plan: Plan, machine: Machine, architecture: PretrainedConfig
-) -> tuple[list[str], float | None]:
-    """Return the lines of the report on the teacher's passes, and the seconds of the one before training; None without
-    one, and where the data are not known. plan, architecture: the student's. Raises UserError."""
-    placed = place_teacher(config, teacher, plan.layout)
-    if config.distill.online:
-        return [render_online(placed, machine)], None
-    assert config.distill.top_k is not None
-    rows = estimate_scored(config, plan.layout.global_batch_size, architecture)
-    taught = plan_teacher(placed, config.distill.top_k, machine, rows)
-    return render_teacher(taught), taught.seconds
 
 
 def find_passthrough_bytes(config: RunConfig) -> int:
@@ -326,14 +321,11 @@ def find_passthrough_bytes(config: RunConfig) -> int:
         return 0
 
 
-def count_steps(config: RunConfig, global_batch_size: int, architecture: PretrainedConfig) -> int | None:
-    """Return the optimizer steps that the whole run trains; None where they are not known."""
-    steps, _ = estimate_steps(config, global_batch_size, architecture)
-    return None if steps is None else count_trained_steps(config, steps)
-
-
-def count_trained_steps(config: RunConfig, total_steps: int) -> int:
-    """Return the steps that a run from its beginning trains. total_steps: of its learning rate schedule."""
+def count_steps(config: RunConfig, total_steps: int | None) -> int | None:
+    """Return the optimizer steps that a run from its beginning trains; None where `total_steps`, those of its learning
+    rate schedule, are not known."""
+    if total_steps is None:
+        return None
     last_step = find_last_step(RunFolder(config.output_dir), config, 0, total_steps)
     return count_trained(0, last_step, config.skip_data_intervals)
 

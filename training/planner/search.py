@@ -95,7 +95,7 @@ def search_plans(
                 fastest.offer(candidate)
     for name in list_schedules(ordered=True):
         _order(planner, bases, name, fastest)
-    return fastest.candidates or [min(planner.known.values(), key=_measure_lack)]
+    return fastest.candidates or [min(planner.known.values(), key=lambda candidate: candidate.plan.lack)]
 
 
 def _order(planner: Planner, bases: Sequence[Candidate], name: str, fastest: _Fastest) -> None:
@@ -113,15 +113,14 @@ def _order(planner: Planner, bases: Sequence[Candidate], name: str, fastest: _Fa
         if not waiting or _bound_any(waiting[0]) >= fastest.limit:
             break
         plain = waiting.pop(0)
-        scheduled, memory_overrides = replace(plain.keys, schedule=name), plain.memory_overrides
-        ordered = planner.choose(scheduled, [plain.checkpointing], memory_overrides)
+        ordered = planner.choose(replace(plain.keys, schedule=name), [plain.checkpointing])
         if ordered is not None and ordered.plan.fits:
             fastest.offer(ordered)
         elif plain.checkpointing not in CHECKPOINTING[-1]:
             following = next(
                 after for before, after in itertools.pairwise(CHECKPOINTING) if plain.checkpointing in before
             )
-            if recomputed := planner.choose(plain.keys, following, memory_overrides):
+            if recomputed := planner.choose(plain.keys, following):
                 bisect.insort(waiting, recomputed, key=_bound_any)
 
 
@@ -139,7 +138,8 @@ def _bound(candidate: Candidate) -> float:
     the last gradients have gone back. The longest of any stage."""
     plan, outside = candidate.plan, [0.0]  # of each chunk, for the chunks before it
     for chunk in plan.chunks:
-        outside.append(outside[-1] + chunk.forward_seconds + chunk.backward_seconds + 2 * chunk.transfer_seconds)
+        passes = chunk.cost.forward_seconds + chunk.cost.backward_seconds
+        outside.append(outside[-1] + passes + 2 * chunk.transfer_seconds)
     first = (outside[min(plan.schedule.list_chunks(stage.stage_id))] for stage in plan.stages)
     return max(map(sum, zip(first, plan.busy_seconds, strict=True))) + plan.reduce_seconds + plan.optimizer_seconds
 
@@ -157,9 +157,3 @@ def _bound_any(candidate: Candidate) -> float:
     waits."""
     plan = candidate.plan
     return (sum(plan.busy_seconds) + sum(stage.optimizer_seconds for stage in plan.stages)) / len(plan.stages)
-
-
-def _measure_lack(candidate: Candidate) -> float:
-    """Bytes by which a layout exceeds the memory of GPUs and hosts."""
-    plan = candidate.plan
-    return max(plan.missing_memory, 0) + max(plan.missing_host_memory, 0)

@@ -8,18 +8,18 @@ says, so each layout trains the same run.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from errors import UserError
-from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
+from training.config.schema import CheckpointMode, ContextParallelMode, RunConfig
 from training.config.validate import check_config
 from training.costs.hardware import Machine
 from training.distributed.topology import build_layout
 from training.pipeline.schedules import SCHEDULES
+from training.planner.advice import SAVING, UNUSED, Changes, render_override
 from training.planner.plan import Plan, plan_resolved
 from training.resolution.recomputation import CHOICES, Choice
 from training.resolution.resolve import ResolvedModel, resolve_layout
@@ -32,20 +32,6 @@ CHECKPOINTING: tuple[tuple[Choice, ...], ...] = (
     *((choice,) for choice in CHOICES),
     tuple((CheckpointMode.grouped, interval) for interval in (2, 4, 8)),
 )
-# Overrides that save memory and cost time, in addition to recomputation: tried where a layout does not fit without. But
-# with one micro-batch ZeRO stage 2 sums as often as stage 1, and sends less, so that it is always tried.
-_ZERO_2, _ZERO_3, _MOVED = {"zero_stage": 2}, {"zero_stage": 3}, {"activation_offload": True}
-_OPTIMIZER, _PARAMETERS = {"offload_optimizer": Offload.cpu}, {"offload_parameters": Offload.cpu}
-SAVING: tuple[dict[str, Any], ...] = (
-    *(_ZERO_2, _OPTIMIZER, _ZERO_3, _ZERO_3 | _PARAMETERS),
-    *(_MOVED, _MOVED | _OPTIMIZER, _MOVED | _ZERO_2, _MOVED | _ZERO_3),
-)
-UNUSED: dict[str, Any] = {
-    "offload_optimizer": Offload.none,
-    "zero_stage": 1,
-    "offload_parameters": Offload.none,
-    "activation_offload": False,
-}
 PLAIN = "1f1b"  # the schedule that says whether a layout can fit: no other one takes much less memory
 LONG = 8192  # tokens of a sample from which on its sequences are shared as well
 MOST_SHARING = 16  # ranks of a sequence
@@ -72,7 +58,6 @@ class Sharing(NamedTuple):
 
 _BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
 _CHECKPOINTING = ("activation_checkpoint_interval", "activation_checkpoint_mode")
-_NONE: Mapping[str, Any] = MappingProxyType({})
 _TOGETHER = (Sharing._fields[:2], Sharing._fields[2:3], Sharing._fields[3:])  # keys that are named all or none
 
 
@@ -80,11 +65,14 @@ _TOGETHER = (Sharing._fields[:2], Sharing._fields[2:3], Sharing._fields[3:])  # 
 class Candidate:
     """A layout that was tried."""
 
-    keys: RunConfig  # the config of such a run
     plan: Plan
-    memory_overrides: Mapping[str, Any]  # an entry of `SAVING`, by key; empty without one
     named: Sequence[str]  # the keys that `overrides` names
     is_moved: bool  # whether layers are on other stages than with more memory, and these uneven
+
+    @property
+    def keys(self) -> RunConfig:
+        """The config of such a run."""
+        return self.plan.run.config
 
     @property
     def sharing(self) -> Sharing:
@@ -95,6 +83,11 @@ class Candidate:
         return self.keys.activation_checkpoint_mode, int(self.keys.activation_checkpoint_interval)
 
     @property
+    def memory_overrides(self) -> dict[str, Any]:
+        """The keys of `UNUSED` with other values."""
+        return {key: value for key, unused in UNUSED.items() if (value := getattr(self.keys, key)) != unused}
+
+    @property
     def has_room(self) -> bool:
         """Whether it fits with its layers where they are fastest."""
         return self.plan.fits and not self.is_moved
@@ -102,16 +95,12 @@ class Candidate:
     @property
     def overrides(self) -> tuple[str, ...]:
         """The keys that differ from the config's own, as they are given on the command line."""
-        return tuple(_render(key, getattr(self.keys, key)) for key in self.named)
+        return tuple(render_override(key, getattr(self.keys, key)) for key in self.named)
 
     @property
     def saving(self) -> str:
         """`memory_overrides` as text, for a column."""
-        return " ".join(_render(key, value) for key, value in self.memory_overrides.items()) or "-"
-
-
-def _render(key: str, value: Any) -> str:
-    return f"{key}={'null' if value is None else str(getattr(value, 'value', value)).lower()}"
+        return " ".join(render_override(key, value) for key, value in self.memory_overrides.items()) or "-"
 
 
 class SharedModels:
@@ -199,10 +188,10 @@ class Planner:
         split = ["partition_method"] if isinstance(models.config.partition_method, list) else []
         self._named = ["num_stages", *shared, *_BATCH, *_CHECKPOINTING, "schedule", *UNUSED, *split]
 
-    def plan(self, keys: RunConfig, memory_overrides: Mapping[str, Any] = _NONE) -> Candidate:
+    def plan(self, keys: RunConfig) -> Candidate:
         """Return the plan of a run; an uneven split, which takes long to find, is looked for only where the fullest
         stage has too much of what others, each of one chunk, have room for. Raises UserError where the run would."""
-        keys, sharing = replace(keys, **memory_overrides), Sharing.of(keys)
+        sharing = Sharing.of(keys)
         values = (sharing, *(getattr(keys, key) for key in self._named))
         if values not in self.known:
             check_config(keys, has_accelerator=True)
@@ -212,21 +201,18 @@ class Planner:
             room = len(plan.stages) * plan.memory_limit - sum(stage.memory.peak for stage in plan.stages)
             is_moved = plan.missing_memory > 0 and room >= 0 and plan.layout.num_chunks == 1
             if is_moved:
-                run = resolve_layout(model, keys, replace(target, fills=True))
-                plan = plan_resolved(run, self._machine)
-            self.known[values] = Candidate(keys, plan, memory_overrides, self._named, is_moved)
+                plan = plan_resolved(resolve_layout(model, keys, replace(target, fills=True)), self._machine)
+            self.known[values] = Candidate(plan, self._named, is_moved)
         return self.known[values]
 
-    def choose(
-        self, keys: RunConfig, choices: Sequence[Choice], memory_overrides: Mapping[str, Any] = _NONE
-    ) -> Candidate | None:
+    def choose(self, keys: RunConfig, choices: Sequence[Choice]) -> Candidate | None:
         """Return the plan with the first of these choices of recomputation that has room, else with the one that takes
         the least memory; None where the run would refuse all."""
         found = []
         for mode, interval in choices:
             with suppress(UserError):
                 chosen = replace(keys, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
-                found.append(self.plan(chosen, memory_overrides))
+                found.append(self.plan(chosen))
                 if found[-1].has_room:
                     return found[-1]
         return min(found, key=lambda candidate: candidate.plan.fullest.memory.peak, default=None)
@@ -260,13 +246,14 @@ def _list_level(planner: Planner, keys: RunConfig, choices: Sequence[Choice]) ->
     if plain is None:
         return
     yield plain
-    layout, enough = plain.plan.layout, list[Mapping[str, Any]]()
+    layout, enough = plain.plan.layout, list[Changes]()
+    # ZeRO stage 2 sums as often as stage 1 in one micro-batch, and sends less
     in_one = SAVING[:1] if layout.gradient_accumulation_steps == 1 else ()
     for memory_overrides in in_one if plain.has_room else SAVING:
         has_nothing_to_shard = "zero_stage" in memory_overrides and layout.num_weight_replicas == 1
         if has_nothing_to_shard or any(fewer.items() <= memory_overrides.items() for fewer in enough):
             continue
-        candidate = planner.choose(keys, choices, memory_overrides)
+        candidate = planner.choose(replace(keys, **memory_overrides), choices)
         if candidate is not None:
             yield candidate
             enough += [memory_overrides] if candidate.has_room else []

@@ -33,9 +33,10 @@ from models.sharding.expert_parallel import check_expert_parallel
 from models.sharding.tensor_parallel import shard_layers
 from models.weights.source import DescribedModel, get_whole_config
 from training.config.incompatible import CheckedConfig, check_together
-from training.config.schema import AUTO, Device, OptimizerName, RunConfig
+from training.config.schema import AUTO, CheckpointMode, Device, OptimizerName, RunConfig
 from training.config.validate import check_config
 from training.cost_terms import table
+from training.cost_terms.activations import time_remade
 from training.cost_terms.cost_term import PlannedRun, list_stages
 from training.cost_terms.split import build_fits, set_times, time_layers
 from training.costs.cost import LayerCost
@@ -183,20 +184,29 @@ def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> R
         mode, interval = choice
         return replace(config, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
 
+    def describe(chosen: RunConfig) -> PlannedRun:
+        assert target.machine is not None
+        return PlannedRun(chosen, layout, model.architecture.vocab_size, target.machine)
+
     def measure(choice: Choice) -> float:
+        """Return the bytes of the fullest GPU, by the plan."""
         chosen = apply(choice)
         check_together(CheckedConfig(chosen, target.has_accelerator))
-        return _measure_peak(place_layers(model, chosen, layout, target), target)
+        run = place_layers(model, chosen, layout, target)
+        return max(table.sum_memory(stage).peak for stage in list_stages(describe(chosen), run.costs, run.bounds))
 
-    choice, line = choose_recomputation(target.machine, measure)
+    def is_host_bound(choice: Choice) -> bool:
+        """Return whether launching the operators that `selective` runs again one by one takes longer than launching
+        them compiled."""
+        chosen, costs = apply(choice), model.counts.count_costs(layout, config.max_seq_length)
+        eager, compiled = (
+            sum(time_remade(layer, run) for layer in costs)
+            for run in (describe(chosen), describe(replace(chosen, compile=True)))
+        )
+        return chosen.activation_checkpoint_mode is CheckpointMode.selective and eager > compiled
+
+    choice, line = choose_recomputation(target.machine, measure, is_host_bound)
     return replace(place_layers(model, apply(choice), layout, target), recomputation=line)
-
-
-def _measure_peak(run: ResolvedRun, target: Target) -> float:
-    """Return the bytes of the fullest GPU, by the plan."""
-    assert target.machine is not None
-    planned = PlannedRun(run.config, run.layout, run.architecture.vocab_size, target.machine)
-    return max(table.sum_memory(stage).peak for stage in list_stages(planned, run.costs, run.bounds))
 
 
 def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target: Target) -> ResolvedRun:

@@ -72,10 +72,10 @@ def test_its_bytes_are_in_the_plan() -> None:
 def test_its_seconds_are_in_the_plan() -> None:
     found = plan()
     for plain, stage in zip(PLAIN.stages, found.stages, strict=True):
-        assert stage.forward_flops == plain.forward_flops + 2e9
-        assert stage.forward_seconds == pytest.approx(plain.forward_seconds + 0.25)
-        assert stage.backward_seconds == pytest.approx(plain.backward_seconds + 0.5)
-        assert stage.chunks[0].sent[TENSOR] == plain.chunks[0].sent.get(TENSOR, 0) + 50 * GB
+        assert stage.cost.forward_flops == plain.cost.forward_flops + 2e9
+        assert stage.cost.forward_seconds == pytest.approx(plain.cost.forward_seconds + 0.25)
+        assert stage.cost.backward_seconds == pytest.approx(plain.cost.backward_seconds + 0.5)
+        assert stage.cost.sent[TENSOR] == plain.cost.sent.get(TENSOR, 0) + 50 * GB
     assert found.pipeline_seconds == pytest.approx(PLAIN.pipeline_seconds + (M + 1) * 0.75)
     assert found.reduce_seconds == pytest.approx(PLAIN.reduce_seconds + 1 + 200 / 100)
     assert found.optimizer_seconds == pytest.approx(PLAIN.optimizer_seconds + 4)
@@ -89,7 +89,7 @@ def test_its_bytes_and_seconds_are_in_the_report() -> None:
         for name in ("buffers", "peak", "activations")
     )
     assert [round(float(size)) for size in (*buffers, *activations, *peak)] == [3, 0, 2, 1, 5, 1]
-    text = render_plan(found, describe_run().config, GPU, None)
+    text = render_plan(found, None)
     assert "+ gradients and weights between replicas 3.0 s + optimizer 4.0 s" in text
 
 
@@ -107,7 +107,7 @@ def test_its_bytes_are_in_the_fit_check(monkeypatch: pytest.MonkeyPatch) -> None
     run = replace(run)  # which keeps what it has summed
     assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [False, True]
     assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) is None
-    assert not replace(plan(), memory_limit=run.hardware.usable_bytes).fits
+    assert not replace(plan(), run=run).fits
 
 
 @pytest.mark.parametrize(

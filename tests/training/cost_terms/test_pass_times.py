@@ -61,9 +61,9 @@ def test_the_times_that_order_a_run_are_those_of_its_plan() -> None:
     run = resolve(LlamaConfig(**LLAMA), "schedule=zero_bubble", "precision=bf16", target=target)
     chunks = plan_resolved(run, h100).chunks
     for chunk, times in zip(chunks, run.layout.pass_times, strict=True):
-        assert times.forward == pytest.approx(1e9 * chunk.forward_seconds, abs=1)
-        assert times.input_backward + times.weight_backward == pytest.approx(1e9 * chunk.backward_seconds, abs=2)
-        assert times.weight_backward == pytest.approx(1e9 * chunk.deferred_seconds, abs=1)
+        assert times.forward == pytest.approx(1e9 * chunk.cost.forward_seconds, abs=1)
+        assert times.input_backward + times.weight_backward == pytest.approx(1e9 * chunk.cost.backward_seconds, abs=2)
+        assert times.weight_backward == pytest.approx(1e9 * chunk.cost.deferred_seconds, abs=1)
 
 
 def test_a_cpu_is_split_alike_whatever_it_measures() -> None:

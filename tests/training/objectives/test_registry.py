@@ -164,22 +164,22 @@ def build_small_plan(*overrides: str) -> Plan:
 def test_the_plan_reads_a_new_objective(new_objective: None) -> None:
     """Its logits are computed again in the backward pass; its rows are those of cross entropy."""
     usual, scaled = build_small_plan(), build_small_plan("task=scaled")
-    assert scaled.stages[-1].backward_flops > usual.stages[-1].backward_flops
-    assert scaled.stages[0].backward_flops == usual.stages[0].backward_flops
+    assert scaled.stages[-1].cost.backward_flops > usual.stages[-1].cost.backward_flops
+    assert scaled.stages[0].cost.backward_flops == usual.stages[0].cost.backward_flops
     assert scaled.tokens_per_step == usual.tokens_per_step
 
 
 def test_the_plan_counts_a_forward_pass_before_each_step() -> None:
     dpo, kto = build_small_plan("data=preference"), build_small_plan("data=preference", "task=kto")
-    assert [stage.forward_flops for stage in kto.stages] == [2 * stage.forward_flops for stage in dpo.stages]
-    assert [stage.backward_flops for stage in kto.stages] == [stage.backward_flops for stage in dpo.stages]
+    assert [stage.cost.forward_flops for stage in kto.stages] == [2 * stage.cost.forward_flops for stage in dpo.stages]
+    assert [stage.cost.backward_flops for stage in kto.stages] == [stage.cost.backward_flops for stage in dpo.stages]
 
 
 def test_the_plan_counts_the_pass_and_the_vectors_of_embeddings() -> None:
     """A query and its document are two rows, as a pair of answers is."""
     dpo, vectors = build_small_plan("data=preference"), build_small_plan("data=embedding")
-    assert vectors.stages[0].forward_flops == 2 * dpo.stages[0].forward_flops
-    assert vectors.stages[0].backward_flops == dpo.stages[0].backward_flops
+    assert vectors.stages[0].cost.forward_flops == 2 * dpo.stages[0].cost.forward_flops
+    assert vectors.stages[0].cost.backward_flops == dpo.stages[0].cost.backward_flops
     assert vectors.tokens_per_step == dpo.tokens_per_step
     more = build_small_plan("data=embedding", "data.num_negatives=2", "global_batch_size=1024")
     num_texts, num_cosines = 1024 * 4, 1024 * 1024 * 3

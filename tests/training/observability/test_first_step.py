@@ -33,7 +33,6 @@ def train_two_steps(case: Case) -> tuple[int, list[str]]:
     """Take two steps, the last pass of each of which waits for a line or a second on the main rank. Returns the number
     of passes that the plan lists, and the lines that were printed in the first step and after it."""
     from data.loading.row_lengths import RowLengths
-    from training.config.schema import Device
     from training.costs.hardware import complete_hardware
     from training.observability.stage_timer import MemoryPeak, StageTimer
     from training.observability.telemetry import Telemetry
@@ -44,7 +43,7 @@ def train_two_steps(case: Case) -> tuple[int, list[str]]:
     setup = build_setup(config, open_source(config, None), this_rank())
     machine = complete_hardware(config.hardware, config.precision, layout.world_size)
     lengths = RowLengths(config.max_seq_length, config.max_seq_length, config.max_seq_length)
-    prediction = predict(setup, machine, Device.cpu, lengths) if engine.rank == 0 else None
+    prediction = predict(setup, machine, lengths) if engine.rank == 0 else None
     timer = StageTimer(engine, MemoryPeak(engine.device))
     timer.attach()
     lines: list[str] = []

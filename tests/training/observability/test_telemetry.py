@@ -96,11 +96,9 @@ def build_prediction(*overrides: str) -> Prediction:
 FULL = RowLengths(longest=64, padded=64, filled=64)
 
 
-def predict_for(
-    config: RunConfig, machine: Machine | None, device: Device = Device.cuda, lengths: RowLengths = FULL
-) -> Prediction:
+def predict_for(config: RunConfig, machine: Machine | None, lengths: RowLengths = FULL) -> Prediction:
     run = resolve_layout(resolve_described(config, ARCHITECTURE, 4), config, Target(4, has_accelerator=False))
-    return predict(replace(run, layout=LAYOUT, bounds=[0, 3, 8]), machine, device, lengths)
+    return predict(replace(run, layout=LAYOUT, bounds=[0, 3, 8]), machine, lengths)
 
 
 class Timer:
@@ -155,12 +153,12 @@ def test_time_is_predicted_for_the_padding_of_most_rows_and_memory_for_the_longe
     assert mixed.plan.step_seconds == half.plan.step_seconds < full.plan.step_seconds
     assert half.mfu is not None and mixed.mfu is not None
     assert full.mfu == pytest.approx(full.plan.mfu) and mixed.mfu < 0.5 * half.mfu, "padding is no work"
-    report = render_plan(mixed.plan, config, machine, 10)  # plan.txt
+    report = render_plan(mixed.plan, 10)  # plan.txt
     assert "32 tokens a sample on average, memory for the longest, of 64" in report
     assert f"{half.plan.tokens_per_second:,.0f} tokens/s with samples of 32 tokens" in report
     memory, longest, shortest = ([stage.memory for stage in each.plan.stages] for each in (mixed, full, half))
     assert memory == longest != shortest and mixed.plan.missing_memory == full.plan.missing_memory
-    assert "64 tokens a sample\n" in render_plan(full.plan, config, machine, 10)
+    assert "64 tokens a sample\n" in render_plan(full.plan, 10)
 
 
 @pytest.mark.full
@@ -244,7 +242,8 @@ def test_a_cpu_holds_what_is_offloaded_too() -> None:
         "hardware=h100",
     )
     on_gpu, on_host = (
-        predict_for(config, complete_hardware(config.hardware, config.precision, 4), device) for device in Device
+        predict_for(config, replace(complete_hardware(config.hardware, config.precision, 4), device=device))
+        for device in Device
     )
     assert on_gpu.peak_memory == [stage.memory.peak for stage in on_gpu.plan.stages]
     assert all(host > stage.memory.peak for host, stage in zip(on_host.peak_memory, on_host.plan.stages, strict=True))

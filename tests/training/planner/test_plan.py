@@ -16,7 +16,7 @@ from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.links import compute_sending_seconds
 from training.distributed.topology import Layout, Topology
-from training.planner.plan import Plan, compute_host_bytes, compute_model_flops, compute_plan
+from training.planner.plan import Plan, compute_model_flops, compute_plan
 from training.planner.report import render_run, render_table
 
 HARDWARE = Machine(
@@ -58,17 +58,17 @@ def plan(layout: Layout, layers: list[LayerCost], *overrides: str) -> Plan:
 
 def list_boundary_bytes(found: Plan) -> list[int]:
     """Those after each chunk, by stage."""
-    return [chunk.boundary_bytes for stage in found.stages for chunk in stage.chunks]
+    return [chunk.cost.boundary_bytes for stage in found.stages for chunk in stage.chunks]
 
 
 def test_the_time_of_a_step() -> None:
     found = plan(Layout(Topology.of(2, pipe=2), B, 8), [layer()] * 4, "activation_checkpoint_interval=0")
     micro_batch = 2 * 1e6 * B * T / (1e12 * 0.5)  # forward, a stage of two layers
     transfer = (2 * B * T * 64 + 8 * B * T / 2) / (100 * GB)
-    assert found.stages[0].forward_seconds == pytest.approx(micro_batch)
-    assert found.stages[0].backward_seconds == pytest.approx(2 * micro_batch + SUMS)
+    assert found.stages[0].cost.forward_seconds == pytest.approx(micro_batch)
+    assert found.stages[0].cost.backward_seconds == pytest.approx(2 * micro_batch + SUMS)
     assert found.pipeline_seconds == pytest.approx((8 + 1) * (3 * micro_batch + SUMS), rel=20 * transfer / micro_batch)
-    assert found.bubble == pytest.approx(1 / 9) and found.imbalance == pytest.approx(0)
+    assert found.schedule.bubble_share == pytest.approx(1 / 9) and found.imbalance == pytest.approx(0)
     assert list_boundary_bytes(found) == [2 * (2 * B * T * 64) + 12 * B * T, 0]
     assert found.tokens_per_second == pytest.approx(8 * B * T / found.step_seconds)
     assert found.mfu == pytest.approx(6 * 4 * N * 8 * B * T / found.step_seconds / 2e12)
@@ -83,14 +83,16 @@ def test_an_interleaved_step() -> None:
         )
     )
     assert [stage.layers for stage in found.stages] == ["0-1+4-5", "2-3+6-7"]
-    for name in ("num_parameters", "forward_seconds", "backward_seconds"):
-        assert [getattr(stage, name) for stage in found.stages] == pytest.approx(
-            [getattr(stage, name) for stage in plain.stages]
-        )
+    for read in (
+        lambda stage: stage.num_parameters,
+        lambda stage: stage.cost.forward_seconds,
+        lambda stage: stage.pass_seconds,
+    ):
+        assert [*map(read, found.stages)] == pytest.approx([*map(read, plain.stages)])
     transfers = 20 * found.transfer_seconds[0]
-    assert found.bubble == pytest.approx(1 / 17) and found.imbalance == pytest.approx(0)
+    assert found.schedule.bubble_share == pytest.approx(1 / 17) and found.imbalance == pytest.approx(0)
     assert found.pipeline_seconds == pytest.approx(
-        (2 * 8 + 1) * (3 * plain.stages[0].forward_seconds + 2 * SUMS) / 2, abs=2 * transfers
+        (2 * 8 + 1) * (3 * plain.stages[0].cost.forward_seconds + 2 * SUMS) / 2, abs=2 * transfers
     )
     across, _ = list_boundary_bytes(plain)
     assert list_boundary_bytes(found) == [across, across, across, 0]  # from the last stage to the first, too
@@ -121,7 +123,7 @@ def test_a_stage_is_shown_with_the_boundaries_after_its_chunks(
 
 def test_checkpointing_computes_all_but_the_head_again() -> None:
     found = plan(Layout(Topology.of(2, pipe=2), B, 8), [layer()] * 4, "activation_checkpoint_interval=1")
-    assert [stage.backward_flops for stage in found.stages] == [3 * 2e6, 3 * 2e6 - 1e6]
+    assert [stage.cost.backward_flops for stage in found.stages] == [3 * 2e6, 3 * 2e6 - 1e6]
 
 
 @pytest.mark.parametrize(("interval", "recomputed"), [(0, (0, 0)), (1, (1 + 1, 1))])
@@ -130,8 +132,8 @@ def test_layers_that_were_timed_take_their_seconds_and_again_what_is_recomputed(
 ) -> None:
     timed = replace(layer(), work=replace(layer().work, pass_seconds=(1e-6, 3e-6)))
     found = plan(Layout(Topology.of(2, pipe=2), B, 8), [timed] * 4, f"activation_checkpoint_interval={interval}")
-    assert [stage.forward_seconds for stage in found.stages] == pytest.approx([2e-6 * B * T] * 2)
-    assert [stage.backward_seconds for stage in found.stages] == pytest.approx(
+    assert [stage.cost.forward_seconds for stage in found.stages] == pytest.approx([2e-6 * B * T] * 2)
+    assert [stage.cost.backward_seconds for stage in found.stages] == pytest.approx(
         [(6 + again) * 1e-6 * B * T for again in recomputed]
     )
 
@@ -154,7 +156,7 @@ def test_uneven_stages() -> None:
     )
     half, mean = (3 * work * B * T / (1e12 * 0.5) for work in (1e6, 2e6))
     assert found.imbalance == pytest.approx(half / (mean + SUMS / 2))
-    assert found.idle > found.bubble
+    assert found.idle > found.schedule.bubble_share
 
 
 def test_mfu_by_the_convention_of_palm() -> None:
@@ -244,21 +246,30 @@ def test_the_optimizer_is_bound_by_memory() -> None:
 
 
 def test_host_memory_is_that_of_the_fullest_node() -> None:
-    assert compute_host_bytes([10, 1, 1, 1], Layout(Topology.of(8, pipe=4), B, 8), 4) == 2 * 10 + 2 * 1
-    assert compute_host_bytes([10, 1], Layout(Topology.of(2, pipe=2), B, 8), 4) == 11
+    for layout, bytes_of_stage, expected in (
+        (Layout(Topology.of(8, pipe=4), B, 8), [10, 1, 1, 1], 2 * 10 + 2 * 1),
+        (Layout(Topology.of(2, pipe=2), B, 8), [10, 1], 11),
+    ):
+        found = plan(layout, [layer()] * layout.num_stages)
+        held = zip(found.stages, bytes_of_stage, strict=True)
+        stages = [replace(stage, memory=replace(stage.memory, host=nbytes)) for stage, nbytes in held]
+        assert replace(found, stages=stages).host_bytes == expected
 
 
 def test_a_run_costs_what_its_gpus_cost_while_it_takes() -> None:
     found = plan(Layout(Topology.of(4, pipe=2), 1, 4), [layer() for _ in range(4)])
-    hours = 100 * found.step_seconds / 3600
-    assert found.compute_cost(100 * found.tokens_per_step, 2.5) == pytest.approx(4 * 2.5 * hours)
-    assert render_run(found, 100, 2.5)[0].endswith(" at 2.5 per GPU and hour")
-    assert "1B tokens cost " in render_run(found, None, 2.5)[0]
+    priced = replace(found, run=replace(found.run, hardware=replace(HARDWARE, price_per_hour=2.5)))
+    assert priced.price(7200) == pytest.approx(4 * 2.5 * 2) and found.price(7200) is None
+    assert render_run(priced, 100)[0].endswith(" at 2.5 per GPU and hour")
+    assert "1B tokens cost " in render_run(priced, None)[0]
     assert not any("per GPU and hour" in render_run(found, steps)[0] for steps in (100, None))
 
 
 def test_it_fits_or_not_by_how_much() -> None:
     found = plan(Layout(Topology.of(2, pipe=2), B, 8), [layer()] * 4)
     assert found.fits and found.missing_memory == found.fullest.memory.peak - 5 * GIB
-    assert not replace(found, memory_limit=found.fullest.memory.peak - 1).fits
-    assert not replace(found, host_limit=found.host_bytes - 1).fits
+    for smaller in (
+        {"memory": (found.fullest.memory.peak - 1) / GIB, "usable_memory": 1.0},
+        {"host_memory": (found.host_bytes - 1) / GIB},
+    ):
+        assert not replace(found, run=replace(found.run, hardware=replace(HARDWARE, **smaller))).fits

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from support.configs import build_config
 
-from training.config.schema import RunConfig
-from training.costs.hardware import Machine
 from training.planner import run
 from training.planner.disk import count_disk_bytes
 from training.planner.plan import Plan
@@ -138,6 +136,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ..
         if keys not in known:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(run, "save_picture", lambda plan, config: "")
+                patch.setattr(run, "advise", lambda plan, layers, build: [])
                 patch.setattr(run, "render_plan", lambda *shown, **also: known.update({keys: measure(*shown, **also)}))
                 [*run.plan_run(build_config(*given, *keys))]
         return known[keys]
@@ -145,20 +144,19 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ..
     return read
 
 
-def measure(
-    plan: Plan, config: RunConfig, machine: Machine, steps: int, earlier: dict[str, float], **also: Any
-) -> dict[str, float]:
-    seconds, disk = steps * plan.step_seconds + sum(earlier.values()), count_disk_bytes(config, plan.checkpoint)
-    assert machine.price_per_hour is not None and disk is not None
+def measure(plan: Plan, steps: int, earlier: dict[str, float], **also: Any) -> dict[str, float]:
+    seconds = steps * plan.step_seconds + sum(earlier.values())
+    price, disk = plan.price(seconds), count_disk_bytes(plan.run.config, plan.checkpoint)
+    assert price is not None and disk is not None
     return {
         "step": plan.step_seconds,
         "gpu": plan.fullest.memory.peak,
         "host": plan.host_bytes,
-        "bubble": plan.bubble,
+        "bubble": plan.schedule.bubble_share,
         "idle": plan.idle,
         "disk": disk,
         "run": seconds,
-        "price": plan.price_seconds(seconds, machine.price_per_hour),
+        "price": price,
     }
 
 

@@ -18,15 +18,13 @@ from training.config.incompatible import INCOMPATIBLE, CheckedConfig, Feature, P
 from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import GIB
 from training.planner import search
-from training.planner.remedies import list_other_updates
+from training.planner.advice import SAVING, UNUSED, list_other_updates
 from training.planner.run import SHARED_AS, build_plan, plan_run
 from training.planner.search import MOST_ORDERS, SHOWN, search_plans
 from training.planner.search_report import MARGIN, render_other_updates, render_search, render_sizes
 from training.planner.search_space import (
     CHECKPOINTING,
     PLAIN,
-    SAVING,
-    UNUSED,
     Candidate,
     Sharing,
     list_layouts,
@@ -167,20 +165,21 @@ def test_what_fits_is_listed_and_the_fastest_of_it_first() -> None:
     speeds = [candidate.plan.tokens_per_second for candidate in found]
     assert speeds == sorted(speeds, reverse=True)
     near = sum(speed > (1 - MARGIN) * speeds[0] for speed in speeds[1:])
-    text = render_search(found, config.hardware)
+    text = render_search(found)
     margin = "a plan cannot tell apart what differs by less than 10%; so near to the first: "
     assert near > 0 and f"{margin}{near} of these" in text and "cost" not in text
-    assert f"{margin}none of these" in render_search(found[:1], config.hardware)
-    priced = render_search(found, replace(config.hardware, price_per_hour=2.0))
+    assert f"{margin}none of these" in render_search(found[:1])
+    listed = search_config(build("world_size=8", "hardware=a100_40g", "hardware.price_per_hour=2"))
+    priced = render_search(listed)
     first = priced.splitlines()[3]
     assert "1B tokens cost" in priced and float(first.split()[-1].replace(",", "")) == pytest.approx(
         2 * 8 * 1e9 / speeds[0] / 3600, rel=0.01
     )
-    plan = found[0].plan
-    run = render_search(found, replace(config.hardware, price_per_hour=2.0), total_steps=1000)
+    plan = listed[0].plan
+    run = render_search(listed, total_steps=1000)
     assert "run costs" in run and "1B tokens" not in run
     assert float(run.splitlines()[3].split()[-1].replace(",", "")) == pytest.approx(
-        plan.compute_cost(1000 * plan.tokens_per_step, 2.0), rel=0.01
+        plan.price(1000 * plan.step_seconds), rel=0.01
     )
 
 
@@ -265,7 +264,7 @@ def test_nothing_fits_but_with_what_the_search_does_not_try() -> None:
 def test_a_host_that_is_too_small_is_named() -> None:
     config = build("world_size=4", "hardware=rtx4090", "hardware.host_memory=140")
     with pytest.raises(UserError, match=r"GiB of host memory a node; raise world_size"):
-        render_search(search_config(config), config.hardware)
+        render_search(search_config(config))
 
 
 def test_several_numbers_of_gpus() -> None:
@@ -274,7 +273,7 @@ def test_several_numbers_of_gpus() -> None:
     least = (*least, "activation_checkpoint_interval=1", "offload_optimizer=cpu")
     needed = plan_config(build("world_size=1", *tiny, *least)).fullest.memory.peak
     small = (*tiny, f"hardware.memory={0.95 * needed / GIB}", "hardware.usable_memory=1")
-    (text,) = plan_run(build("world_size=[1,2,4,2]", *small, "hardware.price_per_hour=2"))
+    *_, text = plan_run(build("world_size=[1,2,4,2]", *small, "hardware.price_per_hour=2"))
     best = {size: search_config(build(f"world_size={size}", *small))[0] for size in (1, 2, 4)}
     fitting = {size: candidate.plan.tokens_per_second for size, candidate in best.items() if candidate.plan.fits}
     assert list(fitting) == [2, 4]
@@ -310,11 +309,11 @@ def test_what_a_plan_cannot_tell_apart_is_named_with_the_margin() -> None:
     found = search_config(config)
     fast, slow = found[0], found[-1]
     assert slow.plan.tokens_per_second < (1 - MARGIN) * fast.plan.tokens_per_second
-    others = render_other_updates({"one": fast, "two": slow}, fast, config.hardware)
+    others = render_other_updates({"one": fast, "two": slow}, fast)
     assert others.endswith("differs by less than 10%; so near to the run's own fastest: one")
-    others = render_other_updates({"two": fast}, slow, config.hardware)
+    others = render_other_updates({"two": fast}, slow)
     assert others.endswith("so near to the run's own fastest: none of these")  # faster by more
-    sizes = render_sizes({2: [fast], 4: [fast]}, config.hardware)
+    sizes = render_sizes({2: fast, 4: fast})
     assert sizes.endswith("differs by less than 10%; so near to the fastest: 4 GPUs; to the cheapest: none of these")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.configs import build_config
-from support.planned import build_planner, describe_machine
+from support.planned import build_planner, describe_machine, plan_config
 from support.tiny import save_llama, save_tokenizer
 
 from training import setup
@@ -32,7 +32,7 @@ def read_choice(config: RunConfig) -> Choice:
 
 @pytest.mark.parametrize("length", [1024, 8192, 32768, 131072])
 def test_the_first_choice_whose_plan_leaves_the_margin_is_taken(length: int) -> None:
-    config = build_config(*LORA_8B, f"max_seq_length={length}", AUTO)
+    config = build_config(*LORA_8B, f"max_seq_length={length}", "compile=true", AUTO)
     plan, machine = build_planner(config), describe_machine(config)
     keys = [replace(config, activation_checkpoint_mode=m, activation_checkpoint_interval=n) for m, n in CHOICES]
     peaks = [plan(each).fullest.memory.peak for each in keys]
@@ -55,7 +55,7 @@ def test_lengths_of_the_test_above_take_different_choices() -> None:
 def test_the_margin_is_of_the_usable_memory(peaks: tuple[int, ...], expected: int) -> None:
     machine = replace(describe_machine(build_config(*LORA_8B, AUTO)), memory=100.0, usable_memory=1.0)
     bytes_of = {choice: peak * GIB for choice, peak in zip(CHOICES, peaks, strict=True)}
-    choice, line = choose_recomputation(machine, bytes_of.__getitem__)
+    choice, line = choose_recomputation(machine, bytes_of.__getitem__, lambda choice: False)
     assert choice == CHOICES[expected]
     assert f"{peaks[expected]}.0 of 100.0 GiB" in line
 
@@ -63,7 +63,24 @@ def test_the_margin_is_of_the_usable_memory(peaks: tuple[int, ...], expected: in
 def test_choices_that_are_refused_are_left_out() -> None:
     config = build_config(*LORA_8B, "max_seq_length=1024", AUTO, "activation_offload=true")
     line = next(plan_run(config))  # offloading needs an interval
-    assert line.startswith(f"{AUTO}: 1 (selective), ")
+    assert line.startswith(AUTO) and not line.startswith(f"{AUTO}: 0") and "not 0" not in line
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_selective_is_not_taken_where_the_host_would_be_its_limit(compiles: bool) -> None:
+    """With memory for `selective` and no more: compiled it is taken; operator by operator the host would launch what it
+    runs again more slowly than the GPU runs it."""
+    keys = (*LORA_8B, "adapter=none", "hardware=h200", "max_seq_length=2048", f"compile={str(compiles).lower()}")
+    selective = ("activation_checkpoint_interval=1", "activation_checkpoint_mode=selective")
+    peak, whole = (
+        plan_config(build_config(*keys, *more)).fullest.memory.peak
+        for more in (selective, ("activation_checkpoint_interval=0",))
+    )
+    memory = 1.001 * peak / (1 - MARGIN) / GIB
+    assert memory * (1 - MARGIN) * GIB < whole
+    line = next(plan_run(build_config(*keys, AUTO, f"hardware.memory={memory}", "hardware.usable_memory=1")))
+    assert line.startswith(f"{AUTO}: 1 (selective), ") == compiles
+    assert ("; not 1 (selective), which the host launches more slowly than the GPU runs it" in line) != compiles
 
 
 def test_a_run_says_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
