@@ -50,7 +50,7 @@ TRAINING = (
     ("training.planner",),
     ("training.setup", "training.observability"),
     ("training.build", "training.host_files", "training.hub"),
-    ("training.evaluations", "training.callbacks"),
+    ("training.evaluations", "training.callbacks", "training.collector"),
     ("training.loop", "training.evaluate", "training.export", "training.summary"),
     ("training.run",),
     ("training.entry",),

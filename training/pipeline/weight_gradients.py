@@ -167,7 +167,7 @@ class _Multiply(torch.autograd.Function):
         return grad_x, None, None, None
 
 
-class Lookup:
+class EmbeddingLookup:
     """An embedding's lookup, in place of `F.embedding`: the same rows, and gradients of the rows alone."""
 
     def __init__(self, embedding: Embedding, deferred: DeferredGradients) -> None:
@@ -179,7 +179,7 @@ class Lookup:
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, input_ids: torch.Tensor, weight: torch.Tensor, lookup: Lookup) -> torch.Tensor:
+    def forward(context: Any, input_ids: torch.Tensor, weight: torch.Tensor, lookup: EmbeddingLookup) -> torch.Tensor:
         context.save_for_backward(input_ids)
         context.lookup = lookup
         return nn.functional.embedding(input_ids, weight)
@@ -201,7 +201,7 @@ class _LookUp(torch.autograd.Function):
 def add_rows(module: nn.Module, deferred: DeferredGradients) -> None:
     """Have a trained embedding add the gradients of its rows to the sum that is lent; other layers stay as they are."""
     if isinstance(module, Embedding) and module.weight.requires_grad and module.is_plain:
-        module.lookup = Lookup(module, deferred)
+        module.lookup = EmbeddingLookup(module, deferred)
 
 
 def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What stays in fp32 in a model of 16 bits: what `transformers` keeps there."""
+"""Tensors that `transformers` keeps in fp32 in a model of 16 bits."""
 
 from __future__ import annotations
 
