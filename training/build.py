@@ -216,8 +216,11 @@ def _release(module: StageModule) -> None:
 
 def _identify(source: WeightSource, setup: RunSetup, ranks: Ranks) -> str:
     """Return the hash by which what `source` computes is found again. setup: of the model that computes it."""
-    quantized = [] if setup.adapter is None else setup.adapter.list_quantized(setup.layers)
-    return compute_model_id(source, setup.config, choose_kernels(setup.config, setup.architecture), quantized, ranks)
+    config = setup.config
+    special = [] if setup.adapter is None else list(setup.adapter.list_quantized(setup.layers))
+    if config.precision is not Precision.fp32 and not config.shards_weights:
+        special += [f"{layer.hf_prefix}{name} in fp32" for layer in setup.layers for name in sorted(layer.fp32)]
+    return compute_model_id(source, config, choose_kernels(config, setup.architecture), special, ranks)
 
 
 def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> RankData:

@@ -45,8 +45,9 @@ def test_costs_are_counted_once_for_the_split_and_the_plan(tmp_path: Path, monke
     run = setups.Run.of(setup, SINGLE_PROCESS)
     predicted = setups.predict_run(run, machine, train_path=tmp_path, num_samples=2, steps=range(1))
     assert predicted is not None
-    assert count.call_count == 1 and predicted.costs is setup.costs
-    assert machine is not None and predicted.hardware is machine and predicted.peak_flops == machine.peak_flops["bf16"]
+    assert count.call_count == 1 and predicted.plan.costs is setup.costs
+    assert machine is not None and predicted.plan.run.hardware is machine
+    assert predicted.is_known and predicted.plan.peak_flops == machine.peak_flops["bf16"]
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_all_that_the_reference_is_computed_with(own_code: Path, model: Path, mo
     for field in fields(plain):  # a field that is added too
         assert identify(**{field.name: "another"}) not in found
     # What a stage is built with beyond that is of training, in the adapter, or says only where weights lie.
-    others = {"checkpointing", "adapter", "freeze", "routers", "neftune_noise_alpha", "weight_sharding"}
+    others = {"checkpointing", "adapter", "freeze", "routers", "neftune_noise_alpha", "weight_sharding", "sums_in_fp32"}
     assert {field.name for field in fields(StageOptions)} == {"kernels"} | others
     same = ("learning_rate=1", "max_steps=3", "adapter=lora", "num_stages=4", "fused_kernels=auto", "freeze=[norm]")
     assert identify(*same, targets=("v_proj",)) == found[0]

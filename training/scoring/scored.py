@@ -55,18 +55,19 @@ class Scorer:
 
 
 def compute_model_id(
-    source: WeightSource, config: RunConfig, kernels: Kernels, quantized: Sequence[str], ranks: Ranks
+    source: WeightSource, config: RunConfig, kernels: Kernels, special: Sequence[str], ranks: Ranks
 ) -> str:
     """Return a hash of the weights, by content, and of all that decides what they make of tokens. All ranks call it;
     the main rank reads the files.
 
-    kernels: with which it computes. quantized: the layers in 4 bits. Raises UserError.
+    kernels: with which it computes. special: the layers in 4 bits, and the parameters that stay in fp32 in a model
+    of 16 bits. Raises UserError.
     """
 
     def compute() -> str:
         forward = sorted(describe_forward(config).items())
         rows = source.config.vocab_size  # the softmax is over all, and those that are added are in no file
-        state = (_VERSION, fingerprint_weights(source), rows, astuple(kernels), forward, list(quantized))
+        state = (_VERSION, fingerprint_weights(source), rows, astuple(kernels), forward, list(special))
         return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     return broadcast_from_main(compute, ranks)
