@@ -24,14 +24,13 @@ class Cycle:
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    assert gc.isenabled()
+    gc.enable()  # whatever the tests before have left
     collector = Collector()
     collector.start()
-    try:
-        yield collector
-    finally:
-        collector.close()
-        assert gc.isenabled()
+    assert not gc.isenabled()
+    yield collector
+    collector.close()
+    assert gc.isenabled()
 
 
 def is_alive_after(collect: Callable[[], None]) -> bool:
