@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,3 +288,13 @@ def test_all_that_the_reference_is_computed_with(own_code: Path, model: Path, mo
     assert {field.name for field in fields(StageOptions)} == {"kernels"} | others
     same = ("learning_rate=1", "max_steps=3", "adapter=lora", "num_stages=4", "fused_kernels=auto", "freeze=[norm]")
     assert identify(*same, targets=("v_proj",)) == found[0]
+
+    def identify_kept(*overrides: str, kept: frozenset[str] = frozenset({"weight"})) -> str:
+        held, config = [replace(layer, fp32=kept) for layer in layers], build_config(*overrides)
+        setup: Any = SimpleNamespace(adapter=None, layers=held, config=config, architecture=source.config)
+        return build._identify(source, setup, SINGLE_PROCESS)
+
+    source.config._attn_implementation = "sdpa"
+    assert identify_kept() != identify_kept(kept=frozenset()) == found[0]
+    for key in ("precision=fp32", "zero_stage=3"):  # all parameters are in fp32, or none stays so
+        assert identify_kept(key) == identify_kept(key, kept=frozenset())
