@@ -28,6 +28,7 @@ from filesystem import hash_file, lock_file
 # Raise it when the samples of all kinds of data get other tokens or columns; for one kind raise its `format_version`.
 FORMAT_VERSION = 10
 BACKEND_CALL_STATE = ("truncation", "padding")
+_PLACES = ("name_or_path", "tokenizer_file", "cache_dir")  # options of a tokenizer that say where it lies
 
 
 def compute_cache_key(
@@ -70,13 +71,21 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "chat_template": tokenizer.chat_template,
     }
+    if getattr(tokenizer, "split_special_tokens", False):  # which the backend does not hold
+        state["split_special_tokens"] = True
     if not tokenizer.is_fast:
         added, files = (
             tokenizer.get_added_vocab(),
             [getattr(tokenizer, name, None) for name in tokenizer.vocab_files_names],
         )
         hashes = [hash_file(Path(file)) for file in files if isinstance(file, str | Path) and Path(file).is_file()]
-        return state | {"vocab": tokenizer.get_vocab(), "added": sorted(map(str, added.items())), "files": hashes}
+        options = {
+            name: value
+            for name, value in tokenizer.init_kwargs.items()
+            if isinstance(value, bool | int | float | str) and name not in (*_PLACES, *tokenizer.vocab_files_names)
+        }
+        state |= {"vocab": tokenizer.get_vocab(), "added": sorted(map(str, added.items()))}
+        return state | {"files": hashes, "options": options}
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # These are settings of the last call, not of the tokenizer; `encode` uses neither.
     return state | {"backend": {name: part for name, part in backend.items() if name not in BACKEND_CALL_STATE}}

@@ -144,6 +144,14 @@ class Finish(BackboneParts):
         return self.backbone.finish(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
 
 
+def runs_backbone(module: nn.Module) -> bool:
+    """Return whether a module's forward pass runs code of `transformers` beyond its own parts: a decoder layer's, or
+    what a backbone does before or after them."""
+    if isinstance(module, BackboneEmbedding):
+        return module.backbone is not None
+    return isinstance(module, BackboneDecoderLayer | BackboneParts)
+
+
 class FinalNorm(_Copy):
     """Mixin before the class of a model's final norm."""
 

@@ -192,21 +192,24 @@ def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, 
     """
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    return _gather_for(module, inputs[0]), weight.view_as(weight)
+    return _take_for(module, inputs[0]), weight.view_as(weight)
 
 
 def hand_biased_to_loss(head: nn.Linear, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same of a head with a bias, as one more column of hidden states and matrix, and zeros after it."""
-    hidden_states = _gather_for(head, inputs[0])
+    hidden_states = _take_for(head, inputs[0])
     width = -hidden_states.shape[-1] % 8 or 8
     one = nn.functional.pad(hidden_states.new_ones(*hidden_states.shape[:-1], 1), (0, width - 1))
     column = nn.functional.pad(head.bias.unsqueeze(1), (0, width - 1))
     return torch.cat([hidden_states, one], dim=-1), torch.cat([head.weight, column], dim=1)
 
 
-def _gather_for(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states of all tokens, gathered where a rank has a part of them."""
-    parallel = getattr(head, "parallel", NO_TP)
+def _take_for(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states of all tokens, gathered where a rank has a part of them, in the dtype of the head: the
+    families of `residual_in_fp32` (mamba) pass them in fp32 from layer to layer."""
+    parallel, weight = getattr(head, "parallel", NO_TP), head.weight
+    assert isinstance(weight, torch.Tensor)
+    hidden_states = hidden_states.to(weight.dtype)
     return gather_tokens(hidden_states, parallel) if parallel.splits_sequence else hidden_states
 
 

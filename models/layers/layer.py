@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.layers.recurrent import find_mixers
 
 
 @contextmanager
@@ -120,9 +121,13 @@ class Layer:
         return {name: tensor.shape for name, tensor in self.build_on_meta().state_dict().items()}
 
     def buffer_names(self) -> set[str]:
-        """Return the names of the layer file's tensors that are not trained and keep their own dtype."""
+        """Return the names of the layer file's tensors that are not trained and keep their own dtype. Not the factors
+        that a mixer multiplies activations with (the decays of minimax): they have the dtype of those."""
         module = self.build_on_meta()
-        return module.state_dict().keys() - {name for name, _ in module.named_parameters()}
+        mixers = find_mixers(module, getattr(module, "attention_type", ""))
+        factors = {id(factor) for mixer in mixers for factor in mixer.buffers()}
+        stored = module.state_dict().keys() - {name for name, _ in module.named_parameters()}
+        return stored - {name for name, buffer in module.named_buffers() if id(buffer) in factors}
 
     def get_pieces(self, name: str) -> list[TensorPiece]:
         """Return the Hugging Face tensors, named in full, that make up the module's tensor `name`; usually a single

@@ -23,7 +23,7 @@ import xxhash
 from console import report_progress
 from errors import UserError
 from filesystem import hash_sample
-from models.adapters.folder import ADAPTER_CONFIG
+from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from models.storage.manifest import STATE_NAME, read_manifest
 from models.storage.tensor_files import load_json, open_tensors
 from models.weights.source import WeightSource
@@ -58,7 +58,7 @@ def fingerprint_file(file: Path) -> str:
 
 def fingerprint_as_1_1(source: WeightSource) -> str:
     """Return the fingerprint that version 1.1 stored, to compare with one of that form: equal ones prove less."""
-    described = sorted(_describe_as_1_1(file) for file in source.files() if not file.name.endswith(_INDEX_ENDING))
+    described = sorted(_describe_as_1_1(file) for file in source.files() if not _is_new_since_1_1(file))
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
 
@@ -101,6 +101,12 @@ def _describe_as_1_1(file: Path) -> str:
     if file.suffix == ".json":
         return _describe_json(file)
     return f"{file.name} {file.stat().st_size} {_hash_header(file)} {hash_sample(file)}"
+
+
+def _is_new_since_1_1(file: Path) -> bool:
+    """Return whether the fingerprints of 1.1 left a file out: an index, and the config next to a peft adapter."""
+    is_adapters = file.name == "config.json" and (file.parent / ADAPTER_WEIGHTS).is_file()
+    return is_adapters or file.name.endswith(_INDEX_ENDING)
 
 
 def _describe_json(file: Path) -> str:

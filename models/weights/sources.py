@@ -140,7 +140,8 @@ def _open_adapted(
         )
     _check_chain(path)
     tensors = {} if checkpoint else load_adapter_tensors(path)
-    files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
+    config_file = path / "config.json"
+    files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS, *[config_file] * config_file.is_file()]
     try:
         base = open_weights(_name_base(lora), trust_remote_code, trust_checkpoint)
     except UserError as error:
@@ -150,7 +151,7 @@ def _open_adapted(
     expected = read_base_fingerprint(checkpoint.step_dir) if checkpoint else read_fingerprint(path)
     if expected is not None and not trust_checkpoint:
         check_base(base, expected, path)
-    if (path / "config.json").is_file():
+    if config_file.is_file():
         base = edit_weights(base, _follow_run(base, load_config(path, trust_remote_code)[0]))
     untied = [UntiedHead()] if has_own_head(tensors, build_layers(base.config, base.wrapper)) else []
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)

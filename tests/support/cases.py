@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import OmegaConf
 from support.configs import compose_config
+from support.tiny import find_tokenized
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.order import GlobalOrder
@@ -195,7 +196,7 @@ def train_oracle(
         optimizer = torch.optim.SGD(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
     else:
         optimizer, scheduler = build_optimizer(model)
-    dataset = TokenizedDataset(next(p for p in (case.workdir / "cache").iterdir() if p.is_dir()), True, True)
+    dataset = TokenizedDataset(find_tokenized(case.workdir)[0], True, True)
     order = GlobalOrder(len(dataset), config.global_batch_size, config.seed)
     losses, norms = [], []
     for step in range(case.steps):

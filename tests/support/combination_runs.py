@@ -26,7 +26,7 @@ from support.head_runs import load_oracle, save_documents, save_steps, save_word
 from support.pair_runs import compute_pair
 from support.retrieval_runs import compare_scores, compare_vectors, read_text, save_queries
 from support.routers import add_router_losses, watch
-from support.tiny import save_pairs, save_records, save_tokenizer
+from support.tiny import find_tokenized, save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from torch import nn
 from torch.nn import functional as F
@@ -234,7 +234,7 @@ def train_oracle(
     optimizer = build_optimizer(master or policy, config)
     if master is not None:
         follow(optimizer, master, policy)
-    folder = next(path for path in (workdir / "cache").iterdir() if path.is_dir())
+    folder = find_tokenized(workdir)[0]
     compute = COMPUTE.get(config.data.name, compute_documents)
     losses, norms = [], []
     watched = watch(policy, policy.config.model_type) if config.moe.aux_loss_coef else []

@@ -12,7 +12,7 @@ from support import objective_runs
 from support.cases import BOUND, Case
 from support.distilling import compute_divergence, join_others
 from support.objective_runs import NUM_SAMPLES, find_dataset
-from support.tiny import VOCAB_SIZE, save_llama, save_records, save_tokenizer
+from support.tiny import VOCAB_SIZE, find_tokenized, save_llama, save_records, save_tokenizer
 from torch.nn import functional as F
 
 from data.order import GlobalOrder
@@ -78,7 +78,7 @@ def list_documents(folder: Path, plan: RowPlan, rows: Any) -> list[tuple[torch.T
 def train_oracle(case: Case, student: torch.nn.Module, teacher: torch.nn.Module) -> dict[str, Any]:
     """The same steps of SGD, document by document."""
     config = case.config()
-    folder = next(path for path in (case.workdir / "cache").iterdir() if path.is_dir())
+    folder = find_tokenized(case.workdir)[0]
     plan = build_row_plan(config, "train_file")
     order = GlobalOrder(len(Rows(folder, plan, False, False)), config.global_batch_size, config.seed)
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.cases import Case
 from support.families import build_family
 from support.routers import list_documents
+from support.tiny import find_tokenized
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -154,7 +155,7 @@ def train_further_oracle(case: Case, family: str, coef: float) -> dict[str, Any]
     config, model = case.config(), PlainFurther(case.model, family).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
-    folder = next(path for path in (case.workdir / "cache").iterdir() if path.is_dir())
+    folder = find_tokenized(case.workdir)[0]
     losses, norms, sums, counts = [], [], 0, 0
     for step in range(case.steps):
         documents = list(list_documents(config, folder, step))

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from support.cases import BOUND, Case, worst_difference
 from support.objective_runs import check_steps, find_dataset, train_plainly
-from support.tiny import save_pairs
+from support.tiny import find_tokenized, save_pairs
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
 from data.storage.rows import Rows
@@ -145,7 +145,7 @@ def train_documents(
 ) -> dict[str, Any]:
     """`train_plainly` on the documents of all rows of a global batch at once, packed or not."""
     dataset = find_dataset(case.workdir)
-    path = next(path for path in (case.workdir / "cache").iterdir() if path.is_dir())
+    path = find_tokenized(case.workdir)[0]
     rows = Rows(path, build_row_plan(case.config(), "train_file"), False, False)
 
     def compute(ids: list[int]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -26,7 +26,7 @@ from support.cases import (
     worst_difference,
 )
 from support.families import save_family
-from support.tiny import save_llama, save_pairs, save_tokenizer
+from support.tiny import find_tokenized, save_llama, save_pairs, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoModelForCausalLM
 
@@ -224,7 +224,7 @@ def convert(source: Path, target: Path, *flags: str) -> None:
 
 def find_dataset(folder: Path, num_samples: int | None = None) -> TokenizedDataset:
     """Returns the data set that the runs of `folder` have tokenized. num_samples: to choose among several files."""
-    found = [TokenizedDataset(path, True, True) for path in (folder / "cache").iterdir() if path.is_dir()]
+    found = [TokenizedDataset(path, True, True) for path in find_tokenized(folder)]
     return next(dataset for dataset in found if num_samples in (None, len(dataset)))
 
 

@@ -10,6 +10,7 @@ import torch
 from support.cases import Case
 from support.pair_runs import compute_pair
 from support.routers import list_documents, watch
+from support.tiny import find_tokenized
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,7 @@ def train_router_oracle(
     watched = watch(model.train(), family)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
-    folder = next(path for path in (case.workdir / "cache").iterdir() if path.is_dir())
+    folder = find_tokenized(case.workdir)[0]
     losses, norms, sums = [], [], torch.zeros(2)
     num_documents = num_tokens = 0
     for step in range(case.steps):

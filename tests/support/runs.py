@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases import Case, train_run
-from support.tiny import save_llama, save_records, save_tokenizer
+from support.tiny import find_tokenized, save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
 from data.storage.tokenized import TokenizedDataset
@@ -96,4 +96,4 @@ def eval_dataset(root: Path) -> TokenizedDataset:
 
 def list_tokenized(root: Path) -> list[TokenizedDataset]:
     """Returns what the runs of a file have tokenized so far."""
-    return [TokenizedDataset(folder, True, True) for folder in (root / "cache").iterdir() if folder.is_dir()]
+    return [TokenizedDataset(folder, True, True) for folder in find_tokenized(root)]

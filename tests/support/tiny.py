@@ -56,6 +56,11 @@ def save_llama(folder: Path, tied: bool = False, seed: int = 0, **fields: Any) -
     return model
 
 
+def find_tokenized(workdir: Path) -> list[Path]:
+    """The folders of the data that the runs of `workdir` have tokenized; compiled code lies next to them."""
+    return [file.parent for file in (workdir / "cache").glob("*/offset.bin")]
+
+
 def save_records(file: Path, count: int, seed: int = 0) -> Path:
     """Prompt/completion records of very different lengths, from real text."""
     words = inspect.getsource(json).split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.adapters import build_lora
+from support.adapters import build_lora, make_adapter
 from support.configs import build_config
 from support.tiny import save_llama, save_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -28,6 +29,7 @@ from masking import mask
 from models.architecture.lookup import build_layers
 from models.weights.fingerprint import fingerprint_as_1_1, fingerprint_weights
 from models.weights.sources import open_weights
+from models.weights.vocabulary import open_tokenizer
 from training import build
 from training.config.schema import DataConfig
 from training.distributed.ranks import SINGLE_PROCESS
@@ -127,6 +129,23 @@ def test_other_forms_of_a_model(tmp_path: Path, form: str) -> None:
             (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         seen.add(fingerprint_weights(open_weights(str(tmp_path))))
     assert len(seen) == len(weights) + 1
+
+
+def test_the_config_next_to_an_adapter(tmp_path: Path) -> None:
+    """Its positions are those of the merged model. Version 1.1 did not read it."""
+    save_llama(tmp_path / "base", num_hidden_layers=1)
+    make_adapter(tmp_path / "adapter", tmp_path / "base")
+    shutil.copy(tmp_path / "base/config.json", tmp_path / "adapter")
+    fields = json.loads((tmp_path / "base/config.json").read_text())
+    seen, seen_by_1_1 = set(), set()
+    for theta in (10_000.0, 500_000.0):
+        rope = fields["rope_parameters"] | {"rope_theta": theta}
+        (tmp_path / "adapter/config.json").write_text(json.dumps(fields | {"rope_parameters": rope}))
+        source = open_weights(str(tmp_path / "adapter"))
+        assert source.config.rope_parameters["rope_theta"] == theta
+        seen.add(fingerprint_weights(source))
+        seen_by_1_1.add(fingerprint_as_1_1(source))
+    assert (len(seen), len(seen_by_1_1)) == (2, 1)
 
 
 @pytest.mark.parametrize("what", ["encoder", "filter", "records", "collator"])
@@ -234,11 +253,34 @@ def test_any_field_of_a_plan_of_rows(tmp_path: Path) -> None:
 
 def test_any_token_and_template_of_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     keys = set()
-    for change in ({}, {"chat_template": "{{ messages }}"}, {"pad_token": "</s>"}):
+    changes = {}, {"chat_template": "{{ messages }}"}, {"pad_token": "</s>"}, {"split_special_tokens": True}
+    for change in changes:
         given = {"pad_token": "<pad>", "eos_token": "</s>"} | change
         again = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **given)
         keys.add(build_encoding(build_config(), "train_file", again).compute_key([]))
-    assert len(keys) == 3
+    assert len(keys) == len(changes)
+
+
+def test_any_option_of_a_tokenizer_in_python(tmp_path: Path) -> None:
+    """Whatever changes its tokens; not where it lies."""
+    special = ["<|endoftext|>", "<|startoftext|>", "<URL>", "<SP>", "<BR>"]
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    tokens = [*special, *letters, *":/.", *(f"<|byte{number}|>" for number in range(256))]
+    keys, encoded = set(), set()
+    for folder, cleans in (("one", False), ("another", False), ("cleans", True)):
+        path = tmp_path / folder
+        path.mkdir()
+        (path / "vocab.txt").write_text("\n".join(tokens) + "\n")
+        (path / "emoji.json").write_text(json.dumps({"emoji": {}, "emoji_inv": {}}))
+        (path / "config.json").write_text(json.dumps({"model_type": "gpt_neox_japanese"}))
+        options = {"tokenizer_class": "GPTNeoXJapaneseTokenizer", "do_clean_text": cleans, "eos_token": special[0]}
+        options |= {"unk_token": special[0], "pad_token": special[0], "bos_token": special[1]}
+        (path / "tokenizer_config.json").write_text(json.dumps(options))
+        tokenizer = open_tokenizer(path)
+        assert not tokenizer.is_fast
+        keys.add(build_encoding(build_config(), "train_file", tokenizer).compute_key([]))
+        encoded.add(tuple(tokenizer("see https://a.bc/d now")["input_ids"]))
+    assert len(keys) == len(encoded) == 2
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from models.generic.parts import BackboneDecoderLayer
+from models.generic.parts import runs_backbone
 from models.layers.random_keys import find_random_key
 from training.config.schema import CheckpointMode, RunConfig
 from training.pipeline.activation_offload import ActivationOffload
@@ -113,9 +113,10 @@ KEEP_ALL = ActivationCheckpointing(0)
 def may_draw(modules: Iterable[nn.Module]) -> bool:
     """Return whether the forward pass of one of the modules may draw random numbers in training: whether it, one within
     it or its config has a dropout, a jitter or a noise other than 0. The noise of NEFTune is a hash, and draws
-    nothing. A layer whose code is that of transformers may always: PhiMoE's router draws whatever its config says."""
+    nothing. A layer whose code is that of transformers may always: PhiMoE's router draws whatever its config says, and
+    a backbone has the dropout of its embeddings."""
     parts = [part for module in modules for part in module.modules()]
-    if any(isinstance(part, BackboneDecoderLayer) or (isinstance(part, _DROPOUTS) and part.p > 0) for part in parts):
+    if any(runs_backbone(part) or (isinstance(part, _DROPOUTS) and part.p > 0) for part in parts):
         return True
     owners = [*parts, *{id(config): config for part in parts if (config := getattr(part, "config", None))}.values()]
     return any(find_random_key(owner) is not None for owner in owners)

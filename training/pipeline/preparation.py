@@ -133,7 +133,7 @@ def prepare_layers(
         share = _split_projections(layers, deferred, device)
     elif options.sums_in_fp32 and options.adapter is None and not options.kernels.compiles:
         for layer in layers:  # not an adapter's, which are small; not compiled ones, whose code changes no other tensor
-            split_projections(layer.module, deferred)
+            split_projections(layer.module, deferred, defers=False)
     if options.sums_in_fp32:
         for layer in layers:
             add_rows(layer.module, deferred)

@@ -16,6 +16,7 @@ once more, in the first half, which leaves the x that the second needs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -51,6 +52,10 @@ class Product(NamedTuple):
     projection: SplitProjection
     x: torch.Tensor
     dy: torch.Tensor
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.projection.weight
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
@@ -123,11 +128,16 @@ def compute_gradients(
     lend_sum: LendSum = lend_none,
 ) -> None:
     """Add the deferred products to the sums that `lend_sum` returns for their weights, where it returns none to
-    `.grad`, and call `arrived` for each parameter; each product is freed once it is computed."""
+    `.grad`, and call `arrived` for each parameter that got one, once the last of its products is added: a projection
+    that runs once per batch of documents has several. Each product is freed once it is computed."""
     products.reverse()
+    left = Counter(id(product.weight) for product in products)
     while products:
-        for parameter in products.pop().add(lend_sum):
-            arrived(parameter)
+        product = products.pop()
+        left[id(product.weight)] -= 1
+        for parameter in product.add(lend_sum):
+            if not left[id(product.weight)]:
+                arrived(parameter)
 
 
 class SplitProjection:
@@ -204,14 +214,18 @@ def add_rows(module: nn.Module, deferred: DeferredGradients) -> None:
         module.lookup = EmbeddingLookup(module, deferred)
 
 
-def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[int, int]:
-    """Make the trained projections and experts of a layer able to defer their gradients.
+def split_projections(module: nn.Module, deferred: DeferredGradients, defers: bool = True) -> tuple[int, int]:
+    """Make the trained projections and experts of a layer able to defer their gradients, or to add them to lent sums.
 
     Not those whose gradients the ranks that share the layer sum (a hook does, when autograd has made them), and not
-    modules of other classes, which may do more than a product. Returns the number of elements in trained matrices whose
-    gradients can be deferred, and in all of them.
+    modules of other classes, which may do more than a product. defers: whether the schedule puts gradients off. If not,
+    projections that keep this rank's part of a gathered input alone (`models/parallel/sequence.py`) stay as they are:
+    made able to, they would keep all of it. Returns the number of elements in trained matrices whose gradients can be
+    deferred, and in all of them.
     """
     for _, part in _list_projections(module):
+        if not defers and getattr(part, "entry", None) is not None:
+            continue
         plain = not isinstance(part, _ROW_PARALLEL)
         # A sharded projection adds its bias after the sum over the ranks.
         split = SplitProjection(part.weight, part.bias if plain else None, isinstance(part, Conv1D), deferred)

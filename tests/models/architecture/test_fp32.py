@@ -46,8 +46,9 @@ def test_layers_compute_with_it_what_transformers_does(model_type: str, tmp_path
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
     chain = Chain(model)
     for layer, module in zip(chain.layers, chain.stages, strict=True):
-        for name, each in module.named_parameters():
-            each.data = each.data.to(torch.float32 if name in layer.fp32 else torch.bfloat16)
+        stays = layer.buffer_names() | set(layer.fp32)
+        for name, each in module.state_dict(keep_vars=True).items():
+            each.data = each.data.to(torch.float32 if name in stays else torch.bfloat16)
     logits = chain(tokens(), positions())
     assert difference(logits.float(), model(tokens(), use_cache=False).logits.float()) < 0.1
     logits.float().square().mean().backward()

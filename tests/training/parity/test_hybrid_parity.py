@@ -63,6 +63,18 @@ def test_five_steps_equal_hugging_faces(workers: Callable[[int], WorkerGroup], m
 
 
 @pytest.mark.parametrize(
+    "family", ["mamba", *(pytest.param(name, marks=pytest.mark.full) for name in ("falcon_mamba", "mamba2", "minimax"))]
+)
+def test_bf16_with_states_in_fp32(workers: Callable[[int], WorkerGroup], material, family: str) -> None:
+    """Hidden states that stay in fp32 from layer to layer, until the head takes them; and decays in the dtype of what
+    they multiply."""
+    case = material(family, "pp2", 2, "precision=bf16")
+    result, oracle = merge(workers(2).run(train_case, case)), train_oracle(case)
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=1e-2, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=5e-2, atol=0)
+
+
+@pytest.mark.parametrize(
     ("family", "layout", "overrides"),
     [
         ("qwen3_5_text", "pp2", (CHECKPOINTED,)),

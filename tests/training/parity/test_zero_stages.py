@@ -278,15 +278,31 @@ def test_packed_rows_and_frozen_layers(
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "num_stages"), [(2, 1), (2, 2), (3, 1)])
 def test_gradients_of_bf16_are_summed_in_fp32(workers, material, stage: int, num_stages: int) -> None:
-    """The gradient of a step that reaches the optimizer's fp32 weights, from four micro-batches on two replicas."""
+    """The gradient of a step that reaches the optimizer's fp32 weights, from four micro-batches on two replicas. Each
+    of those is rounded, as autograd makes it; stage 1 adds products unrounded (`weight_gradients.py`)."""
     keys = ("precision=bf16", "data.pad_to=max_seq_length")
-    exact, found, rounded = (
-        gather_masters(workers(2 * num_stages).run(train_masters, replace(case, num_stages=num_stages)))
-        for more in ((), (f"zero_stage={stage}",), (f"zero_stage={stage}", "gradient_reduce_dtype=bf16"))
+    sharded = (f"zero_stage={stage}",)
+    exact, found, rounded, unrounded = (
+        gather_masters(workers(2 * num_stages).run(train, replace(case, num_stages=num_stages)))
+        for train, more in (
+            (train_masters_by_autograd, ()),
+            (train_masters, sharded),
+            (train_masters, (*sharded, "gradient_reduce_dtype=bf16")),
+            (train_masters, ()),
+        )
         for case in [material(False, 2 * num_stages, "micro_batch_size=2", *keys, *more)]
     )
     assert worst_difference(found, exact)[0] < BOUND
-    assert 1e-4 < worst_difference(rounded, exact)[0] < 1e-2
+    for other in (rounded, unrounded):
+        assert 1e-4 < worst_difference(other, exact)[0] < 1e-2
+
+
+def train_masters_by_autograd(case: Case) -> dict[str, torch.Tensor]:
+    """As `train_masters`, with no sum lent to what could add to it."""
+    from training.engine.gradient_sums import GradientSums
+
+    with patch.object(GradientSums, "lend_sum", lambda sums, parameter: None):
+        return train_masters(case)
 
 
 def train_masters(case: Case) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PretrainedConfig
 
 from models.architecture.lookup import build_layers, choose_attention
+from models.layers.decoder import PipelineDecoderLayer
 from training.config.schema import CheckpointMode
 from training.pipeline.activation_checkpoint import (
     ActivationCheckpointing,
@@ -110,6 +111,16 @@ def test_layers_of_transformers_may_draw() -> None:
     for name in ("phimoe", "cohere"):
         modules = build_modules(build_family_config(name))
         assert may_draw(modules) and draws(modules) == (name == "phimoe")
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "gptj"])
+def test_what_comes_before_the_first_decoder_layer_may_draw(name: str) -> None:
+    """The dropout of a backbone's embeddings, on a stage without a decoder layer."""
+    config = build_family_config(name)
+    config.embed_dropout = config.embd_pdrop = 0.5
+    modules = build_modules(config)
+    before = modules[: next(index for index, each in enumerate(modules) if isinstance(each, PipelineDecoderLayer))]
+    assert may_draw(before) and draws(before)
 
 
 def draws(modules: list[torch.nn.Module]) -> bool:

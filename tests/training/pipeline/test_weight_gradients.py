@@ -17,6 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from models.experts.grouped import GROUPED
 from models.layers.decoder import Embedding
+from models.parallel.sequence import BlockInput, ColumnParallelLinear
+from models.parallel.shard import TensorParallel
 from training.pipeline.weight_gradients import DeferredGradients, add_rows, compute_gradients, split_projections
 
 
@@ -57,7 +59,8 @@ def run_twice(layer: Layer, deferred: DeferredGradients | None, recomputes: bool
     for products in put_off:
         compute_gradients(products, arrived.append)
         assert not products
-    assert {id(p) for p in arrived} == {id(dict(layer.named_parameters())[name]) for name in missing}
+    waiting = [id(dict(layer.named_parameters())[name]) for name in missing]
+    assert Counter(map(id, arrived)) == dict.fromkeys(waiting, len(put_off))  # once a pass
     return torch.stack([x.grad for x in inputs]), missing
 
 
@@ -191,6 +194,26 @@ def test_products_are_added_to_lent_sums(build: Callable[[], nn.Module]) -> None
     expected, found = (add_in_passes(layer, inputs, deferred) for layer in (plain, added))
     for name, (total, _) in expected.items():
         torch.testing.assert_close(found[name], (total, 2), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_a_weight_has_arrived_with_the_last_of_its_products(recomputes: bool) -> None:
+    """As mixers run, once per batch of documents: what has arrived is reduced, and must not change any more."""
+    plain, split, deferred = Twice().double(), Twice().double(), DeferredGradients()
+    split_projections(split, deferred)
+    run_twice(plain, None, recomputes)
+    assert run_twice(split, deferred, recomputes)[1] == ["first.weight", "first.bias"]
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(split)[name], gradient, rtol=1e-12, atol=0)
+
+
+def test_a_projection_that_keeps_a_part_of_its_input_is_split_for_a_schedule_alone() -> None:
+    """With sequence parallelism: split, it keeps what is gathered."""
+    for defers in (False, True):
+        layer, deferred = nn.Sequential(ColumnParallelLinear(6, 4), ColumnParallelLinear(6, 4)), DeferredGradients()
+        layer[0].entry = BlockInput(TensorParallel(rank=0, size=2, splits_sequence=True))
+        split_projections(layer, deferred, defers=defers)
+        assert ["forward" in vars(part) for part in layer] == [defers, True]
 
 
 @pytest.mark.parametrize("padding", [None, 3])
