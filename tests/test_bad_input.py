@@ -69,7 +69,8 @@ def prepare_run(line: list[str], world_size: int) -> None:
     ranks = Ranks(1, world_size, 1, world_size)  # not the main one: it prints nothing
     plan = check_run(config, ranks, list_given(cleaned))
     tokenizer = load_tokenizer(config, plan.source)
-    compute_step_budget(config, plan.layout, tokenize(config, tokenizer, ranks.say), plan.resume_from)
+    datasets = tokenize(config, tokenizer, ranks.say)
+    compute_step_budget(config, plan.layout, datasets, plan.resume_from, plan.architecture.vocab_size)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -34,6 +34,8 @@ from training.inputs.datasets import build_chat_template
 from training.objectives.registry import get_objective
 from training.setup import Run, RunSetup
 
+_WITH_TOKEN_IDS = ("config.json", "generation_config.json")
+
 
 def prepare_folder(run: Run, tokenizer: PreTrainedTokenizerBase, stop_tokens: Collection[str] = ()) -> None:
     """Write the files next to the checkpoints: the run's config, the model's config.json and the tokenizer. With
@@ -63,20 +65,18 @@ def prepare_folder(run: Run, tokenizer: PreTrainedTokenizerBase, stop_tokens: Co
         save_adapter_config(setup.adapter, staged, get_whole_config(setup.source))
     if (described := get_objective(config).exports(config, setup.architecture.hidden_size)) is not None:
         save_sentence_files(described, staged)
-    if not is_resumed:  # else these exist
-        ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(sorted(stop_tokens))]
-        _save_model_files(setup, tokenizer, staged, passthrough, ends)
+    if is_resumed:
+        for name in _WITH_TOKEN_IDS:
+            if (folder.checkpoints / name).is_file():
+                shutil.copyfile(folder.checkpoints / name, staged / name)
+    else:
+        _save_model_files(setup, staged, passthrough)
+    _add_token_ids(setup, tokenizer, staged, stop_tokens)
     publish_changed(staged, folder.checkpoints)
     shutil.rmtree(staged)
 
 
-def _save_model_files(
-    setup: RunSetup,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    passthrough: Passthrough,
-    ends: Sequence[int | None],
-) -> None:
+def _save_model_files(setup: RunSetup, folder: Path, passthrough: Passthrough) -> None:
     config, source = setup.config, setup.source
     has_own_tokenizer = config.tokenizer_name_or_path is not None or build_chat_template(config.data)
     for source_dir in (source.path, source.config_dir):
@@ -88,8 +88,15 @@ def _save_model_files(
         write_passthrough(folder, passthrough.kept, source.read_passthrough)
     if (source.config_dir / "generation_config.json").is_file():
         shutil.copyfile(source.config_dir / "generation_config.json", folder / "generation_config.json")
-    for name in ("config.json", "generation_config.json"):
-        for token_id in ends:
+
+
+def _add_token_ids(
+    setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: Path, stop_tokens: Collection[str]
+) -> None:
+    """Add the ids of the tokens at which the model stops, and for a classifier the padding, to the files in `folder`. A
+    resumed run may have another tokenizer than the one that these were written with."""
+    for name in _WITH_TOKEN_IDS:
+        for token_id in (tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(sorted(stop_tokens))):
             add_eos_token_id(folder / name, token_id)
     # `transformers` searches for the last token that is not padding; a token classifier may have none
     if find_head(setup.architecture) is not None and tokenizer.pad_token_id is not None:

@@ -277,7 +277,13 @@ def agree_on_steps(
     with ranks.phase("counting steps and fingerprinting the base model"):
         return process.broadcast_from_main(
             lambda: compute_step_budget(
-                config, setup.layout, datasets, setup.resume_from, describe_identity(setup, tokenizer), tokenizer
+                config,
+                setup.layout,
+                datasets,
+                setup.resume_from,
+                setup.architecture.vocab_size,
+                describe_identity(setup, tokenizer),
+                tokenizer,
             ),
             ranks,
         )

@@ -45,6 +45,26 @@ def test_a_model_stops_at_the_tokens_that_it_is_trained_to_stop_at(tmp_path: Pat
         assert json.loads((folder.checkpoints / name).read_text())["eos_token_id"] == [3, tokenizer.eos_token_id, 1]
 
 
+def test_a_resumed_model_stops_where_its_new_tokenizer_ends_and_other_files_stay(tmp_path: Path) -> None:
+    """The files next to the checkpoints are those of the first start; without its end the model would never stop."""
+    save_llama(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    tokenizer, folder = AutoTokenizer.from_pretrained(tmp_path / "hf"), RunFolder(tmp_path / "out")
+    first = build_run(open_weights(str(tmp_path / "hf")), folder)
+    prepare_folder(first, tokenizer)
+    files = [folder.checkpoints / name for name in ("config.json", "generation_config.json")]
+    before = [(file.stat().st_ino, json.loads(file.read_text())) for file in files]
+    source: Any = SimpleNamespace(path=folder.checkpoints, config=first.setup.architecture)
+    resumed = build_run(source, folder)
+    prepare_folder(resumed, tokenizer)
+    assert [(file.stat().st_ino, json.loads(file.read_text())) for file in files] == before
+    old, tokenizer.eos_token = tokenizer.eos_token_id, "<s>"
+    prepare_folder(resumed, tokenizer)
+    assert old != tokenizer.eos_token_id
+    for file, (_, fields) in zip(files, before, strict=True):
+        assert json.loads(file.read_text()) == fields | {"eos_token_id": [old, tokenizer.eos_token_id]}
+
+
 @pytest.mark.parametrize("is_adapter", [False, True])
 def test_files_that_all_checkpoints_share_are_replaced_whole_and_only_when_they_differ(
     is_adapter: bool, tmp_path: Path

@@ -93,14 +93,14 @@ def find_own(folder: RunFolder, step_dir: Path | None) -> Path | None:
 
 
 def set_aside(folder: RunFolder, abandoned: Abandoned) -> Path:
-    """Move what the run abandons, each folder in one rename, and point `latest` to its start. Main rank only. Returns
-    the new folder. What a start that dies meanwhile has not moved, the next one does."""
+    """Move what the run abandons, each folder in one rename, with its id at trackers, and point `latest` to its start.
+    Main rank only. Returns the new folder. What a start that dies meanwhile has not moved, the next one does."""
     place = _make_place(folder.abandoned)
     for file in _list_shared(folder):
         target = place / file.relative_to(folder.checkpoints)
         target.parent.mkdir(parents=True, exist_ok=True)
         _link(file, target)
-    for file in (folder.metrics, folder.events, folder.completed):
+    for file in (folder.metrics, folder.events, folder.completed, folder.tracker_id):
         if file.exists():
             shutil.copyfile(file, place / file.name)
     folder.reopen()
@@ -109,6 +109,7 @@ def set_aside(folder: RunFolder, abandoned: Abandoned) -> Path:
         write_atomically(folder.checkpoints / LATEST_NAME, abandoned.start.name)
     else:
         (folder.checkpoints / LATEST_NAME).unlink(missing_ok=True)
+    folder.tracker_id.unlink(missing_ok=True)  # most trackers cannot drop figures: the new line gets a run of its own
     for path in abandoned.exports:
         # checkpoints/ may be a link to another file system
         shutil.move(path, place / path.name, copy_function=copy_with_progress)

@@ -21,6 +21,7 @@ from errors import UserError
 from models.adapters.options import AdapterName, starts_from_base
 from models.layers.documents import DocumentBounds
 from models.storage.manifest import find_wrong_size
+from models.weights.config_file import load_config
 from training.checkpoint.best import Best, has_lost_patience
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
@@ -75,19 +76,18 @@ class StepBudget:
     starts_elsewhere: bool = False
 
 
-_SHARED = "rope_parameters"  # what config.json says of the model, beside what its weights are
-
-
 def compute_step_budget(
     config: RunConfig,
     layout: Layout,
     datasets: dict[str, Path],
     resume_from: Path | None,
+    vocab_size: int,
     identity: Mapping[str, Identity] = MappingProxyType({}),
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[StepBudget, TrainerState]:
-    """Return the budget and the initial state of the run. datasets: key of the files -> tokenized folder. identity: of
-    the models and the tokenizer that this run reads. tokenizer: needed where training data are streamed.
+    """Return the budget and the initial state of the run. datasets: key of the files -> tokenized folder.
+    vocab_size: rows of the embedding that this run trains. identity: of the models and the tokenizer that this run
+    reads. tokenizer: needed where training data are streamed.
 
     Raises UserError for a checkpoint that does not match the config, and when no step is left.
     """
@@ -118,7 +118,7 @@ def compute_step_budget(
     )
     if resume_from is not None:
         saved = read_state(resume_from)
-        start = _resume(start, saved, resume_from, config, stream)
+        start = _resume(start, saved, resume_from, config, stream, vocab_size)
         stream = stream and resume_stream(saved.stream, stream, start.step, console.say)
     folder = RunFolder(config.output_dir)
     last_step = find_last_step(folder, config, start.step, total_steps)
@@ -146,15 +146,16 @@ def _describe_adapter(config: RunConfig) -> dict[str, str]:
 
 
 def _resume(
-    start: TrainerState, saved: TrainerState, resume_from: Path, config: RunConfig, stream: StreamStart | None
+    start: TrainerState,
+    saved: TrainerState,
+    resume_from: Path,
+    config: RunConfig,
+    stream: StreamStart | None,
+    vocab_size: int,
 ) -> TrainerState:
     """Return `start` advanced to the step of the checkpoint, whose state `saved` is."""
-    was, now = saved.data.get(_SHARED, "none"), start.data.get(_SHARED, "none")
-    if was != now and find_own(RunFolder(config.output_dir), resume_from) is not None:
-        raise UserError(
-            f"resume: {_SHARED} was {was}, is {now}, and all steps of a folder have one config.json; give the same, or "
-            f"go on elsewhere: resume={resume_from} resume_allow_changes=true output_dir=ANOTHER"
-        )
+    if find_own(RunFolder(config.output_dir), resume_from) is not None:
+        _check_shared_config(saved, start, resume_from, vocab_size)
     before, after = ({}, {}) if stream is None or not saved.stream else compare_shards(saved.stream, stream)
     differences = check_resumable(
         dataclasses.replace(saved, data=recall_updates(saved.data, start.data) | before),
@@ -177,6 +178,24 @@ def _resume(
         best=_recall_best(saved, config, resume_from) if comparable else None,
         identity=saved.identity | start.identity,  # what only the first run has read stays on record
     )
+
+
+def _check_shared_config(saved: TrainerState, start: TrainerState, resume_from: Path, vocab_size: int) -> None:
+    """Raise UserError where a run that continues in its own folder has a model that the config.json of the steps there
+    does not describe: with another one the earlier steps could not be read, with this one the later steps."""
+    shared = "all steps of a folder have one config.json"
+    was, now = (state.data.get("rope_parameters", "none") for state in (saved, start))
+    if was != now:
+        raise UserError(
+            f"resume: rope_parameters was {was}, is {now}, and {shared}; give the same, or go on elsewhere: "
+            f"resume={resume_from} resume_allow_changes=true output_dir=ANOTHER"
+        )
+    rows = load_config(resume_from.parent, trust_remote_code=True)[0].vocab_size
+    if rows != vocab_size:  # not to go on elsewhere either: most optimizers have no state of the added rows
+        raise UserError(
+            f"resume: vocab_size was {rows}, is {vocab_size}, and {shared}; give the same tokens, or start a new run "
+            f"elsewhere: model_name_or_path={resume_from} output_dir=ANOTHER"
+        )
 
 
 def _recall_best(saved: TrainerState, config: RunConfig, resume_from: Path) -> Best | None:

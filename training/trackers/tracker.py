@@ -18,7 +18,8 @@ METHODS = ("start", "log_metrics", "log_file", "close")
 class TrackedRun:
     """A run as a tracker knows it.
 
-    id: 32 hexadecimal digits, the same whenever the run is resumed; an evaluation has its own. group: of a sweep.
+    id: 32 hexadecimal digits, the same whenever the run is resumed, unless that sets steps aside; an evaluation has its
+    own. group: of a sweep.
     offline: write below output_dir, and use no network. first_step: the step that the run continues from; None for an
     evaluation. is_resumed: whether a run of this id was started before.
     """

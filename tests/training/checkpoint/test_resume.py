@@ -228,12 +228,29 @@ def test_other_rope_is_for_another_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "out")
     folder.checkpoints.mkdir(parents=True)
     own = write_checkpoint(folder.checkpoints, 2)
+    (folder.checkpoints / "config.json").write_text('{"model_type": "llama", "vocab_size": 96}')
     stretched = replace(STATE, data=STATE.data | {"rope_parameters": "linear, factor 4"})
     config: Any = SimpleNamespace(output_dir=str(folder.path), resume_allow_changes=True)
     with pytest.raises(UserError, match="rope_parameters was none, is linear, factor 4, and all steps of a"):
-        _resume(stretched, STATE, own, config, None)
+        _resume(stretched, STATE, own, config, None, 96)
     config.output_dir = str(tmp_path / "another")
-    assert _resume(stretched, STATE, own, config, None).step == 2
+    assert _resume(stretched, STATE, own, config, None, 96).step == 2
+
+
+def test_more_rows_are_for_another_folder(tmp_path: Path) -> None:
+    """Each step that was saved with them could not be opened: its shapes are not those of the folder's config.json."""
+    folder = RunFolder(tmp_path / "out")
+    folder.checkpoints.mkdir(parents=True)
+    own = write_checkpoint(folder.checkpoints, 2)
+    (folder.checkpoints / "config.json").write_text('{"model_type": "llama", "vocab_size": 96}')
+    config: Any = SimpleNamespace(output_dir=str(folder.path), resume_allow_changes=True)
+    assert _resume(STATE, STATE, own, config, None, 96).step == 2
+    with pytest.raises(
+        UserError, match=f"vocab_size was 96, is 97, .* one config.json; .*model_name_or_path={own} output_dir="
+    ):
+        _resume(STATE, STATE, own, config, None, 97)
+    config.output_dir = str(tmp_path / "another")
+    assert _resume(STATE, STATE, own, config, None, 97).step == 2
 
 
 def test_a_checkpoint_names_the_start_of_a_new_adapter_alone() -> None:

@@ -27,7 +27,9 @@ from training.checkpoint.timeline import (
     record_start,
     set_aside,
 )
+from training.config.schema import LoggerConfig
 from training.distributed.ranks import SINGLE_PROCESS
+from training.observability.loggers import identify_run
 from training.run import begin_line
 from training.setup import Run
 
@@ -137,6 +139,23 @@ def test_abandoned_steps_are_a_folder_of_checkpoints(folder: RunFolder) -> None:
     assert (folder.checkpoints / "latest").read_text() == "global_step2"
     assert list_tree(folder.path) == ["checkpoints", "events.jsonl", "hf-step2", "metrics.jsonl"]
     assert not find_abandoned(folder, folder.find_checkpoint(2))
+
+
+def test_a_line_of_steps_has_a_run_of_its_own_at_trackers(folder: RunFolder) -> None:
+    """Its curves would go on from those of the steps that were set aside. A restart that sets none aside keeps it."""
+    folder.tracker_id.write_text("the first line")
+    keys: Any = SimpleNamespace(overwrite_output_dir=False)
+    at_its_end: Any = SimpleNamespace(config=keys, resume_from=folder.find_checkpoint(6))
+    begin_line(Run(SINGLE_PROCESS, folder, at_its_end))
+    assert folder.tracker_id.read_text() == "the first line"
+    assert identify_run(LoggerConfig(), folder.path, first_step=6).id == "the first line"
+    back: Any = SimpleNamespace(config=keys, resume_from=folder.find_checkpoint(2))
+    begin_line(Run(SINGLE_PROCESS, folder, back))
+    assert (folder.abandoned / "1" / folder.tracker_id.name).read_text() == "the first line"
+    second = identify_run(LoggerConfig(), folder.path, first_step=2)
+    assert second.id != "the first line" and not second.is_resumed
+    begin_line(Run(SINGLE_PROCESS, folder, back))
+    assert identify_run(LoggerConfig(), folder.path, first_step=2).id == second.id
 
 
 def test_going_back_twice_keeps_both(folder: RunFolder) -> None:

@@ -157,7 +157,8 @@ def test_a_resume_on_other_data_names_what_changed(
         config = Case(root / "model", root / "a.jsonl", root, steps=STEPS + 1, overrides=given).config()
         setup = check_run(config, Ranks(0, 1, 0, 1))
         datasets = tokenize(config, load_tokenizer(config, setup.source))
-        return compute_step_budget(config, setup.layout, datasets, setup.resume_from)[1].step
+        rows = setup.architecture.vocab_size
+        return compute_step_budget(config, setup.layout, datasets, setup.resume_from, rows)[1].step
 
     other = root / "other.jsonl"
     other.write_text((root / "b.jsonl").read_text().replace("or more", "or less"))
