@@ -90,12 +90,12 @@ class HoldOut:
         """The config key that a message names."""
         return "data.eval_samples" if self.fraction is None else "data.eval_fraction"
 
-    def estimate(self, num_samples: float) -> float:
-        """Return how many of the samples are held out, where each record is one."""
+    def estimate(self, num_records: float) -> float:
+        """Return how many of the records are held out."""
         if self.fraction is not None:
-            return num_samples * self.fraction
+            return num_records * self.fraction
         assert self.count is not None
-        return min(num_samples, self.count)
+        return min(num_records, self.count)
 
     def compute_bound(self, list_smallest: Callable[[int], np.ndarray]) -> int:
         """Return the number that the hashes of these records are below.
@@ -124,12 +124,12 @@ class Selection:
         """Return the selection with its bound. list_smallest: see `HoldOut.compute_bound`."""
         return self if self.hold_out is None else replace(self, bound=self.hold_out.compute_bound(list_smallest))
 
-    def estimate_taken(self, num_samples: float) -> float:
-        """Return how many of the samples are in this part, where each record is one."""
+    def estimate_taken(self, num_records: float) -> float:
+        """Return how many of the records are in this part."""
         if self.hold_out is None:
-            return num_samples
-        held_out = self.hold_out.estimate(num_samples)
-        return held_out if self.takes_held_out else num_samples - held_out
+            return num_records
+        held_out = self.hold_out.estimate(num_records)
+        return held_out if self.takes_held_out else num_records - held_out
 
     def list_keys(self) -> list[str]:
         """Return the config keys that were given."""

@@ -90,8 +90,7 @@ def estimate_rows(
             return None
         lengths = entry.columns["length"]
         laid = lay_samples(np.arange(len(lengths)), lengths, plan).num_rows / plan.group_size
-        num_samples = entry.num_records * len(lengths) / entry.num_first
-        num_rows += encoding.selection.estimate_taken(num_samples) * laid / len(lengths)
+        num_rows += encoding.selection.estimate_taken(entry.num_records) * laid / entry.num_first
         is_exact = is_exact and entry.is_whole
     return RowEstimate(round(num_rows), is_exact)
 

@@ -181,6 +181,9 @@ def quantize_projections(module: nn.Module) -> None:
         )
         packed = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized)
         quantized.weight = packed.to(weight.device)  # type: ignore[misc]
+        # On some CPUs bitsandbytes (0.50.2) repacks the weights in the first pass of an evaluation, for good, and for
+        # kernels that have no backward pass
+        quantized.support_avx512bf16_for_cpu = False
         quantized.bias = linear.bias
         module.set_submodule(name, quantized)
     module.is_loaded_in_4bit = True  # type: ignore[assignment]  # peft asks for it before it puts an adapter on such a projection

@@ -13,6 +13,7 @@ from support.families import build_family, build_family_config
 from support.tiny import save_llama
 
 from errors import UserError
+from models.adapters.adapter import quantize_projections
 from models.adapters.build import check_added_tokens, check_peft_names
 from models.adapters.options import AdapterName, AdapterOptions
 from models.adapters.targets import build_lora_config, describe_targets
@@ -208,3 +209,20 @@ def test_a_seed_may_be_a_time() -> None:
         replace(build_lora(LLAMA), seed=seed).attach(module, 1, layer)
         drawn.append(module.self_attn.q_proj.lora_A["default"].weight.detach())
     assert not torch.equal(*drawn)
+
+
+def test_an_evaluation_leaves_the_gradients_of_projections_in_4_bits_alone() -> None:
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    layer, inputs = torch.nn.Sequential(torch.nn.Linear(64, 128)), torch.randn(24, 64)
+    quantize_projections(layer)
+
+    def find_gradient() -> torch.Tensor | None:
+        x = inputs.clone().requires_grad_()
+        layer.train()(x).square().sum().backward()
+        return x.grad
+
+    before = find_gradient()
+    with torch.no_grad():
+        layer.eval()(inputs)
+    torch.testing.assert_close(find_gradient(), before, rtol=0, atol=0)
