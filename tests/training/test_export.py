@@ -46,7 +46,7 @@ def test_a_model_stops_at_the_tokens_that_it_is_trained_to_stop_at(tmp_path: Pat
 
 
 def test_a_resumed_model_stops_where_its_new_tokenizer_ends_and_other_files_stay(tmp_path: Path) -> None:
-    """The files next to the checkpoints are those of the first start; without its end the model would never stop."""
+    """The exported model has to stop at the end token that it was trained with after the resume."""
     save_llama(tmp_path / "hf")
     save_tokenizer(tmp_path / "hf")
     tokenizer, folder = AutoTokenizer.from_pretrained(tmp_path / "hf"), RunFolder(tmp_path / "out")

@@ -132,7 +132,7 @@ def test_other_forms_of_a_model(tmp_path: Path, form: str) -> None:
 
 
 def test_the_config_next_to_an_adapter(tmp_path: Path) -> None:
-    """Its positions are those of the merged model. Version 1.1 did not read it."""
+    """The merged model has the positions of that config. The fingerprint of version 1.1 left it out."""
     save_llama(tmp_path / "base", num_hidden_layers=1)
     make_adapter(tmp_path / "adapter", tmp_path / "base")
     shutil.copy(tmp_path / "base/config.json", tmp_path / "adapter")

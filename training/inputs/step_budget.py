@@ -155,7 +155,7 @@ def _resume(
 ) -> TrainerState:
     """Return `start` advanced to the step of the checkpoint, whose state `saved` is."""
     if find_own(RunFolder(config.output_dir), resume_from) is not None:
-        _check_shared_config(saved, start, resume_from, vocab_size)
+        _check_shared_config(saved, start, resume_from, config.trust_remote_code, vocab_size)
     before, after = ({}, {}) if stream is None or not saved.stream else compare_shards(saved.stream, stream)
     differences = check_resumable(
         dataclasses.replace(saved, data=recall_updates(saved.data, start.data) | before),
@@ -180,7 +180,9 @@ def _resume(
     )
 
 
-def _check_shared_config(saved: TrainerState, start: TrainerState, resume_from: Path, vocab_size: int) -> None:
+def _check_shared_config(
+    saved: TrainerState, start: TrainerState, resume_from: Path, trust_remote_code: bool, vocab_size: int
+) -> None:
     """Raise UserError where a run that continues in its own folder has a model that the config.json of the steps there
     does not describe: with another one the earlier steps could not be read, with this one the later steps."""
     shared = "all steps of a folder have one config.json"
@@ -190,7 +192,7 @@ def _check_shared_config(saved: TrainerState, start: TrainerState, resume_from: 
             f"resume: rope_parameters was {was}, is {now}, and {shared}; give the same, or go on elsewhere: "
             f"resume={resume_from} resume_allow_changes=true output_dir=ANOTHER"
         )
-    rows = load_config(resume_from.parent, trust_remote_code=True)[0].vocab_size
+    rows = load_config(resume_from.parent, trust_remote_code)[0].vocab_size
     if rows != vocab_size:  # not to go on elsewhere either: most optimizers have no state of the added rows
         raise UserError(
             f"resume: vocab_size was {rows}, is {vocab_size}, and {shared}; give the same tokens, or start a new run "

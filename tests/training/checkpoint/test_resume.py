@@ -230,7 +230,7 @@ def test_other_rope_is_for_another_folder(tmp_path: Path) -> None:
     own = write_checkpoint(folder.checkpoints, 2)
     (folder.checkpoints / "config.json").write_text('{"model_type": "llama", "vocab_size": 96}')
     stretched = replace(STATE, data=STATE.data | {"rope_parameters": "linear, factor 4"})
-    config: Any = SimpleNamespace(output_dir=str(folder.path), resume_allow_changes=True)
+    config: Any = SimpleNamespace(output_dir=str(folder.path), resume_allow_changes=True, trust_remote_code=False)
     with pytest.raises(UserError, match="rope_parameters was none, is linear, factor 4, and all steps of a"):
         _resume(stretched, STATE, own, config, None, 96)
     config.output_dir = str(tmp_path / "another")
@@ -238,12 +238,12 @@ def test_other_rope_is_for_another_folder(tmp_path: Path) -> None:
 
 
 def test_more_rows_are_for_another_folder(tmp_path: Path) -> None:
-    """Each step that was saved with them could not be opened: its shapes are not those of the folder's config.json."""
+    """All steps of a folder share one config.json, which has the old number of rows: with more, none could be opened."""
     folder = RunFolder(tmp_path / "out")
     folder.checkpoints.mkdir(parents=True)
     own = write_checkpoint(folder.checkpoints, 2)
     (folder.checkpoints / "config.json").write_text('{"model_type": "llama", "vocab_size": 96}')
-    config: Any = SimpleNamespace(output_dir=str(folder.path), resume_allow_changes=True)
+    config: Any = SimpleNamespace(output_dir=str(folder.path), resume_allow_changes=True, trust_remote_code=False)
     assert _resume(STATE, STATE, own, config, None, 96).step == 2
     with pytest.raises(
         UserError, match=f"vocab_size was 96, is 97, .* one config.json; .*model_name_or_path={own} output_dir="
