@@ -238,7 +238,7 @@ def test_other_rope_is_for_another_folder(tmp_path: Path) -> None:
 
 
 def test_more_rows_are_for_another_folder(tmp_path: Path) -> None:
-    """All steps of a folder share one config.json, which has the old number of rows: with more, none could be opened."""
+    """All steps of a folder share one config.json, with the old number of rows; a step with more cannot be opened."""
     folder = RunFolder(tmp_path / "out")
     folder.checkpoints.mkdir(parents=True)
     own = write_checkpoint(folder.checkpoints, 2)

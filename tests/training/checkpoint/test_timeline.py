@@ -142,7 +142,7 @@ def test_abandoned_steps_are_a_folder_of_checkpoints(folder: RunFolder) -> None:
 
 
 def test_a_line_of_steps_has_a_run_of_its_own_at_trackers(folder: RunFolder) -> None:
-    """A tracker's run must not hold figures of steps that were set aside. A restart that sets none aside keeps its run."""
+    """A tracker's run has no figures of steps that were set aside. A restart that sets none aside keeps its run."""
     folder.tracker_id.write_text("the first line")
     keys: Any = SimpleNamespace(overwrite_output_dir=False)
     at_its_end: Any = SimpleNamespace(config=keys, resume_from=folder.find_checkpoint(6))
