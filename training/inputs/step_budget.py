@@ -76,6 +76,9 @@ class StepBudget:
     starts_elsewhere: bool = False
 
 
+_SHARED = "all steps of a folder have one config.json"
+
+
 def compute_step_budget(
     config: RunConfig,
     layout: Layout,
@@ -154,8 +157,9 @@ def _resume(
     vocab_size: int,
 ) -> TrainerState:
     """Return `start` advanced to the step of the checkpoint, whose state `saved` is."""
-    if find_own(RunFolder(config.output_dir), resume_from) is not None:
-        _check_shared_config(saved, start, resume_from, config.trust_remote_code, vocab_size)
+    is_own = find_own(RunFolder(config.output_dir), resume_from) is not None
+    if is_own:
+        _check_positions(saved, start, resume_from)
     before, after = ({}, {}) if stream is None or not saved.stream else compare_shards(saved.stream, stream)
     differences = check_resumable(
         dataclasses.replace(saved, data=recall_updates(saved.data, start.data) | before),
@@ -163,6 +167,8 @@ def _resume(
         resume_from,
         config.resume_allow_changes,
     )
+    if is_own:  # after what names the keys by which rows were added
+        _check_rows(resume_from, config.trust_remote_code, vocab_size)
     for difference in differences:
         console.say(f"resume: {difference}")
     if changed := list_changed_keys(resume_from.parent.parent / "config.yaml", config):
@@ -180,22 +186,24 @@ def _resume(
     )
 
 
-def _check_shared_config(
-    saved: TrainerState, start: TrainerState, resume_from: Path, trust_remote_code: bool, vocab_size: int
-) -> None:
-    """Raise UserError where a run that continues in its own folder has a model that the config.json of the steps there
-    does not describe: with another one the earlier steps could not be read, with this one the later steps."""
-    shared = "all steps of a folder have one config.json"
+def _check_positions(saved: TrainerState, start: TrainerState, resume_from: Path) -> None:
+    """Raise UserError where a run that continues in its own folder has other positions than the steps there: all have
+    one config.json, by which the earlier ones would be read too."""
     was, now = (state.data.get("rope_parameters", "none") for state in (saved, start))
     if was != now:
         raise UserError(
-            f"resume: rope_parameters was {was}, is {now}, and {shared}; give the same, or go on elsewhere: "
+            f"resume: rope_parameters was {was}, is {now}, and {_SHARED}; give the same, or go on elsewhere: "
             f"resume={resume_from} resume_allow_changes=true output_dir=ANOTHER"
         )
+
+
+def _check_rows(resume_from: Path, trust_remote_code: bool, vocab_size: int) -> None:
+    """Raise UserError where a run that continues in its own folder has another number of rows than its config.json. It
+    cannot go on elsewhere either: most optimizers have no state of the added rows."""
     rows = load_config(resume_from.parent, trust_remote_code)[0].vocab_size
-    if rows != vocab_size:  # not to go on elsewhere either: most optimizers have no state of the added rows
+    if rows != vocab_size:
         raise UserError(
-            f"resume: vocab_size was {rows}, is {vocab_size}, and {shared}; give the same tokens, or start a new run "
+            f"resume: vocab_size was {rows}, is {vocab_size}, and {_SHARED}; give the same tokens, or start a new run "
             f"elsewhere: model_name_or_path={resume_from} output_dir=ANOTHER"
         )
 
