@@ -6,8 +6,8 @@ peft folder.
     python scripts/generate.py --model_name_or_path outputs/my_chat/hf     # a chat; an empty line or Ctrl-C ends it
     python scripts/generate.py --model_name_or_path outputs/my_mtp/hf --speculative --prompt "What does json.loads do?"
 
-A prompt is formatted by the tokenizer's chat template, as training shows a turn's context, or by `--prompt_template` if
-it has none. `tools` and `chat_template_kwargs` of a record go to the template, as in training. `--speculative` lets the
+A prompt is formatted as in training: by the template in the folder's prompt_template.txt, which a run writes whose
+prompts were in `data.prompt_template`, else by the tokenizer's chat template. `--prompt_template` overrides both. `tools` and `chat_template_kwargs` of a record go to the template, as in training. `--speculative` lets the
 layers that predict further tokens draft, and reports how many of their drafts were right; the text is the same.
 """
 
@@ -51,6 +51,7 @@ from models.architecture.lookup import build_layers  # noqa: E402
 from models.further.layers import FurtherDecoderLayer  # noqa: E402
 from models.further.speculative import SpeculativeDecoder  # noqa: E402
 from models.heads.table import find_head  # noqa: E402
+from models.storage.folders import PROMPT_TEMPLATE  # noqa: E402
 from models.storage.tensor_files import load_json  # noqa: E402
 from models.weights.edits import edit_weights  # noqa: E402
 from models.weights.further import choose_further  # noqa: E402
@@ -127,6 +128,13 @@ def choose_device() -> torch.device:
     return torch.device(chosen)
 
 
+def find_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Returns the template that the model of a folder was trained with, None for the chat template."""
+    if (file := folder / PROMPT_TEMPLATE).is_file():
+        return file.read_bytes().decode()
+    return None if tokenizer.chat_template else DEFAULT_TEMPLATE
+
+
 class Generator:
     """Generates answers to messages, or continues text.
 
@@ -145,7 +153,7 @@ class Generator:
         speculative: bool = False,
     ) -> None:
         self.tokenizer: PreTrainedTokenizerBase = open_tokenizer(source.path)
-        self._template = prompt_template or (None if self.tokenizer.chat_template else DEFAULT_TEMPLATE)
+        self._template = prompt_template or find_template(source.path, self.tokenizer)
         self._kwargs = template_kwargs or {}
         if self._kwargs and self._template is not None:
             raise UserError(f"{KWARGS} is for chat templates, and none is used here; omit it")
@@ -274,7 +282,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON lines of prompts and answers; without it they are printed")
     parser.add_argument(
         "--prompt_template",
-        help=f"as data.prompt_template in training; {DEFAULT_TEMPLATE!r} if there is no chat template",
+        help=f"as data.prompt_template in training; without it that of the folder's {PROMPT_TEMPLATE}, else the chat "
+        f"template, else {DEFAULT_TEMPLATE!r}",
     )
     parser.add_argument(
         KWARGS, help="as data.template_kwargs in training, such as '{enable_thinking: false}'; JSON works too"

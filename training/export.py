@@ -18,7 +18,7 @@ from models.conversion.convert import WriteOptions, export_hugging_face
 from models.conversion.model_files import write_json
 from models.heads.sentence_transformers import save_sentence_files
 from models.heads.table import find_head
-from models.storage.folders import check_disk_space, copy_small_files
+from models.storage.folders import PROMPT_TEMPLATE, check_disk_space, copy_small_files
 from models.storage.steps import TEMPORARY_PREFIX
 from models.weights.config_file import describe_config
 from models.weights.fingerprint import read_base_fingerprint
@@ -37,11 +37,17 @@ from training.setup import Run, RunSetup
 _WITH_TOKEN_IDS = ("config.json", "generation_config.json")
 
 
-def prepare_folder(run: Run, tokenizer: PreTrainedTokenizerBase, stop_tokens: Collection[str] = ()) -> None:
+def prepare_folder(
+    run: Run,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_tokens: Collection[str] = (),
+    prompt_template: str | None = None,
+) -> None:
     """Write the files next to the checkpoints: the run's config, the model's config.json and the tokenizer. With
     `overwrite_output_dir`, delete the files of an earlier run first. Main rank only.
 
     stop_tokens: at which the trained model stops, in addition to the tokenizer's eos token.
+    prompt_template: that all prompts are laid into; None where they are in the chat template, or there are none.
     All checkpoints share these files, so a resumed run leaves those that are the same untouched, and replaces the
     others whole. Raises UserError, before anything is deleted, when the disk has no room.
     """
@@ -72,6 +78,11 @@ def prepare_folder(run: Run, tokenizer: PreTrainedTokenizerBase, stop_tokens: Co
     else:
         _save_model_files(setup, staged, passthrough)
     _add_token_ids(setup, tokenizer, staged, stop_tokens)
+    if prompt_template is not None:
+        (staged / PROMPT_TEMPLATE).write_bytes(prompt_template.encode())
+    else:  # one may have come with the source, or be an earlier run's
+        for path in (staged, folder.checkpoints):
+            (path / PROMPT_TEMPLATE).unlink(missing_ok=True)
     publish_changed(staged, folder.checkpoints)
     shutil.rmtree(staged)
 

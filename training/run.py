@@ -28,7 +28,14 @@ from training.evaluations import Evaluations
 from training.export import export_end, export_steps, prepare_folder
 from training.host_files import check_same_files
 from training.hub.upload import Uploader, check_upload, open_uploader
-from training.inputs.datasets import check_same_tokens, complete_labels, list_trained_stops, load_tokenizer, tokenize
+from training.inputs.datasets import (
+    check_same_tokens,
+    complete_labels,
+    find_prompt_template,
+    list_trained_stops,
+    load_tokenizer,
+    tokenize,
+)
 from training.inputs.inspection import print_inspection
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
@@ -159,8 +166,9 @@ def train(run: Run, uploader: Uploader | None = None) -> int:
         if prediction is not None:
             # Only now: a run that could not start deletes nothing, and sets nothing aside.
             notes = begin_line(run)
-            stops = list_trained_stops(config, tokenizer, datasets.get("train_file"))
-            prepare_folder(run, tokenizer, stops)
+            trained_on = datasets.get("train_file")
+            stops = list_trained_stops(config, tokenizer, trained_on)
+            prepare_folder(run, tokenizer, stops, find_prompt_template(config, tokenizer, trained_on))
             folder.skipped.unlink(missing_ok=True)
             save_skipped(datasets, folder.skipped)
             record_start(folder, config, setup.resume_from, budget.last_step)

@@ -119,6 +119,7 @@ def split_answers(
         guarded = [guard.protect_text(text, f"{location}: an answer") for text in texts]
         counts.note_prompt(prompt, location)
         counts.num_target_turns += len(texts)
+        counts.num_text_turns += len(texts)
         return [guard.release(split_completion(keys.prompt_template, question, text, tokenizer)) for text in guarded]
     turns = as_messages(prompt, "user")
     conversations = [[*turns, *as_messages(answer, ASSISTANT)] for answer in answers]

@@ -62,6 +62,7 @@ class SFTEncoder(TurnKeys, PieceEncoder):
         )
         counts.note_prompt(texts[0], location)
         counts.num_target_turns += 1
+        counts.num_text_turns += 1
         return [guard.release(split_completion(self.prompt_template, question, answer, tokenizer))]
 
 

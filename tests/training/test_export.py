@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +13,18 @@ from typing import Any
 import pytest
 from support.adapters import build_lora
 from support.configs import build_config
-from support.tiny import save_llama, save_tokenizer
+from support.tiny import find_tokenized, save_llama, save_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
+from data.sample import IGNORE_INDEX
+from data.storage.tokenized import TokenizedDataset
 from models.adapters.adapter import Adapter
 from models.architecture.lookup import build_layers
 from models.conversion.convert import convert_to_pipeline, export_hugging_face
+from models.storage.folders import PROMPT_TEMPLATE
 from models.weights.source import WeightSource
 from models.weights.sources import open_weights
+from scripts.generate import Generator, Prompt
 from training.checkpoint.run_folder import RunFolder
 from training.distributed.ranks import SINGLE_PROCESS
 from training.export import prepare_folder
@@ -160,3 +166,30 @@ def test_rotary_positions_of_the_run_are_written_under_the_names_of_transformers
     assert stretched["rope_theta"] == 5e5 and stretched["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
     assert stretched["rope_parameters"] == {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
     assert AutoConfig.from_pretrained(tmp_path / "out/checkpoints").rope_parameters == stretched["rope_parameters"]
+
+
+def test_an_answer_is_asked_for_as_in_training(run: Callable[..., Path], root: Path) -> None:
+    """A chat model that was trained on texts in `data.prompt_template`: its exports keep the chat template too."""
+    chat = shutil.copytree(root / "tiedFalse", root / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    tokenizer.chat_template = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
+    tokenizer.save_pretrained(chat)
+    given = ("data=sft", "max_steps=1", f"model_name_or_path={chat}", "eval_file=null")
+    out = run("laid", 2, 2, *given, 'data.prompt_template="Q: {prompt}\r\nA:"')
+    (tokens,) = (TokenizedDataset(folder, True, True) for folder in find_tokenized(root))
+    assert (out / "hf" / PROMPT_TEMPLATE).read_bytes() == b"Q: {prompt}\r\nA:"
+    record = json.loads((root / "train.jsonl").read_text().splitlines()[0])
+    prompt = Prompt([{"role": "user", "content": record["prompt"]}])
+    context = tokens.input_ids(0)[: (tokens.labels(0) != IGNORE_INDEX).argmax()]
+    export_hugging_face(open_weights(str(out / "checkpoints" / "global_step1")), out / "converted")
+    for name in ("checkpoints/global_step1", "hf", "converted"):
+        assert Generator(open_weights(str(out / name)), None, 8, 0.0)._encode(prompt) == context.tolist(), name
+
+    # What the next run trains on decides, of a model that comes with such a file, and in its own folder.
+    source = open_weights(str(out / "hf"))
+    folder = RunFolder(root / "next")
+    prepare_folder(build_run(source, folder), tokenizer, prompt_template="{prompt}")
+    assert (folder.checkpoints / PROMPT_TEMPLATE).read_text() == "{prompt}"
+    for again in (source, SimpleNamespace(path=folder.checkpoints, config=source.config)):
+        prepare_folder(build_run(again, folder), tokenizer)
+        assert not (folder.checkpoints / PROMPT_TEMPLATE).exists()

@@ -274,6 +274,15 @@ def list_trained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase, pa
     return [token for token in list_stop_tokens(config, tokenizer) if token in trained]
 
 
+def find_prompt_template(config: RunConfig, tokenizer: PreTrainedTokenizerBase, path: Path | None) -> str | None:
+    """Return the template that the prompts of a tokenized folder are in, None where the chat template made some. path:
+    None for data that is streamed, whose prompts are not known beforehand: the chat template, where there is one."""
+    if path is None:
+        return None if tokenizer.chat_template else config.data.prompt_template
+    content = load_summary(path).content
+    return config.data.prompt_template if content.num_text_turns == content.num_turns > 0 else None
+
+
 def build_encoder(data: DataConfig, stop_tokens: tuple[str, ...] = ()) -> Encoder:
     """Build the encoder from records to samples: that of the kind (`conf/data/NAME.yaml`), or a user-defined one.
 
