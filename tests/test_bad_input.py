@@ -168,11 +168,19 @@ KEYS = {
     ),
     "a step to draw beyond the end": (
         ("profile_step=9", "max_steps=3"),
-        "profile_step=9: the run has 3 steps; give one of them, or null",
+        "profile_step: there is no step 9, the run has 3; give steps of the run, or omit the key",
     ),
     "a step to trace beyond the end": (
         ("profile_trace=9", "max_steps=3"),
-        "profile_trace=9: the run has 3 steps; give one of them, or null",
+        "profile_trace: there is no step 9, the run has 3; give steps of the run, or omit the key",
+    ),
+    "a step to export beyond the end": (
+        ("export_steps=[2,9]", "max_steps=3"),
+        "export_steps: there is no step 9, the run has 3; give steps of the run, or omit the key",
+    ),
+    "data to skip beyond the end": (
+        ("skip_data_intervals=[[2,2],[3,4]]", "max_steps=3"),
+        "skip_data_intervals: there is no step 4, the run has 3; give steps of the run, or omit the key",
     ),
     "a length without a target": (("max_seq_length=1",), "max_seq_length=1: at least 2"),
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),

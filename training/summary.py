@@ -75,7 +75,8 @@ def show_start(
     facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {attention}"
     facts["memory"] = _describe_memory(prediction)
     passthrough = measure_passthrough(setup.source, config)
-    facts["on disk"] = render_disk(replace(prediction.plan.checkpoint, passthrough=passthrough), config)
+    size = replace(prediction.plan.checkpoint, passthrough=passthrough)
+    facts["on disk"] = render_disk(size, config, budget.last_step)
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
     if setup.resume_from is not None:
         facts["resumed from"] = str(setup.resume_from)

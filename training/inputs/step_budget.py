@@ -276,10 +276,15 @@ def _check_steps_left(config: RunConfig, start: TrainerState, resume_from: Path 
         raise UserError(
             f"resume: {resume_from} is at step {start.step} of {start.total_steps}, no step is left; raise max_steps"
         )
-    for key in ("profile_step", "profile_trace"):
-        step = getattr(config, key)
-        if step is not None and step > start.total_steps:
-            raise UserError(f"{key}={step}: the run has {start.total_steps} steps; give one of them, or null")
+    named: list[tuple[str, list[int]]] = [("export_steps", config.export_steps)]
+    named += [(key, [getattr(config, key) or 0]) for key in ("profile_step", "profile_trace")]
+    named += [("skip_data_intervals", interval) for interval in config.skip_data_intervals]
+    for key, steps in named:
+        if beyond := [step for step in steps if step > start.total_steps]:
+            raise UserError(
+                f"{key}: there is no step {beyond[0]}, the run has {start.total_steps}; give steps of the run, or omit "
+                "the key"
+            )
 
 
 def measure_evaluations(config: RunConfig, layout: Layout, datasets: Mapping[str, Path]) -> dict[str, EvalSize]:

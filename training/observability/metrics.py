@@ -20,6 +20,7 @@ from masking import mask
 _OF_TOKENS = re.compile(r"eval_(loss|tokens|token_accuracy|distill_loss|mtp_loss_\d+)")
 # Field -> number, a list of one number per stage, or None, such as the gradient norm when all steps were skipped.
 Record = dict[str, Any]
+PER_SECOND = ("tokens_per_second", "mfu", "bubble", "imbalance")  # whose mean is over time: of others, over steps
 
 
 @dataclass(frozen=True)

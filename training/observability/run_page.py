@@ -21,7 +21,7 @@ from filesystem import write_page
 from masking import mask
 from training.checkpoint.run_folder import RunFolder
 from training.observability.curves import Curve
-from training.observability.metrics import Event, Record, Reporter, split_stages
+from training.observability.metrics import PER_SECOND, Event, Record, Reporter, split_stages
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 SAMPLES = "samples.jsonl"  # in output_dir: prompts and answers, as `scripts/generate.py --output` writes them
@@ -29,13 +29,13 @@ MOST_EVENTS, MOST_SAMPLES, MOST_PICTURES, MOST_SKIPPED = 500, 20, 2, 100  # even
 
 
 class Means:
-    """The mean over the steps of a run of each figure that is measured over steps, without its first report if there
-    are others: it is warm-up. The table that a run ends with (`render_summary`) counts in the same way."""
+    """The mean over the steps of a run, or over their time, of each figure that is measured over steps, without its
+    first report if there are others: it is warm-up. The table that a run ends with (`render_summary`) counts in the same way."""
 
     def __init__(self) -> None:
         self._first: Record = {}
         self._num_tokens = 0
-        self._sums: dict[str, tuple[float, float]] = {}  # key -> sum over steps, number of steps
+        self._sums: dict[str, tuple[float, float]] = {}  # key -> sum over steps or seconds, their number
 
     def add(self, record: Record) -> None:
         needed: list[Any] = [record.get(key) for key in ("num_tokens", "tokens_per_second", "step_time")]
@@ -49,12 +49,13 @@ class Means:
             self._first = figures
         elif num_steps > 0:
             for key, value in figures.items():
-                total, steps = self._sums.get(key, (0.0, 0.0))
-                self._sums[key] = total + num_steps * value, steps + num_steps
+                weight = num_steps * (step_time if key in PER_SECOND else 1.0)
+                total, weights = self._sums.get(key, (0.0, 0.0))
+                self._sums[key] = total + weight * value, weights + weight
 
     def describe(self) -> dict[str, float]:
         """Return the means, each figure of a stage under a key such as `stage0/wait_time`."""
-        return {key: total / steps for key, (total, steps) in self._sums.items()} or self._first
+        return {key: total / weights for key, (total, weights) in self._sums.items()} or self._first
 
 
 class RunHistory(Reporter):

@@ -187,6 +187,10 @@ def render_summary(reported: Sequence[tuple[Measured, Record]], prediction: Pred
     def mean(values: Sequence[float]) -> float:
         return sum(value * measured.num_steps for value, (measured, _) in zip(values, reported, strict=True)) / total
 
+    def mean_over_time(key: str) -> float:
+        """Return the mean of a figure in `PER_SECOND`."""
+        return mean([record[key] * measured.step_time for measured, record in reported]) / step_time
+
     step_time = mean([measured.step_time for measured, _ in reported])
     rows = []
     for stage in plan.stages:
@@ -207,13 +211,13 @@ def render_summary(reported: Sequence[tuple[Measured, Record]], prediction: Pred
         )
     figures = [
         f"step {render_seconds(step_time)}",
-        f"{mean([record['tokens_per_second'] for _, record in reported]):,.0f} tokens/s",
+        f"{mean_over_time('tokens_per_second'):,.0f} tokens/s",
     ]
     if prediction.is_known:
         figures[0] += f" (predicted {render_seconds(plan.step_seconds)})"
-        figures.append(f"MFU {mean([record['mfu'] for _, record in reported]):.1%} ({prediction.mfu:.1%})")
-    figures.append(f"bubble {mean([m.bubble for m, _ in reported]):.1%} (predicted {plan.idle:.1%})")
-    figures.append(f"imbalance {mean([m.imbalance for m, _ in reported]):.1%} ({plan.imbalance:.1%})")
+        figures.append(f"MFU {mean_over_time('mfu'):.1%} ({prediction.mfu:.1%})")
+    figures.append(f"bubble {mean_over_time('bubble'):.1%} (predicted {plan.idle:.1%})")
+    figures.append(f"imbalance {mean_over_time('imbalance'):.1%} ({plan.imbalance:.1%})")
     header = ("stage", "layers", "computing", "communicating", "waiting", "peak GiB", "predicted")
     return "\n".join(
         [f"measured over {total} steps:", *render_rows(header, rows, measure_width(stream())), ", ".join(figures)]

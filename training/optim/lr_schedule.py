@@ -52,11 +52,12 @@ def count_warmup_steps(total_steps: int, config: RunConfig) -> int:
 
 
 def warn_of_warmup(total_steps: int, config: RunConfig) -> str | None:
-    """Return a warning of a warm-up that the run does not reach the end of; None for a shorter one."""
+    """Return a warning of a warm-up that leaves no step to decay in; None for a shorter one."""
     given = {"warmup_steps": config.warmup_steps, "warmup_ratio": config.warmup_ratio}
     key = next((f"{name}={value}" for name, value in given.items() if value is not None), None)
     steps = count_warmup_steps(total_steps, config)
-    if key is None or steps < total_steps:
+    decays = config.lr_scheduler_type is not SchedulerType.constant
+    if key is None or steps == 0 or steps < total_steps - decays:
         return None
     last = learning_rate_at(total_steps - 1, total_steps, config)
     return f"{key} is a warm-up of {steps} steps, and the run has {total_steps}: its learning rate ends at {last:.3g}"

@@ -48,9 +48,10 @@ def measure_passthrough(source: WeightSource, config: RunConfig) -> int:
     return find_passthrough(source, config.export_unused).nbytes if is_whole else 0
 
 
-def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
+def count_disk_bytes(config: RunConfig, size: CheckpointSize, num_steps: int | None = None) -> int | None:
     """Return an upper bound of the disk space that checkpoints and exports of a run take, without those that somebody
-    asks for while it runs. None where no key limits the number of checkpoints.
+    asks for while it runs. num_steps: that the run trains, where they are known. None where nothing limits the number
+    of checkpoints.
 
     A run saves at its end and at `export_steps` (`TrainingLoop._finish_step`), and as often as other keys say. The last
     `keep_last` are kept, those that are the best, and next to them the one that is being written. An export that takes
@@ -59,13 +60,19 @@ def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
     num_exported = len(set(config.export_steps))
     evaluates_often = config.eval_steps or config.eval_epochs
     saves_often = (
-        config.save_steps
-        or config.save_epochs
+        config.save_epochs
         or config.save_minutes
         or (config.hub.repo_id and config.hub.every)
         or (config.load_best_model_at_end and evaluates_often)
     )
-    limits = [] if saves_often else [num_exported + 1]
+    limits = []
+    if num_steps is not None:
+        last_step = num_steps + sum(last - first + 1 for first, last in config.skip_data_intervals)
+        limits.append(last_step)
+        if config.save_steps and not saves_often:
+            limits.append(last_step // config.save_steps + num_exported + 1)
+    if not saves_often and not config.save_steps:
+        limits.append(num_exported + 1)
     if config.keep_last is not None:
         limits.append(config.keep_last + (config.keep_best or 0) + config.load_best_model_at_end + 1)
     if not limits:
@@ -74,8 +81,9 @@ def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
     return min(limits) * size.total + size.passthrough + num_exports * size.export
 
 
-def render_disk(size: CheckpointSize, config: RunConfig) -> str:
-    whole = count_disk_bytes(config, size)
+def render_disk(size: CheckpointSize, config: RunConfig, num_steps: int | None) -> str:
+    """Return the space of a checkpoint, an export and all of a run. num_steps: as in `count_disk_bytes`."""
+    whole = count_disk_bytes(config, size, num_steps)
     in_all = (
         "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} of them in all"
     )

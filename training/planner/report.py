@@ -51,7 +51,7 @@ def render_plan(
             *_render_step(plan),
             *render_run(plan, total_steps, earlier),
             *([note] if note else []),
-            f"on disk: {render_disk(replace(plan.checkpoint, passthrough=passthrough), config)}",
+            f"on disk: {render_disk(replace(plan.checkpoint, passthrough=passthrough), config, total_steps)}",
             "",
             *render_verdict(plan, advice, width),
         ]

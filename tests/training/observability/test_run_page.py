@@ -214,7 +214,8 @@ def test_the_page_names_model_data_and_layout(tmp_path: Path) -> None:
 
 
 def test_figures_are_those_of_the_run_as_in_the_table_at_its_end(tmp_path: Path) -> None:
-    """Means over steps without the first report, the highest memory of all reports, and the last loss."""
+    """Means over steps without the first report, those of rates over their time (60 tokens in 8 seconds), the highest
+    memory of all reports, and the last loss."""
     reports = [(1, 4, 1.0, 9.0), (5, 3, 1.0, 2.0), (7, 6, 2.0, 1.0)]  # step, peak in GiB, seconds, seconds of waiting
     lines = [
         record(step, step_time=seconds, tokens_per_second=10 / seconds, mfu=0.1 * seconds, bubble=0.2 / seconds,
@@ -224,7 +225,7 @@ def test_figures_are_those_of_the_run_as_in_the_table_at_its_end(tmp_path: Path)
     write_metrics(tmp_path / "a", *lines, {"step": 7, "eval_loss": 0.5})
     assert compare(tmp_path / "a").returncode == 0
     found = dict(run_in_page(tmp_path / "a" / "report.html", "figuresOf(runs[0])"))
-    assert (found["tokens/s, mean"], found["MFU, mean"], found["bubble, mean"]) == ("8.333", "13.3%", "16.7%")
+    assert (found["tokens/s, mean"], found["MFU, mean"], found["bubble, mean"]) == ("7.5", "15.0%", "15.0%")
     assert (found["loss"], found["evaluation loss"], found["peak memory"]) == ("0.1429", "0.5", "6 GiB")
     means = run_in_page(tmp_path / "a" / "report.html", "runs[0].means")
     assert means["stage0/wait_time"] == pytest.approx((4 * 2.0 + 2 * 1.0) / 6) and "eval_loss" not in means

@@ -20,7 +20,7 @@ from training.costs.hardware import Machine, complete_hardware
 from training.distributed.topology import Layout, Topology
 from training.observability.metrics import split_stages
 from training.observability.stage_timer import RankTimes
-from training.observability.telemetry import Telemetry, combine
+from training.observability.telemetry import Telemetry, combine, render_summary
 from training.planner.prediction import Prediction, find_machine, predict
 from training.planner.report import render_plan
 from training.resolution.resolve import resolve_layout
@@ -133,6 +133,19 @@ def test_a_report_has_measured_and_predicted_figures() -> None:
         and "bubble 37.5%" in lines[4]
         and "imbalance 20.0%" in lines[4]
     )
+
+
+def test_rates_of_a_run_are_over_its_time() -> None:
+    """600 tokens in 4 steps of one second and 2 of two."""
+    prediction = build_prediction()
+    telemetry = Telemetry(Timer(), LAYOUT, prediction)
+    measured = telemetry.gather()
+    record = telemetry.describe(measured, 100.0) | {"tokens_per_second": 100.0, "bubble": 0.2}
+    slow = record | {"tokens_per_second": 50.0, "bubble": 0.1}
+    reported = [(replace(measured, num_steps=4, step_time=1.0), record)]
+    reported.append((replace(measured, num_steps=2, step_time=2.0), slow))
+    figures = render_summary(reported, prediction).splitlines()[-1]
+    assert figures.startswith("step 1.3") and "75 tokens/s" in figures and "bubble 15.0%" in figures
 
 
 def test_time_is_predicted_for_the_padding_of_most_rows_and_memory_for_the_longest() -> None:

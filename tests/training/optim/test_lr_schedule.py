@@ -19,7 +19,10 @@ def rates(total_steps: int, *overrides: str) -> list[float]:
 
 
 def test_a_warm_up_beyond_the_run_is_named() -> None:
-    assert warn_of_warmup(10, build_config("warmup_steps=9")) is None and warn_of_warmup(1, build_config()) is None
+    for steps, total, keys in [(8, 10, ()), (0, 1, ()), (9, 10, ("lr_scheduler_type=constant",))]:
+        assert warn_of_warmup(total, build_config(f"warmup_steps={steps}", *keys)) is None
+    assert "its learning rate ends at 2e-05" in (warn_of_warmup(10, build_config("warmup_steps=9")) or "")  # its peak
+    assert warn_of_warmup(1, build_config()) is None
     assert warn_of_warmup(10, build_config("learning_rate=0.5", "warmup_steps=99")) == (
         "warmup_steps=99 is a warm-up of 99 steps, and the run has 10: its learning rate ends at 0.05"
     )
