@@ -13,8 +13,9 @@ class ContentCounts:
 
     Each assistant turn, or answer, counts once. num_target_turns: those that are targets. The others are not, by their
     own `train` or `weight` (num_marked_turns), by `data.train_on` (num_earlier_turns), or as part of a prompt
-    (num_prompt_turns). num_text_turns: those of all whose prompt is a text in `data.prompt_template`. num_lost_turns: targets that the template rewrites later and that `data.rewritten_turns=last`
-    leaves out. num_cut_turns: targets that the length policy cuts off. num_split: conversations that became several
+    (num_prompt_turns). num_text_turns: those of all whose prompt is a text in `data.prompt_template`.
+    num_lost_turns: targets that the template rewrites later and that `data.rewritten_turns=last` leaves out.
+    num_cut_turns: targets that the length policy cuts off. num_split: conversations that became several
     samples, since their template rewrites earlier turns; num_extra_samples, num_repeated_tokens: what that adds.
     num_hidden_thoughts: turns whose reasoning the template does not show. num_other_masks: turns of which the
     template's `{% generation %}` tags mark something else than what the model has to generate.

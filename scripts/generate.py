@@ -7,8 +7,9 @@ peft folder.
     python scripts/generate.py --model_name_or_path outputs/my_mtp/hf --speculative --prompt "What does json.loads do?"
 
 A prompt is formatted as in training: by the template in the folder's prompt_template.txt, which a run writes whose
-prompts were in `data.prompt_template`, else by the tokenizer's chat template. `--prompt_template` overrides both. `tools` and `chat_template_kwargs` of a record go to the template, as in training. `--speculative` lets the
-layers that predict further tokens draft, and reports how many of their drafts were right; the text is the same.
+prompts were in `data.prompt_template`, else by the tokenizer's chat template. `--prompt_template` overrides both.
+`tools` and `chat_template_kwargs` of a record go to the chat template, as in training. `--speculative` lets the layers
+that predict further tokens draft, and reports how many of their drafts were right; the text is the same.
 """
 
 from __future__ import annotations

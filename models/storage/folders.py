@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
     "emoji.json",
     "tekken.json",
 )
-PROMPT_TEMPLATE = "prompt_template.txt"  # next to the tokenizer: what a model was trained with in place of a chat template
+PROMPT_TEMPLATE = "prompt_template.txt"  # next to the tokenizer: what the model's prompts were laid into in training
 TEMPLATES_DIR = "additional_chat_templates"  # of a tokenizer: NAME.jinja for each further one
 _SMALL_FILE = 64 * 2**20  # bytes: no tokenizer is larger, and weights under an unknown name usually are
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")

@@ -66,12 +66,14 @@ def train(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> Callable[...
     save_tokenizer(tmp_path / "hf")
     records = save_records(tmp_path / "train.jsonl", 40)
 
-    def run(num_stages: int, world_size: int, *overrides: str) -> Result:
+    def run(
+        num_stages: int, world_size: int, *overrides: str, function: Callable[[Case], None] = train_in_fp16
+    ) -> Result:
         size = 8 * num_stages // world_size
         keys = ("precision=fp16", "logging_steps=1", "save_steps=null", "overwrite_output_dir=true")
         keys += (f"micro_batch_size={size}", *overrides)
         case = Case(tmp_path / "hf", records, tmp_path, num_stages, world_size, STEPS, keys)
-        workers(world_size).run(train_in_fp16, case)
+        workers(world_size).run(function, case)
         lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
         kept = [{key: line[key] for key in KEPT} for line in lines if "loss" in line]
         return kept, load_file(tmp_path / "out" / "hf" / "model.safetensors")
@@ -92,6 +94,30 @@ def test_partitioned_gradients_take_the_same_steps(train: Callable[..., Result],
     assert partitioned == whole
     assert {line["skipped_steps"] for line in whole} == {0, 1}
     assert [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)] == []
+
+
+def train_at_once(case: Case) -> None:
+    """With the update of a GPU, compiled for the CPU."""
+    from training.engine import pipeline_engine
+
+    with patch.object(pipeline_engine, "has_triton", lambda: True):
+        train_in_fp16(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["stage2", "pp2-stage2"])
+def test_an_update_in_one_pass_skips_the_same_steps(train: Callable[..., Result], layout: str) -> None:
+    num_stages, world_size, keys = PARTITIONED[layout]
+    adamw = ("optimizer=adamw", "learning_rate=1e-3", "max_grad_norm=0.1", *keys)
+    expected, weights = train(num_stages, world_size, *adamw)
+    found, others = train(num_stages, world_size, *adamw, function=train_at_once)
+    assert {line["skipped_steps"] for line in expected} == {0, 1}
+    for line, other in zip(expected, found, strict=True):
+        assert all(line[key] == other[key] for key in ("skipped_steps", "loss_scale"))
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)
+        assert line["grad_norm"] == (other["grad_norm"] and pytest.approx(other["grad_norm"], rel=1e-2))
+    for name, tensor in weights.items():
+        assert (others[name] == tensor).float().mean() > 0.9, name
 
 
 def refuse(name: str) -> Any:

@@ -16,7 +16,7 @@ from training.cost_terms.layers import count_on_the_way
 from training.distributed.pinned_memory import pinned_bytes
 from training.engine.deepspeed_config import MAX_LIVE, REDUCE_BUCKET
 from training.engine.reduce_buckets import reduces_in_passes
-from training.optim.optimizer import count_state_bytes, count_update_buffers
+from training.optim.optimizer import count_state_bytes, count_update_buffers, updates_at_once
 
 
 def compute_model_states(stage: Stage) -> Memory:
@@ -34,11 +34,13 @@ def compute_model_states(stage: Stage) -> Memory:
 
 def _allocate_sums(stage: Stage) -> Memory:
     """`training/engine/gradient_sums.py`: the sums of gradients, at stage 2 this rank's part, and a bucket that is
-    reduced. In fp16 the part is copied in fp32 for the step. On a CPU gloo copies the weights that it gathers after
-    it."""
+    reduced. In fp16 DeepSpeed's step copies the part in fp32. On a CPU gloo copies the weights that it
+    gathers after it."""
     run, part = stage.run, stage.num_in_part
-    copied = 4 * part if run.config.precision is Precision.fp16 else 0
-    updated = 0 if run.config.offload_optimizer is Offload.cpu else count_update_buffers(run.config, part)
+    has_triton = run.hardware.device is Device.cuda
+    copies = run.config.precision is Precision.fp16 and not updates_at_once(run.config, has_triton)
+    copied = 4 * part if copies else 0
+    updated = 0 if run.config.offload_optimizer is Offload.cpu else count_update_buffers(run.config, part, has_triton)
     gathers = run.hardware.device is Device.cpu and run.layout.num_shards > 1
     gathered = run.weight_bytes * stage.num_trainable if gathers else 0
     return Memory(
@@ -112,7 +114,7 @@ def _allocate_zero3(stage: Stage) -> Memory:
         buffers=run.weight_bytes * (min(num_weights, MAX_LIVE) if recomputes else num_weights)
         + (0 if is_fp32 else run.reduce_bytes * REDUCE_BUCKET)
         + reduced,
-        step=4 * part + count_update_buffers(run.config, part),
+        step=4 * part + count_update_buffers(run.config, part, run.hardware.device is Device.cuda),
     )
 
 

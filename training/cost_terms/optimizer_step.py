@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from training.config.precision import DTYPES
-from training.config.schema import Offload, OptimizerName, Precision, RunConfig
+from training.config.schema import Device, Offload, OptimizerName, Precision, RunConfig
 from training.cost_terms.cost_term import CostTerm, Stage, StepCost
 from training.costs.hardware import GB
 from training.costs.trace import trace_operators
-from training.optim.optimizer import build_optimizer, count_state_bytes, count_update_buffers
+from training.optim.optimizer import build_optimizer, count_state_bytes, count_update_buffers, updates_at_once
 
 
 def compute_update(stage: Stage) -> StepCost:
     """Return the time to update this replica's part; offloaded, its gradient and weight also cross the link to the
     host."""
     run, hardware, part = stage.run, stage.run.hardware, stage.num_in_part
-    moved = count_moved(run.config) * part
+    moved = count_moved(run.config, hardware.device is Device.cuda) * part
     if run.config.offload_optimizer is Offload.none:
         return StepCost(optimizer_seconds=moved / hardware.stream_rate)
     ranks_on_node = min(run.layout.world_size, hardware.cards_per_node)
@@ -24,11 +24,14 @@ def compute_update(stage: Stage) -> StepCost:
     return StepCost(optimizer_seconds=across + moved * ranks_on_node / (hardware.host_memory_bandwidth * GB))
 
 
-def count_moved(config: RunConfig) -> float:
-    """Return the bytes that an optimizer step reads and writes per trained parameter."""
+def count_moved(config: RunConfig, has_triton: bool) -> float:
+    """Return the bytes that an optimizer step reads and writes per trained parameter. has_triton: as in
+    `build_optimizer`; a plan for a GPU takes it for granted."""
     state_bytes = count_state_bytes(config)
+    if updates_at_once(config, has_triton):
+        return count_bytes_at_once(state_bytes, config.precision)
     moved = count_update_bytes(state_bytes, config.precision, config.shards_weights)
-    if config.compile or not count_update_buffers(config, 1):
+    if not count_update_buffers(config, 1, has_triton):
         return moved
     # Operator by operator, not in one kernel, which reads the gradient, and reads and writes weight and state
     key = config.optimizer.name, config.optimizer.rounds_state
@@ -53,6 +56,15 @@ def _trace_update(config: RunConfig) -> float:
             moved += sum({operand.storage: operand.nbytes for operand in read}.values())
             moved += sum(operand.nbytes for operand in operator.made)
     return moved / weight.numel()
+
+
+def count_bytes_at_once(state_bytes: float, precision: Precision) -> float:
+    """Return the bytes of a step that is one pass (training/engine/one_pass_step.py), as `count_update_bytes` does. The
+    norm reads the gradient, in fp16 through a copy in fp32. The pass reads gradient, master weight and state, and
+    writes the latter two and the weight."""
+    gradient = 2 if precision is Precision.fp16 else 4
+    norm = gradient + (4 + 4 if precision is Precision.fp16 else 0)
+    return norm + gradient + (4 + 4) + 2 * state_bytes + DTYPES[precision].itemsize
 
 
 def count_update_bytes(state_bytes: float, precision: Precision, shards_weights: bool = False) -> float:

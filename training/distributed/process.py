@@ -22,6 +22,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 
 import console
+from models.layers.fused_kernels import find_triton_obstacle
 from training.distributed import host_share
 from training.distributed.ranks import Ranks
 from training.distributed.rendezvous import choose_init_method, explain_used_port
@@ -46,6 +47,11 @@ _OWN_TIMEOUT = "own_timeout"  # the description of a group whose timeout nobody 
 def has_accelerator() -> bool:
     """Returns whether DeepSpeed runs on an accelerator instead of the CPU."""
     return get_accelerator().device_name() != "cpu"
+
+
+def has_triton() -> bool:
+    """Returns whether this process has a GPU, and triton can make kernels for it."""
+    return get_accelerator().device_name() == "cuda" and find_triton_obstacle() is None
 
 
 def current_device() -> torch.device:

@@ -80,6 +80,13 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     norm = "the gradient's norm"
     yield f"{_ZERO}.step", ("check_grad_overflow", "check_overflow", "scaled_global_norm"), norm
     yield f"{_MODULE}._build", ("ds_pipe_replicated",), norm
+    # training/engine/one_pass_step.py
+    update = "clipping, updating and rounding in one kernel"
+    scaled = ("loss_scale", "_update_scale", "clip_grad", "_global_grad_norm")
+    yield _ZERO, (*scaled, "_lazy_init_hp_params_optimizer_state", "_update_model_bit16_weights"), update
+    gathered = ("bit16_groups_flat", "nccl_start_alignment_factor", "allgather_bucket_size")
+    yield _ZERO, ("parallel_partitioned_bit16_groups", *gathered), update
+    yield f"{_ENGINE}._take_model_step", ("step", "_global_grad_norm"), update
     # training/engine/pipeline_engine.py, training/engine/deepspeed_backed.py
     yield _ENGINE, ("_take_model_step", "set_gradient_accumulation_boundary"), "taking a step"
     yield _ENGINE, ("global_steps", "global_samples", "device", "optimizer"), "taking a step"

@@ -15,12 +15,13 @@ from data.options import PadTo
 from models.losses.cross_entropy import Loss
 from training.config.precision import DTYPES
 from training.config.schema import Precision, RunConfig
-from training.distributed.process import has_accelerator
+from training.distributed.process import has_accelerator, has_triton
 from training.distributed.topology import PIPE, Layout
 from training.engine.deepspeed_backed import DeepSpeedBacked, configure_gc
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
 from training.engine.engine import Engine, StepObserver
 from training.engine.gradient_sums import GradientSums, list_backward
+from training.engine.one_pass_step import replace_step
 from training.engine.reduce_buckets import reduces_in_passes
 from training.engine.runner import Runner, StageWithLoss, StepGradients
 from training.engine.shard_groups import (
@@ -33,7 +34,7 @@ from training.engine.shard_groups import (
     separate_experts,
     shard_within,
 )
-from training.optim.optimizer import build_optimizer, declare_state, keeps_blocks
+from training.optim.optimizer import build_optimizer, declare_state, keeps_blocks, updates_at_once
 from training.optim.parameter_groups import group_trained, separate_copies, separate_fp32
 from training.pipeline.module import StageModule
 from training.pipeline.schedules import build_schedule
@@ -43,7 +44,7 @@ from training.pipeline.transfers import Transfers
 def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> Engine:
     """Build the engine for this rank's stage. trains: False for an engine without an optimizer, which only
     evaluates."""
-    optimizer = build_optimizer(group_stage(module, config), config) if trains else None
+    optimizer = build_optimizer(group_stage(module, config), config, has_triton()) if trains else None
     settings = build_deepspeed_config(config, layout, trains, has_accelerator())
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
     groups = join_shard_groups(layout, module.global_rank) if trains else None
@@ -60,6 +61,8 @@ def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, train
             reduces_in_passes=reduces_in_passes(layout, module.routers is not None),
             groups=groups,
         )
+        if updates_at_once(config, has_triton()):
+            replace_step(wrapped.optimizer, gradients.parts)
     engine = PipelineStage(
         wrapped, module, layout, config, model=StageWithLoss(module), gradients=gradients, update=wrapped.take_step
     )

@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._python_dispatch import _disable_current_modes
 
 from training.config.schema import RunConfig
-from training.distributed.process import has_accelerator
+from training.distributed.process import has_accelerator, has_triton
 from training.distributed.topology import Layout
 from training.engine.deepspeed_backed import configure_gc
 from training.engine.deepspeed_config import build_deepspeed_config
@@ -41,7 +41,7 @@ def start_zero3(module: StageModule, config: RunConfig, layout: Layout) -> Engin
     wrapped = DeepSpeedEngine(
         args=None,
         model=StageWithLoss(module),
-        optimizer=build_optimizer(groups, config),
+        optimizer=build_optimizer(groups, config, has_triton()),
         mpu=mpu,
         config=settings,
         config_class=DeepSpeedConfig(settings, mpu),

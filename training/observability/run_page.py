@@ -30,7 +30,8 @@ MOST_EVENTS, MOST_SAMPLES, MOST_PICTURES, MOST_SKIPPED = 500, 20, 2, 100  # even
 
 class Means:
     """The mean over the steps of a run, or over their time, of each figure that is measured over steps, without its
-    first report if there are others: it is warm-up. The table that a run ends with (`render_summary`) counts in the same way."""
+    first report if there are others: it is warm-up. The table that a run ends with (`render_summary`) counts
+    in the same way."""
 
     def __init__(self) -> None:
         self._first: Record = {}

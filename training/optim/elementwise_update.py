@@ -1,5 +1,5 @@
-"""An elementwise update of weights and optimizer state, chunk by chunk: operator by operator, each of which reads and
-writes memory, or compiled to one kernel that reads and writes everything once.
+"""Optimizers whose update is a formula of each element: run chunk by chunk, operator by operator, each of which reads
+and writes memory, or compiled to one kernel that reads and writes everything once.
 
 A compiled update is the same formula. It rounds as it likes where a processor multiplies and adds at once, so results
 may differ by the last bits.
@@ -7,7 +7,7 @@ may differ by the last bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,23 +18,86 @@ from training.optim.chunks import split_flat
 _FEWEST_COMPILED = 2**10
 
 
-class ElementwiseUpdate:
-    """formula: called with the same chunk of each tensor, with scalars that change from step to step as keywords, and
-    with constants; it writes into the chunks. compiles: compile it when it is first called, once for all sizes."""
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """An optimizer whose subclass gives the formula of its update, and the state that it keeps of each parameter.
 
-    def __init__(self, formula: Callable[..., None], compiles: bool) -> None:
-        self._formula = formula
-        self._compiled = torch.compile(formula, dynamic=True, fullgraph=True) if compiles else None
+    elementwise: the names of the state with one number per element, in the formula's order.
+    """
 
-    def __call__(self, *tensors: torch.Tensor, scalars: dict[str, float], constants: dict[str, Any]) -> None:
-        """Update tensors with the same number of elements, in place."""
-        run, values = self._formula, dict[str, Any](scalars)
-        if self._compiled is not None and tensors[0].numel() >= _FEWEST_COMPILED:
+    elementwise: tuple[str, ...]
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], formula: Callable[..., None], compiles: bool
+    ) -> None:
+        """formula: called with the same chunk of weights, gradient in fp32 and the state named in `elementwise`, and as
+        keywords with the scalars and constants of `choose_rates`; it writes into weights and state. compiles: compile
+        it when it is first called, once for all sizes."""
+        super().__init__(params, defaults)
+        self._formula = _complete(formula)
+        self._compiled = torch.compile(self._formula, dynamic=True, fullgraph=True) if compiles else None
+
+    def start_state(self, weights: torch.Tensor) -> dict[str, Any]:
+        """Return the state of a parameter before its first step."""
+        raise NotImplementedError
+
+    def choose_rates(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+        """Count a step of a parameter in its state, and return the scalars that change from step to step, and the
+        constants."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    self.update(group, weights, weights.grad)
+
+    @torch.no_grad()
+    def update(
+        self,
+        group: dict[str, Any],
+        weights: torch.nn.Parameter,
+        gradient: torch.Tensor,
+        factor: float = 1.0,
+        copy: torch.Tensor | None = None,
+    ) -> None:
+        """Update one parameter of a group. gradient: of any floating dtype; it stays as it is. factor: that the
+        gradient is multiplied by. copy: where the new weights are written too, in its dtype."""
+        state = self.state[weights]
+        if not state:
+            state.update(self.start_state(weights))
+        scalars, constants = self.choose_rates(group, state)
+        run: Callable[..., None] = self._formula
+        numbers: Any = [factor, *scalars.values()]
+        if self._compiled is not None and weights.numel() >= _FEWEST_COMPILED:
             # A number would be a constant of the compiled code, which would be made again in each step
-            run = self._compiled
-            values = {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}
-        for chunk in split_flat(*(tensor.detach() for tensor in tensors)):
-            run(*chunk, **values, **constants)
+            run, numbers = self._compiled, torch.tensor(numbers, dtype=torch.float32, device=weights.device)
+        tensors = [weights.detach(), gradient.detach(), *(state[name] for name in self.elementwise)]
+        for chunk in split_flat(*tensors, *([] if copy is None else [copy])):
+            run(chunk[: len(tensors)], chunk[len(tensors) :], numbers, tuple(scalars), constants)
+
+
+def _complete(formula: Callable[..., None]) -> Callable[..., None]:
+    """Return the whole update of a chunk. numbers: the gradient's factor and the scalars, as numbers or, compiled, one
+    tensor. copies: of the weights, at most one."""
+
+    def run(
+        tensors: Sequence[torch.Tensor],
+        copies: Sequence[torch.Tensor],
+        numbers: Any,
+        names: tuple[str, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        factor, *scalars = numbers.unbind() if isinstance(numbers, torch.Tensor) else numbers
+        weights, gradient, *state = tensors
+        if isinstance(factor, torch.Tensor) or factor != 1.0 or gradient.dtype is not torch.float32:
+            gradient = gradient.float() * factor
+        formula(weights, gradient, *state, **dict(zip(names, scalars)), **constants)
+        for copy in copies:
+            copy.copy_(weights)
+
+    return run
 
 
 def scale_last(change: torch.Tensor, scale: Any) -> tuple[torch.Tensor, float]:

@@ -5,21 +5,23 @@ torch has none; bitsandbytes' needs a GPU to be fast, and DeepSpeed's compiles i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from training.optim.elementwise_update import ElementwiseUpdate, scale_last
+from training.optim.elementwise_update import ElementwiseOptimizer, scale_last
 
 NUM_BUFFERS = 1
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(ElementwiseOptimizer):
     """With c = beta1 m + (1 - beta1) g: w <- w - lr (sign(c) + weight_decay w), then m <- beta2 m + (1 - beta2) g.
 
-    betas: beta1 of the update, beta2 of the average. compiles: make one kernel of it.
+    betas: beta1 of the update, beta2 of the average. compiles: as in `ElementwiseOptimizer`.
     """
+
+    elementwise = ("exp_avg",)
 
     def __init__(
         self,
@@ -29,27 +31,14 @@ class Lion(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         compiles: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-        self._update = ElementwiseUpdate(_update, compiles)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, _update, compiles)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            for weights in group["params"]:
-                if weights.grad is None:
-                    continue
-                state = self.state[weights]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(weights)
-                lr, betas = group["lr"], group["betas"]
-                self._update(
-                    weights,
-                    weights.grad,
-                    state["exp_avg"],
-                    scalars={"lr": lr, "kept": 1 - lr * group["weight_decay"]},
-                    constants={"betas": tuple(betas)},
-                )
+    def start_state(self, weights: torch.Tensor) -> dict[str, Any]:
+        return {"exp_avg": torch.zeros_like(weights)}
+
+    def choose_rates(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+        lr = group["lr"]
+        return {"lr": lr, "kept": 1 - lr * group["weight_decay"]}, {"betas": tuple(group["betas"])}
 
 
 def _update(

@@ -13,13 +13,14 @@ import torch
 
 from data.components import TARGET, find_component
 from errors import UserError
-from training.config.schema import OptimizerName, RunConfig, StateDtype
-from training.optim import lion, rounded_adamw
+from training.config.schema import Offload, OptimizerName, RunConfig, StateDtype
+from training.optim import adamw, lion
+from training.optim.adamw import AdamW
 from training.optim.chunks import count_buffer_bytes
 from training.optim.elementwise_probe import probe_optimizer
+from training.optim.elementwise_update import ElementwiseOptimizer
 from training.optim.lion import Lion
 from training.optim.parameter_groups import LORA_PLUS, find_lora_plus_ratio, group_parameters
-from training.optim.rounded_adamw import RoundedAdamW
 from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, check_state
 
 Groups = list[dict[str, Any]]
@@ -37,17 +38,38 @@ class OptimizerKind:
     """One optimizer of the table.
 
     build: from parameter groups, which have their own learning rates and decays. declare: the state it keeps.
-    num_buffers: fp32 buffers of one chunk that an update needs (training/optim/chunks.py).
+    num_buffers: fp32 buffers of one chunk that an update needs (training/optim/chunks.py) which is not compiled.
+    build_compiled: as `build`, with an update in one kernel; None where there is none.
     """
 
     build: Callable[[Groups, RunConfig], torch.optim.Optimizer]
     declare: Callable[[RunConfig], DeclaredState]
     num_buffers: int = 0
+    build_compiled: Callable[[Groups, RunConfig], ElementwiseOptimizer] | None = None
 
 
-def build_optimizer(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
-    """Build the run's optimizer over `groups`, as `group_parameters` returns them."""
-    return _choose(config).build(groups, config)
+def build_optimizer(groups: Groups, config: RunConfig, has_triton: bool = False) -> torch.optim.Optimizer:
+    """Build the run's optimizer over `groups`, as `group_parameters` returns them. has_triton: whether the run has a
+    GPU, and can compile for it."""
+    kind = _choose(config)
+    if kind.build_compiled is not None and compiles_update(config, has_triton):
+        return kind.build_compiled(groups, config)
+    return kind.build(groups, config)
+
+
+def compiles_update(config: RunConfig, has_triton: bool) -> bool:
+    """Returns whether an update is one kernel, where the optimizer has a formula."""
+    kind, on_host = _choose(config), config.offload_optimizer is Offload.cpu
+    if kind.build_compiled is None or (kind.num_buffers == 0 and not updates_at_once(config, has_triton)):
+        return False  # torch's own kernel serves as well, where it does not clip and round too
+    return config.compile or (has_triton and not on_host)
+
+
+def updates_at_once(config: RunConfig, has_triton: bool) -> bool:
+    """Returns whether the kernel of an update also clips gradients, and rounds the weights to those of 16 bits. It
+    cannot where DeepSpeed's ZeRO-3, or the copy from the host, comes between."""
+    is_whole = config.offload_optimizer is not Offload.cpu and not config.shards_weights
+    return _choose(config).build_compiled is not None and is_whole and (config.compile or has_triton)
 
 
 def declare_state(config: RunConfig) -> DeclaredState:
@@ -67,9 +89,9 @@ def _choose(config: RunConfig) -> OptimizerKind:
     return OPTIMIZERS[config.optimizer.name]
 
 
-def count_update_buffers(config: RunConfig, num_elements: int) -> int:
+def count_update_buffers(config: RunConfig, num_elements: int, has_triton: bool) -> int:
     """Return the bytes of the temporary buffers in an update of `num_elements` elements."""
-    return count_buffer_bytes(num_elements, _choose(config).num_buffers)
+    return 0 if compiles_update(config, has_triton) else count_buffer_bytes(num_elements, _choose(config).num_buffers)
 
 
 def count_state_bytes(config: RunConfig) -> float:
@@ -203,22 +225,33 @@ def _probe_custom(spec: str) -> DeclaredState:
     return probe_optimizer(partial(_make_custom, spec=fields, learning_rate=1.0), fields[TARGET])
 
 
+def _build_own_adamw(
+    groups: Groups, config: RunConfig, averages: torch.dtype = torch.float32, compiles: bool = True
+) -> AdamW:
+    return AdamW(
+        groups, config.learning_rate, _betas(config), config.optimizer.eps, averages=averages, compiles=compiles
+    )
+
+
+def _build_lion(groups: Groups, config: RunConfig, compiles: bool = True) -> Lion:
+    return Lion(groups, betas=_betas(config), compiles=compiles)
+
+
 ROUNDED_ADAMW = OptimizerKind(
-    lambda groups, config: RoundedAdamW(
-        groups, config.learning_rate, _betas(config), config.optimizer.eps, compiles=config.compile
-    ),
+    partial(_build_own_adamw, averages=torch.bfloat16, compiles=False),
     lambda config: {"exp_avg": ROUNDED, "exp_avg_sq": ROUNDED, "step": COUNT},
-    rounded_adamw.NUM_BUFFERS,
+    adamw.NUM_BUFFERS,
+    partial(_build_own_adamw, averages=torch.bfloat16),
 )
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     OptimizerName.adamw: OptimizerKind(
-        _build_adamw, lambda config: {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": STEP}
+        _build_adamw,
+        lambda config: {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": STEP},
+        build_compiled=_build_own_adamw,
     ),
     OptimizerName.adamw_8bit: OptimizerKind(_build_adamw_8bit, _declare_adamw_8bit),
     OptimizerName.lion: OptimizerKind(
-        lambda groups, config: Lion(groups, betas=_betas(config), compiles=config.compile),
-        lambda config: {"exp_avg": ELEMENTWISE},
-        lion.NUM_BUFFERS,
+        partial(_build_lion, compiles=False), lambda config: {"exp_avg": ELEMENTWISE}, lion.NUM_BUFFERS, _build_lion
     ),
     OptimizerName.sgd: OptimizerKind(lambda groups, config: torch.optim.SGD(groups), lambda config: {}),
     OptimizerName.custom: OptimizerKind(_build_custom, _declare_custom),

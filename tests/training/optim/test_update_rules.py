@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from training.config.validate import MAX_BF16_BETA
 from training.optim import chunks
+from training.optim.adamw import AdamW
 from training.optim.lion import Lion
-from training.optim.rounded_adamw import RoundedAdamW
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -47,7 +48,7 @@ def test_averages_in_bf16_are_those_of_torch_rounded_after_each_step() -> None:
         optimizer.register_step_post_hook(round_state)
         return optimizer
 
-    found, state = run(lambda weights: RoundedAdamW(weights, LR, BETAS, EPS, DECAY))
+    found, state = run(lambda weights: AdamW(weights, LR, BETAS, EPS, DECAY, torch.bfloat16))
     expected, reference = run(build)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     for name in ("exp_avg", "exp_avg_sq"):
@@ -71,7 +72,7 @@ def test_lion_is_that_of_bitsandbytes() -> None:
 def test_up_to_a_beta_no_average_in_bf16_gets_stuck(beta: float, gets_stuck: bool) -> None:
     """With gradients that are 0 from now on, the average of squares decays from each value of bf16's mantissa."""
     weights = torch.nn.Parameter(torch.zeros(128))
-    optimizer = RoundedAdamW([weights], LR, BETAS, EPS)
+    optimizer = AdamW([weights], LR, BETAS, EPS, averages=torch.bfloat16)
     weights.grad = torch.zeros(128)
     optimizer.step()
     optimizer.param_groups[0]["betas"] = (beta, beta)
@@ -108,8 +109,9 @@ def step(build: Build, steps: int = 3, elements: int = 3000) -> tuple[torch.Tens
 
 
 OWN = {
+    "adamw": lambda compiles: lambda weights: AdamW(weights, LR, BETAS, EPS, DECAY, compiles=compiles),
     "lion": lambda compiles: lambda weights: Lion(weights, LR, BETAS, DECAY, compiles=compiles),
-    "bf16-adamw": lambda compiles: lambda weights: RoundedAdamW(weights, LR, BETAS, EPS, DECAY, compiles=compiles),
+    "bf16-adamw": lambda compiles: lambda weights: AdamW(weights, LR, BETAS, EPS, DECAY, torch.bfloat16, compiles),
 }
 
 
@@ -137,8 +139,10 @@ def test_a_compiled_update_is_one_kernel_and_the_same_update(name: str, monkeypa
     metrics.reset()
     found, state = step(OWN[name](True))
     assert metrics.generated_kernel_count == 1
-    expected, reference = step(OWN[name](False))
+    by_torch = {"adamw": lambda weights: torch.optim.AdamW(weights, LR, BETAS, EPS, DECAY, fused=True)}
+    expected, reference = step(by_torch.get(name, OWN[name](False)))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert state.keys() == reference.keys()
     for each, tensor in reference.items():
         if isinstance(tensor, torch.Tensor):
             # The last bit of fp32 may round either way, and with it that of bf16
@@ -156,3 +160,36 @@ def test_tiny_tensors_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     step(OWN["lion"](True), elements=8)
     with pytest.raises(AssertionError):
         step(OWN["lion"](True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "moved"), [("adamw", 30), ("lion", 22), ("bf16-adamw", 22)])
+@pytest.mark.parametrize("is_half", [False, True])
+def test_a_pass_that_clips_and_rounds_moves_each_tensor_once(name: str, moved: int, is_half: bool) -> None:
+    """The bytes of a parameter, as `count_bytes_at_once` plans them: the generated code loads each tensor once, and
+    stores each once. The weights and the state are those of a gradient that was multiplied before."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    start, dtype = torch.randn(4096, generator=generator), torch.float16 if is_half else torch.float32
+    gradients = [torch.randn(4096, generator=generator).to(dtype) for _ in range(2)]
+    copies = [torch.empty(4096, dtype=torch.bfloat16) for _ in range(2)]
+    weights = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    optimizers = [OWN[name](compiles)([each]) for compiles, each in zip((True, False), weights)]
+
+    def update(number: int) -> None:
+        for gradient in gradients:
+            group = optimizers[number].param_groups[0]
+            optimizers[number].update(group, weights[number], gradient, 0.3, copies[number])
+
+    _, codes = run_and_get_code(update, 0)
+    update(1)
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-7)
+    assert torch.equal(copies[0], weights[0].detach().bfloat16())
+    (code,) = codes
+    body = code.partition("C10_LIKELY")[2].partition("C10_UNLIKELY")[0]
+    nbytes = {pointer: 4 if kind == "float" else 2 for kind, pointer in re.findall(r"([\w:]+)\*\s+(\w+_ptr\d+)", code)}
+    moves = [set(re.findall(rf"{move}\((\w+_ptr\d+) \+", body)) for move in ("loadu", "store")]
+    found = sum(nbytes[pointer] for pointers in moves for pointer in pointers)
+    assert found == moved - 2 * is_half

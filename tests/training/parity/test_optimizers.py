@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,9 @@ from support.combination_runs import round_averages
 from support.tiny import VOCAB_SIZE, save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import get_linear_schedule_with_warmup
+
+from training.engine import pipeline_engine
+from training.optim.elementwise_update import ElementwiseOptimizer
 
 STEPS = 4
 LAYOUTS = {  # stages, ranks, tensor_parallel_size
@@ -55,12 +60,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., tuple[Case, dict]]:
     """train(layout, *overrides): the case, and the results of all its ranks."""
 
-    def run(layout: str, *overrides: str, model: str = "tiedFalse") -> tuple[Case, dict]:
+    def run(
+        layout: str, *overrides: str, model: str = "tiedFalse", function: Callable[[Case], dict] = train_case
+    ) -> tuple[Case, dict]:
         num_stages, world_size, parallel = BLOCKS[layout]
         zero = (f"zero_stage={layout[-1]}", "micro_batch_size=1") if "zero" in layout else ()
         keys = (*zero, f"tensor_parallel_size={parallel}", "max_grad_norm=1.0", *overrides)
         case = Case(root / model, root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
-        return case, merge(workers(world_size).run(train_case, case))
+        return case, merge(workers(world_size).run(function, case))
 
     return run
 
@@ -134,6 +141,54 @@ def test_steps_equal_the_reference(train, kind: str, layout: str) -> None:
     if "bf16" in kind:
         exact = train_oracle(case, build_optimizer=lambda model: (by_adamw(split_decayed(model, 0.1), 2e-4), None))
         assert worst_difference(oracle["weights"], exact["weights"])[0] > BOUND  # rounding would be seen
+
+
+def train_at_once(case: Case) -> dict:
+    """`train_case` as on a GPU, where the update is one kernel that also clips and rounds. Only the update is compiled,
+    for the CPU."""
+    update, at_once = ElementwiseOptimizer.update, []
+
+    def note(*given: Any) -> None:
+        at_once.append(given[-1] is not None)  # the copy
+        update(*given)
+
+    with patch.object(pipeline_engine, "has_triton", lambda: True), patch.object(ElementwiseOptimizer, "update", note):
+        result = train_case(case)
+    assert at_once and all(at_once)
+    return result
+
+
+AT_ONCE = {("adamw", "pp2xdp2"), ("lion", "tp2"), *((kind, "dp4-zero2") for kind in ("adamw", "adamw in bf16", "lion"))}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "layout"), sorted(AT_ONCE))
+def test_steps_in_one_pass_equal_the_reference(train, kind: str, layout: str) -> None:
+    overrides, build = KINDS[kind]
+    case, result = train(layout, *overrides, "max_grad_norm=0.05", function=train_at_once)
+    assert min(result["norms"]) > 0.05, "else nothing is clipped"
+    compare(result, train_oracle(case, build_optimizer=lambda model: (build(split_decayed(model, 0.1)), None)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("adamw in bf16", ("precision=bf16",)),
+        pytest.param("adamw", ("precision=bf16",), marks=pytest.mark.full),
+        pytest.param("lion", ("precision=bf16",), marks=pytest.mark.full),
+        pytest.param("adamw", ("precision=bf16", "adapter=lora", "adapter.r=4"), marks=pytest.mark.full),
+    ],
+)
+def test_a_step_in_one_pass_is_that_in_several(train, kind: str, keys: tuple[str, ...]) -> None:
+    """In 16 bits, whose weights the pass rounds too; they may round either way where fp32 differs by its last bit."""
+    given = (*KINDS[kind][0], "max_grad_norm=0.05", *keys)
+    _, result = train("dp2", *given, function=train_at_once)
+    _, expected = train("dp2", *given)
+    assert min(expected["norms"]) > 0.05
+    torch.testing.assert_close(result["norms"], expected["norms"], rtol=5e-3, atol=0)
+    torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-3, atol=0)
+    equal = [(result["weights"][name] == tensor).float().mean() for name, tensor in expected["weights"].items()]
+    assert min(equal) > 0.9
 
 
 def compare(result: dict, oracle: dict) -> None:
