@@ -66,11 +66,11 @@ def test_a_run_takes_at_most_what_is_promised(
 ) -> None:
     config = build_config("eval_file=eval.jsonl", *every, *exports, *kept)
     taken = max(measure_run(config, metrics) for metrics in METRICS)
-    promised, of_steps = count_disk_bytes(config, SIZE), count_disk_bytes(config, SIZE, STEPS)
-    assert of_steps is not None and taken <= of_steps <= (promised or of_steps)
+    promised, bounded = count_disk_bytes(config, SIZE), count_disk_bytes(config, SIZE, STEPS)
+    assert bounded is not None and taken <= bounded <= (promised or bounded)
     if promised is None:
         assert config.keep_last is None
         if every == ("save_steps=3",) and not kept:
-            assert of_steps <= taken + 2 * SIZE.total
+            assert bounded <= taken + 2 * SIZE.total
     else:
         assert promised <= 1.5 * taken + SIZE.total
