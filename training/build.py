@@ -19,13 +19,13 @@ from data.storage.disk import describe_bytes
 from data.storage.rows import RowPlan
 from data.storage.scores import Scores, find_scores
 from models.layers.flash_kernels import use_flash_attention_3
-from models.layers.fused_kernels import describe_fused, find_obstacle
+from models.layers.fused_kernels import describe_fused, find_obstacle, find_triton_obstacle
 from models.losses.distill_loss import TeacherHead, TeacherTop
 from models.weights.source import WeightSource
 from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, Precision, RunConfig
 from training.distributed.p2p import count_spared
-from training.distributed.process import current_device, has_accelerator
+from training.distributed.process import current_device, has_accelerator, has_triton
 from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
 from training.engine.start import start_engine
@@ -35,8 +35,9 @@ from training.inputs.loaders import RankData
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.modifiers import TEACHER
 from training.objectives.objective import LastStage
+from training.optim.optimizer import compiles_update
 from training.pipeline.activation_checkpoint import KEEP_ALL
-from training.pipeline.compilation import keep_compiled
+from training.pipeline.compilation import keep_compiled, report_compilation
 from training.pipeline.module import StageModule
 from training.pipeline.preparation import Kernels, StageOptions
 from training.pipeline.schedules import build_schedule
@@ -71,8 +72,11 @@ def build_stage(run: Run, trains: bool = True, teacher: OnlineTeacher | None = N
         spared = count_spared(setup.layout, setup.parts.is_ring)
         use_flash_attention_3(spared)
         ranks.say(f"flash_kernels=fa3: FlashAttention-3; {spared} multiprocessors are left to transfers")
-    if kernels.compiles:
+    if kernels.compiles or (trains and compiles_update(config, has_triton())):
         keep_compiled(Path(config.data.cache_dir) / "compiled")
+        report_compilation()
+    if trains and has_accelerator() and compiles_update(config, True) and not has_triton():
+        ranks.say(f"the optimizer's update takes several passes over memory, not one: {find_triton_obstacle()}")
     options = StageOptions(
         kernels=kernels,
         checkpointing=setup.checkpointing if trains else KEEP_ALL,

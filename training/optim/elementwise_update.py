@@ -34,7 +34,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         it when it is first called, once for all sizes."""
         super().__init__(params, defaults)
         self._formula = _complete(formula)
-        self._compiled = torch.compile(self._formula, dynamic=True, fullgraph=True) if compiles else None
+        self._compiled = torch.compile(self._formula, dynamic=True) if compiles else None
 
     def start_state(self, weights: torch.Tensor) -> dict[str, Any]:
         """Return the state of a parameter before its first step."""
