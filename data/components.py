@@ -23,12 +23,13 @@ from errors import UserError
 from filesystem import hash_ends, hash_file
 
 TARGET = "_target_"
+_ROOT = Path(__file__).parents[1]
 _HASHED_WHOLE = 2**26  # bytes of the largest file that is hashed whole: it may be the data themselves
 # Folders of Python and of installed packages, and those of this project that make no samples
 _INSTALLED = tuple(
     os.path.realpath(folder) + os.sep
     for folder in (
-        *(str(Path(__file__).parents[1] / name) for name in ("models", "training")),
+        *(str(_ROOT / name) for name in ("models", "training")),
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         *site.getsitepackages(),
         site.getusersitepackages(),
@@ -86,8 +87,15 @@ def _import_module(module_name: str, name: object, key: str) -> Any:
         sys.path.append(here)
     try:
         return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+    except ImportError as error:
+        first = (error.name or "").partition(".")[0]
+        if first and ((_ROOT / first).is_dir() or (_ROOT / f"{first}.py").is_file()):
+            raise UserError(
+                f"{key}: {TARGET}={name}: {error}: {first} is a part of this project, in {_ROOT}; give a module of "
+                "your own another name"
+            ) from None
+        is_absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        if not is_absent:
             raise  # the module exists; one of its own imports is missing
         raise UserError(
             f"{key}: {TARGET}={name}: there is no module {module_name}; start the run in its folder, or set PYTHONPATH"

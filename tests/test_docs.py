@@ -33,8 +33,6 @@ from support.workers import free_port
 
 from errors import UserError
 from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments, list_given
-from training.cli.commands import COMMANDS as INSTALLED
-from training.cli.commands import split_launcher
 from training.cli.sweep import plan_sweep
 from training.config.incompatible import CheckedConfig
 from training.config.schema import Init, register_schema, to_typed
@@ -269,10 +267,6 @@ class Reader:
                 self.made |= {after for before, after in pairwise(arguments) if before in ("--output_dir", "--output")}
                 if script == "scripts/supervise.py":
                     self.take(arguments[arguments.index("--") + 1 :], checks_files)
-            case ["llm-pipeline", "train", *arguments]:
-                self.made.add(take_overrides(split_launcher(arguments)[1], self.folder))
-            case ["llm-pipeline", command, *_]:
-                assert command in INSTALLED
             case ["make", target]:
                 assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
             case ["git", "clone", *_] | ["cd", *_]:

@@ -13,7 +13,6 @@ import tomllib
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
-from importlib.metadata import version
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -115,11 +114,8 @@ def quiet_imports() -> Iterator[None]:
 
 
 def find_version(script: Path) -> str:
-    """Return the version of the project: that of the clone, or of the installed package."""
-    project = script.parent / "pyproject.toml"
-    if project.is_file():
-        return str(tomllib.loads(project.read_text())["project"]["version"])
-    return version("llm-pipeline")
+    """Return the version of the project."""
+    return str(tomllib.loads((script.parent / "pyproject.toml").read_text())["project"]["version"])
 
 
 def check_names(composed: DictConfig) -> None:

@@ -1,6 +1,7 @@
 """User-defined encoders and records, named in a config: found, built, cached by their code, and their errors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,29 @@ def test_a_module_with_a_failing_import_keeps_its_own_error(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
         build_component({"_target_": "own_broken.Encoder"}, "data.encoder")
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "message"),
+    [
+        ("data.mine", "", "data.encoder: _target_=data.mine.Encoder: No module named 'data.mine': data is a part of"),
+        ("own_clash", "import models.mine", "data.encoder: _target_=own_clash.Encoder: No module named 'models.mine'"),
+        (
+            "own_other_clash",
+            "from errors import Mine",
+            "data.encoder: _target_=own_other_clash.Encoder: cannot import name 'Mine'",
+        ),
+    ],
+)
+def test_a_module_with_the_name_of_one_of_the_projects(
+    module: str, source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / f"{module.replace('.', '/')}.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(source)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"^{re.escape(message)}.* own another name$"):
+        build_component({"_target_": f"{module}.Encoder"}, "data.encoder")
 
 
 def test_the_source_is_text(module: str) -> None:
