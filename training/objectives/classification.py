@@ -113,11 +113,11 @@ class ClassScores:
 
 
 def compute_f1(counts: torch.Tensor) -> float:
-    """Return the mean F1 of the labels that occur or are predicted, 2 found / (said + there). counts: [3, C], documents
-    whose label is found, said, and there."""
+    """Return the mean F1 of the labels that occur or are predicted, 2 found / (said + there); 0 where none is, as
+    scikit-learn has it. counts: [3, C], documents whose label is found, said, and there."""
     found, said, there = counts
     occurs = said + there > 0
-    return (2 * found[occurs] / (said + there)[occurs]).mean().item()
+    return (2 * found[occurs] / (said + there)[occurs]).sum().item() / max(1, int(occurs.sum()))
 
 
 def gather_columns(mine: torch.Tensor) -> torch.Tensor:

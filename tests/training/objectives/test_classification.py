@@ -341,6 +341,7 @@ def test_areas_and_f1_equal_those_counted_one_by_one() -> None:
     said = scores > 1
     counts = torch.tensor([[(said & actual).sum(), 0], [said.sum(), 0], [actual.sum(), 0]], dtype=torch.float64)
     assert compute_f1(counts) == pytest.approx(count_f1(said, actual))
+    assert compute_f1(torch.zeros(3, 2)) == 0.0  # no label occurs, none is predicted: not NaN
 
 
 def test_areas_of_many_labels_read_each_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
