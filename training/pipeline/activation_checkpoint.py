@@ -25,6 +25,7 @@ from models.generic.parts import runs_backbone
 from models.layers.random_keys import find_random_key
 from training.config.schema import CheckpointMode, RunConfig
 from training.pipeline.activation_offload import ActivationOffload
+from training.pipeline.recomputation import recompute
 
 # Projections, experts, and attention by each of torch's fused kernels; not the T x T products of eager attention.
 KEPT_OPERATORS = {
@@ -86,9 +87,11 @@ class ActivationCheckpointing:
         return self.interval > 0 and (self.mode is not CheckpointMode.every or (start + 1) % self.interval == 0)
 
     def build_function(self, draws: bool = True) -> Callable[..., Any]:
-        """Return the function that runs a group: torch's own, non-reentrant, since it takes integer inputs and restores
-        the random state for dropout. draws: whether a layer may draw random numbers; else their state, the host's and
-        the device's, is not read in each forward pass and set in each recomputation."""
+        """Return the function that runs a group: torch's own, non-reentrant, where a layer may draw random numbers
+        (draws), which it does a second time as the first, where single operations are kept, inputs are offloaded, or a
+        layer is compiled with its recomputation."""
+        if not (draws or self.is_selective or self.offloads or self.in_layers):
+            return recompute
         function = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
         if self.is_selective:
             function = partial(function, context_fn=partial(create_selective_checkpoint_contexts, choose_kept))
