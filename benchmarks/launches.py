@@ -3,6 +3,7 @@ one kernel launch, and the bytes of activations that they read and write. The pa
 any size is counted at once, and nothing depends on this machine.
 
     python benchmarks/launches.py [--model llama_8b] [--tokens 4000] [--rank 16]
+    python benchmarks/launches.py --host 200     what the host needs for a layer, without and with recomputation
 
     full            all weights trained
     frozen          none of them: what is left where only adapters are trained
@@ -25,11 +26,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +43,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -46,15 +51,21 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.workload import compose_run  # noqa: E402
 from models.adapters.fused import fuse_products  # noqa: E402
 from models.architecture.lookup import build_layers  # noqa: E402
+from models.layers.decoder import PipelineDecoderLayer  # noqa: E402
 from models.layers.documents import DocumentBounds  # noqa: E402
 from models.layers.packed_attention import VARLEN  # noqa: E402
 from models.parallel import block_kernels, blocks, ring  # noqa: E402
 from models.parallel.shard import NO_CP, ContextParallel  # noqa: E402
 from models.sharding.context_parallel import share_sequence  # noqa: E402
 from models.weights.config_file import parse_config  # noqa: E402
-from training.config.schema import HardwareConfig, load_hardware  # noqa: E402
+from training.config.schema import CheckpointMode, HardwareConfig, load_hardware  # noqa: E402
 from training.costs.without_data import WithoutData  # noqa: E402
+from training.pipeline.activation_checkpoint import ActivationCheckpointing  # noqa: E402
 
+_SMALL = {  # a layer for `--host`
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": 8, "vocab_size": 256,
+}  # fmt: skip
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 ATTENTION = {
     "_varlen_attn", "_varlen_attn_backward", "_flash_attention_forward", "_flash_attention_backward",
@@ -258,6 +269,38 @@ def tabulate(
     return rows, counts
 
 
+def measure_host(rounds: int) -> dict[str, float]:
+    """Return the milliseconds that this machine's processor takes for a layer's two passes in each mode: the median of
+    `rounds` rounds, in each of which every mode runs once, over eight layers so small that hardly anything else counts.
+    """
+    torch.set_num_threads(1)
+    config = parse_config(compose_run("model=llama_8b").model, Path("conf/model"))
+    for key, value in _SMALL.items():
+        setattr(config, key, value)
+    config._attn_implementation = "sdpa"
+    specs = [layer for layer in build_layers(config) if issubclass(layer.module_class, PipelineDecoderLayer)]
+    layers = [spec.module_class(*spec.args) for spec in specs]
+    for parameter in (each for layer in layers for each in layer.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+    modes: dict[str, Callable[..., Any]] = {
+        "kept": lambda function, *given: function(*given),
+        "recomputed": ActivationCheckpointing(1).build_function(draws=False),
+        "recomputed by torch's checkpoint": partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
+        "selective": ActivationCheckpointing(1, CheckpointMode.selective).build_function(draws=False),
+    }
+    start = torch.randn(1, 16, config.hidden_size, requires_grad=True)
+    integers = torch.arange(16)[None], torch.ones(1, 16, dtype=torch.int32)
+    seconds: dict[str, list[float]] = {name: [] for name in modes}
+    for _ in range(rounds):
+        for name, run in modes.items():
+            began, states = time.process_time(), (start, *integers)
+            for layer in layers:
+                states = run(lambda *given, layer=layer: layer(given), *states)
+            states[0].sum().backward()
+            seconds[name].append((time.process_time() - began) / len(layers))
+    return {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama_8b", help="of conf/model (llama_8b)")
@@ -265,7 +308,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--documents", type=int, default=32, help="of a packed row, equally long (32)")
     parser.add_argument("--hardware", default="h100", help="of conf/hardware (h100)")
+    parser.add_argument(
+        "--host", type=int, default=0, metavar="ROUNDS", help="time the host instead, in 200 rounds, say"
+    )
     arguments = parser.parse_args()
+    if arguments.host:
+        for name, milliseconds in measure_host(arguments.host).items():
+            print(f"{name}: {milliseconds:.2f} ms a layer")
+        return
     rows, counts = tabulate(arguments.model, arguments.tokens, arguments.rank, arguments.documents, arguments.hardware)
     print(f"a layer of {arguments.model}, {arguments.tokens} tokens, bf16; of a token, forward / backward\n")
     print("| | operators | products, KB | the rest, KB | FLOPs at peak, us | products, us | the rest, us |")
