@@ -1,4 +1,4 @@
-"""What recomputation runs, keeps and returns is what torch's own does, to the bit."""
+"""Recomputation runs, keeps and returns the same as that of torch, to the bit."""
 
 from __future__ import annotations
 
