@@ -53,7 +53,8 @@ class _Run:
         number = len(self._made)
         if tensor.shape != self._shapes[number]:
             raise RuntimeError(_explain(f"a tensor of shape {list(tensor.shape)} for {list(self._shapes[number])}"))
-        self._made.append(tensor.detach())
+        # A frozen weight itself, as torch does: ZeRO-3 frees and fetches what it holds
+        self._made.append(tensor.detach() if tensor.requires_grad else tensor)
         if len(self._made) == len(self._shapes):
             raise _AllMade
 
