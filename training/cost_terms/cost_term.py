@@ -174,8 +174,13 @@ class Chunk:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """All that its costs follow from within a run."""
-        return self.number == 0, self.has_loss, *self.layers
+        """All that its costs follow from within a run. The teacher's stage beside it may be another one than beside a
+        chunk of the same layers, and the stage's first chunk counts its pass."""
+        teacher: tuple[Any, ...] = ()
+        if self.run.teacher:
+            own = self.run.teacher[self.stage_id]
+            teacher = own.kind, self.number == own.chunks[0].number
+        return self.number == 0, self.has_loss, teacher, *self.layers
 
     @property
     def hidden_bytes(self) -> int:

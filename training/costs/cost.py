@@ -379,7 +379,7 @@ class _BuiltLayer:
             is_ring=parts.is_ring,
             has_ring=has_ring_attention(config),
             heads=heads,
-            kv_heads=max(1, (getattr(config, "num_key_value_heads", None) or heads) // tensor),
+            kv_heads=max(1, (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor),
             head_sizes=find_head_sizes(config),
             has_window=window is not None and window < self.batch.seq_length * parts.size,
         )

@@ -10,7 +10,7 @@ from support.configs import build_config
 
 from training.config.schema import Device
 from training.cost_terms import table
-from training.cost_terms.cost_term import CostTerm, Kept, Memory, PassCost, PlannedRun, Stage, StepCost
+from training.cost_terms.cost_term import CostTerm, Kept, Memory, PassCost, PlannedRun, Stage, StepCost, list_stages
 from training.cost_terms.split import build_fits
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, GIB, Machine
@@ -167,3 +167,17 @@ def test_the_fit_check_finds_what_each_range_of_layers_takes(interval: int) -> N
     found = [fits(*each) for each in ranges]
     assert found == [measure(*each) <= run.hardware.usable_bytes for each in ranges]
     assert True in found and False in found
+
+
+def test_chunks_of_the_same_layers_have_the_teachers_stage_beside_them() -> None:
+    """The middle stages of the student are alike, those of the teacher are not."""
+    layout = Layout(Topology.of(4, pipe=4), 1, M)
+    run = replace(describe_run(), config=build_config("num_stages=4"), layout=layout)
+    stages = list_stages(run, [LAYER] * 11, [0, 1, 2, 9, 11])
+    taught = compute_plan([LAYER] * 8, [0, 2, 4, 6, 8], replace(run, teacher=stages))
+    plain = compute_plan([LAYER] * 8, [0, 2, 4, 6, 8], run)
+    added = [each.memory.weights - own.memory.weights for each, own in zip(taught.stages, plain.stages, strict=True)]
+    assert added == [2 * LAYER.parameters.held * each for each in (1, 1, 7, 2)]
+    forward = [[stage.chunks[0].cost.forward_seconds for stage in each.stages] for each in (taught, plain)]
+    seconds = [with_teacher - alone for with_teacher, alone in zip(*forward, strict=True)]
+    assert seconds[2] == pytest.approx(7 * seconds[1]) and seconds[1] > 0

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from errors import UserError
 from models.architecture.lookup import build_layers
-from models.parallel.shard import LayerRanks, TensorParallel
+from models.parallel.shard import ContextParallel, LayerRanks, TensorParallel
 from models.sharding.sequence_obstacles import check_sequence_parts
 from models.sharding.tensor_parallel import shard_layers
 from training.costs.cost import LayerCost, MicroBatchShape, count_layers
@@ -59,3 +59,16 @@ def test_what_cannot_be_split_is_refused() -> None:
     mixtral.router_jitter_noise = 0.3
     with pytest.raises(UserError, match=r"routers of this 'mixtral' draw random numbers \(router_jitter_noise=0\.3 in"):
         check_sequence_parts(mixtral, shard_layers(mixtral, build_layers(mixtral), 2), 2, 64)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # one has no field for the heads of keys and values
+def test_heads_are_divided_once(family: str) -> None:
+    config = build_family_config(family)
+    config.num_attention_heads = 8
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = 8
+    config._attn_implementation = "sdpa"
+    ranks = LayerRanks(TensorParallel(size=2), ContextParallel(rank=0, size=2, is_ring=False))
+    layers = shard_layers(config, build_layers(config), 2)
+    shared = count_layers(layers, config, MicroBatchShape(2, 8, torch.float32), ranks=ranks)[1].shared_attention
+    assert shared is not None and (shared.heads, shared.kv_heads) == (4, 4)
