@@ -61,13 +61,13 @@ def test_what_cannot_be_split_is_refused() -> None:
         check_sequence_parts(mixtral, shard_layers(mixtral, build_layers(mixtral), 2), 2, 64)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])  # one has no field for the heads of keys and values
+@pytest.mark.parametrize("family", ["mpt", "llama"])  # one has no field for the heads of keys and values
 def test_heads_are_divided_once(family: str) -> None:
     config = build_family_config(family)
     config.num_attention_heads = 8
     if hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = 8
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "eager"
     ranks = LayerRanks(TensorParallel(size=2), ContextParallel(rank=0, size=2, is_ring=False))
     layers = shard_layers(config, build_layers(config), 2)
     shared = count_layers(layers, config, MicroBatchShape(2, 8, torch.float32), ranks=ranks)[1].shared_attention
