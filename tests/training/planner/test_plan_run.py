@@ -112,16 +112,16 @@ def test_a_comment_with_other_figures_than_the_plan_is_found(comment: str) -> No
         check_figures(comment, report)
 
 
-def read_page() -> dict[str, str]:
-    """The configs in the tables of docs/experts.md -> GiB of the fullest GPU."""
-    found, column = {}, 0
+def read_page() -> dict[str, tuple[str, str]]:
+    """The configs in the tables of docs/experts.md -> GiB of the fullest GPU, and tokens/s of a GPU."""
+    found, columns = {}, (0, 0)
     for line in EXPERTS_PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if "GiB of the fullest GPU" in cells:
-            column = cells.index("GiB of the fullest GPU")
+            columns = cells.index("GiB of the fullest GPU"), cells.index("tokens/s of a GPU")
         elif named := re.search(r"^\|.*?(?:-cn | `)(\w+)`", line):
-            found[named[1]] = cells[column]
-    return {name: nbytes for name, nbytes in found.items() if name in PRIMARY}
+            found[named[1]] = cells[columns[0]], cells[columns[1]]
+    return {name: figures for name, figures in found.items() if name in PRIMARY}
 
 
 def test_every_config_in_a_table_of_that_page_is_read() -> None:
@@ -131,9 +131,11 @@ def test_every_config_in_a_table_of_that_page_is_read() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", read_page())
-def test_memory_on_the_page_of_experts_is_that_of_the_plan(name: str) -> None:
+def test_figures_on_the_page_of_experts_are_those_of_the_plan(name: str) -> None:
+    """tokens/s with two digits."""
     plan = plan_config(build(name, *planned_arguments(name)))
-    assert read_page()[name] == str(round(plan.fullest.memory.peak / 2**30))
+    tokens = float(f"{plan.tokens_per_second / plan.layout.world_size:.1e}")
+    assert read_page()[name] == (str(round(plan.fullest.memory.peak / 2**30)), f"{tokens:,.0f}")
 
 
 def test_a_table_wider_than_the_terminal_is_turned() -> None:
