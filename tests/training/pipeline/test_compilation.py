@@ -31,8 +31,8 @@ from training.pipeline.compilation import compile_layers
 
 B, T, D = 2, 12, 32
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-RECOMPUTED = ActivationCheckpointing(1)
-SELECTIVE = ActivationCheckpointing(1, CheckpointMode.selective)
+RECOMPUTED = ActivationCheckpointing(1, in_layers=True)
+SELECTIVE = ActivationCheckpointing(1, CheckpointMode.selective, in_layers=True)
 
 
 class Backend:
