@@ -44,6 +44,7 @@ from data.encoders.chat import encode_prompt  # noqa: E402
 from data.encoders.messages import read_tools  # noqa: E402
 from data.encoders.rendering import RECORD_KWARGS, read_template_kwargs  # noqa: E402
 from data.encoders.segments import leading_bos  # noqa: E402
+from data.encoders.sft import PROMPT_SLOT  # noqa: E402
 from data.encoders.turns import find_stop_tokens  # noqa: E402
 from errors import UserError, exit_with_message  # noqa: E402
 from filesystem import check_new_file  # noqa: E402
@@ -131,8 +132,10 @@ def choose_device() -> torch.device:
 
 def find_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Returns the template that the model of a folder was trained with, None for the chat template."""
-    if (file := folder / PROMPT_TEMPLATE).is_file():
-        return file.read_bytes().decode()
+    file = folder / PROMPT_TEMPLATE
+    template = file.read_bytes().decode(errors="replace") if file.is_file() else ""
+    if PROMPT_SLOT in template:  # else another program's file of that name, in which a prompt would have no place
+        return template
     return None if tokenizer.chat_template else DEFAULT_TEMPLATE
 
 

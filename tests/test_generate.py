@@ -20,6 +20,7 @@ from data.encoders.chat import ChatEncoder
 from data.sample import IGNORE_INDEX
 from errors import UserError
 from models.conversion.convert import convert_to_pipeline
+from models.storage.folders import PROMPT_TEMPLATE
 from models.weights.sources import open_weights
 from scripts import generate
 
@@ -204,6 +205,16 @@ def test_no_end_token_is_appended_to_a_prompt(root: Path, tmp_path: Path) -> Non
     generator = generate.Generator(open_weights(str(tmp_path / "hf")), "{prompt}", max_new_tokens=8, temperature=0.0)
     ids = generator._encode(generate.Prompt([{"role": "user", "content": PROMPT}]))
     assert ids == AutoTokenizer.from_pretrained(tmp_path / "hf")(PROMPT).input_ids[:-1] and ids[0] == 1
+
+
+def test_another_programs_file_of_the_templates_name_is_left_alone(root: Path, tmp_path: Path) -> None:
+    """Else every prompt would be the text of that file."""
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / PROMPT_TEMPLATE).write_bytes(b"Instruction: {instruction}\xff\n")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert generate.find_template(tmp_path / "hf", tokenizer) == generate.DEFAULT_TEMPLATE
+    (tmp_path / "hf" / PROMPT_TEMPLATE).write_bytes(b"Q: {prompt}")
+    assert generate.find_template(tmp_path / "hf", tokenizer) == "Q: {prompt}"
 
 
 def save_switched(root: Path, folder: Path) -> Path:
