@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from errors import UserError
+from extension import check_not_removed, load_extensions
 from filesystem import hash_ends, hash_file
 
 TARGET = "_target_"
@@ -82,12 +83,14 @@ def find_component(name: object, key: str) -> Callable[..., Any]:
 
 
 def _import_module(module_name: str, name: object, key: str) -> Any:
+    load_extensions()  # modules that have moved are found under their former names
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
         return importlib.import_module(module_name)
     except ImportError as error:
+        check_not_removed(module_name, f"{key}: {TARGET}={name}")
         first = (error.name or "").partition(".")[0]
         if first and ((_ROOT / first).is_dir() or (_ROOT / f"{first}.py").is_file()):
             raise UserError(

@@ -43,6 +43,7 @@ from training.resolution.readers import check_read
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "extensions").glob("*/README.md"))
 HUB = "the hub"
 NEEDS = {"GPUs", "two hosts", "slurm", HUB, "docker", "kubernetes", "skypilot"}
 NO_COMMANDS = {"", "text", "python", "yaml", "json"}
@@ -262,6 +263,8 @@ class Reader:
                 self.made.add(take_overrides(arguments, self.folder))
             case ["python", "-m", "pytest", *arguments]:
                 assert all((ROOT / argument).exists() for argument in arguments if argument.startswith("tests"))
+            case ["python", "-m", module, *arguments] if module.startswith("extensions."):
+                take_arguments(ROOT / module.replace(".", "/") / "__main__.py", arguments, self.monkeypatch)
             case ["python", script, *arguments]:
                 take_arguments(ROOT / script, arguments, self.monkeypatch)
                 self.made |= {after for before, after in pairwise(arguments) if before in ("--output_dir", "--output")}

@@ -46,7 +46,7 @@ def find_imported(files: list[Path]) -> set[str]:
 
 BASE = read_requirements(ROOT / "requirements.txt")
 DEV = read_requirements(ROOT / "requirements-dev.txt")
-TRACKERS = read_requirements(ROOT / "requirements-trackers.txt")
+TRACKERS = read_requirements(ROOT / "extensions/trackers/requirements.txt")
 TRACKED = ("mlflow", "swanlab", "trackio", "comet")  # extras of pyproject.toml
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("models", "data", "training", "tests", "benchmarks", "scripts", "docs", "conf")
+FOLDERS = ("models", "data", "training", "extensions", "tests", "benchmarks", "scripts", "docs", "conf")
 SUFFIXES = (".py", ".md", ".yaml")
 EXEMPT = {"CHANGELOG.md", "tests/test_words.py"}  # the past, and the list itself
 # Names that nothing else is called, so they are wrong in a comment or on a page too.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from extension import load_extensions
 from interpreter import check_interpreter
 from training.checkpoint.run_folder import RunFolder
 from training.cli.command_line import asks_for_completion, asks_for_sweep, check_command_line, clean_arguments
@@ -48,6 +49,7 @@ def prepare(script: Path, config_name: str) -> bool:
     with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("RANK", "0") == "0"):
         check_interpreter()
         check_internals(package="hydra-core")
+        load_extensions()
     config_dir = script.parent / "conf"
     if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
         sys.exit(sweep(script, config_dir, config_name))

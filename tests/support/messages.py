@@ -16,7 +16,7 @@ from pathlib import Path
 
 HOLE = "..."
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("models", "data", "training", "scripts")
+FOLDERS = ("models", "data", "training", "extensions", "scripts")
 _DEPTH = 6  # functions that call each other
 _WORDS = 3  # that a value needs to be shown in words
 Function = ast.FunctionDef | ast.AsyncFunctionDef

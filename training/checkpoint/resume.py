@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from console import progress
 from errors import UserError
+from extension import OWN_FOLDERS
 from models.storage.manifest import (
     MANIFEST_NAME,
     STATE_NAME,
@@ -171,6 +172,12 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
         raise UserError(
             f"resume: {step_dir} holds weights alone (save_weights_only=true), and no run can continue from them; "
             f"start a new one with model_name_or_path={step_dir}"
+        )
+    missing = [name for name in saved.extensions if name not in run.extensions]
+    if missing and not allow_changes:
+        raise UserError(
+            f"resume: {step_dir} was trained with the extensions {', '.join(missing)}; name their folders in "
+            f"{OWN_FOLDERS}, or continue without them with resume_allow_changes=true"
         )
     unknown = _RECORDED_SINCE_7 if saved.format < 7 else ()
     differing = [

@@ -71,6 +71,7 @@ class TrainerState:
     best: Best | None = None  # of the evaluations so far
     identity: dict[str, Identity] = field(default_factory=dict)  # of base model, reference model and tokenizer
     stream: dict[str, Any] = field(default_factory=dict)  # of a run that streams its data: shards and cursor
+    extensions: list[str] = field(default_factory=list)  # of users, by name: those that the run was started with
     weights_only: bool = False  # `save_weights_only`: without the optimizer's state
     format: int = FORMAT  # of the file that it was read from
 

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from errors import UserError
+from extension import check_not_removed, list_conf_folders
 from models.adapters.options import UNSUPPORTED
 from training.config.foreign_keys import FOREIGN_CHOICES, find_hint
 from training.config.schema import CONF, RunConfig
@@ -124,7 +125,7 @@ def check_command_line(
     except yaml.MarkedYAMLError as error:
         raise UserError(_describe_yaml_error(error)) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        dirs = [config_dir, *([Path(options.config_dir)] if options.config_dir else [])]
+        dirs = [config_dir, *list_conf_folders(), *([Path(options.config_dir)] if options.config_dir else [])]
         raise UserError(_explain(error, options.config_name or default_config, dirs, options.overrides)) from None
     _check_base(composed, options.config_name or default_config)
     if check_names is not None:
@@ -225,13 +226,15 @@ def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
     asked = f"{group}={name}" if group else f"-cn {config_name}"
     if meaning := FOREIGN_CHOICES.get(asked):
         return f"{asked}: no such choice; write {meaning}"
+    check_not_removed(asked if group else config_name, asked)
     if group == "adapter" and (reason := UNSUPPORTED.get(name)):
         return f"{asked} is not supported: {reason}; give adapter=lora"
     near = [each for each in known if each.startswith(name)][:3] or difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     missing = f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml"
     if not group:
-        own = [each for each in known if not (CONF / f"{each}.yaml").is_file()]
+        shipped = (CONF, *list_conf_folders())
+        own = [each for each in known if not any((folder / f"{each}.yaml").is_file() for folder in shipped)]
         if own:
             return f"{missing}; {meant}--config-dir has {', '.join(own)}, and conf/ {len(known) - len(own)} others"
         return f"{missing}; {meant}conf/ has {len(known)} others; one in another folder needs --config-dir FOLDER"
@@ -254,6 +257,7 @@ def _unknown_key(key: str) -> str:
     group, _, rest = key.partition(".")
     if rest and group in _open_groups():
         return f"unknown key '{key}'; to add a key to '{group}', write +{key}=..."
+    check_not_removed(key, f"the key '{key}'")
     known = list(_known_keys())
     siblings = [name for name in known if rest and name.startswith(f"{group}.")]
     if hint := find_hint(key, siblings or known):

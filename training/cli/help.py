@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 
+from extension import load_extensions
 from training.config.key_table import Key, list_groups, list_keys
 from training.config.schema import CONF
 
@@ -29,7 +30,8 @@ Fine-tunes a language model on pipeline stages. conf/NAME.yaml is a run; any key
 
 
 def render_help() -> str:
-    """Return the help: usage, first keys by what they are for, groups and configs; at most 60 lines."""
+    """Return the help: usage, first keys by what they are for, groups, configs and commands of extensions; of this
+    project at most 60 lines."""
     keys = list_keys() | list_groups()
     parts = [USAGE]
     for title, names in FIRST.items():
@@ -40,6 +42,9 @@ def render_help() -> str:
         f"groups, each a folder of conf/: {groups}\nall keys: docs/configure.md; Hydra's own options: --hydra-help"
     )
     parts.append(textwrap.shorten(f"-cn {', '.join(configs)}", 3 * WIDTH, placeholder=" ..."))
+    commands = [item for extension in load_extensions() for item in extension.commands.items()]
+    if commands:
+        parts.append("\n".join(["more commands:", *(f"  {command:<56} {purpose}" for command, purpose in commands)]))
     return "\n".join(textwrap.fill(part, WIDTH, subsequent_indent="  ") if "\n" not in part else part for part in parts)
 
 

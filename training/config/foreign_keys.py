@@ -1,10 +1,12 @@
 """Keys of other trainers, and what is written here in their place: the hints of the command line, before torch is
-imported. The importer (training/migration/) translates values too; a test compares the two."""
+imported. The extension `import_config` translates values too; a test compares the two."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+from extension import load_extensions
 
 # Keys that switch a check off or delete something: never a hint
 SWITCHES = frozenset({"trust_checkpoint", "trust_remote_code", "resume_allow_changes", "overwrite_output_dir"})
@@ -101,7 +103,6 @@ FOREIGN: dict[str, str] = {
     "save_strategy": "save_steps", "saves_per_epoch": "save_epochs", "save_total_limit": "keep_last",
     "save_only_model": "save_weights_only", "resume_from_checkpoint": "resume", "load_checkpoint": "resume",
     "auto_resume_from_checkpoints": "resume=auto", "report_to": "logger", "use_wandb": "logger=wandb",
-    "use_mlflow": "logger=mlflow", "use_comet": "logger=comet", "use_trackio": "logger=trackio",
     "wandb_project": "logger.project", "wandb_name": "logger.run_name", "push_to_hub": "hub.repo_id",
     "hub_model_id": "hub.repo_id", "hub_private_repo": "hub.private",
 }  # fmt: skip
@@ -111,8 +112,9 @@ def find_hint(key: str, known: Iterable[str]) -> str | None:
     """Return what to write in place of a key that does not exist: of another trainer, or mistyped; None if nothing is
     near. known: the keys to compare with, by their dotted names."""
     last = key.rpartition(".")[2]
-    if last in FOREIGN:
-        return FOREIGN[last]
+    for foreign in (FOREIGN, *(extension.hints for extension in load_extensions())):
+        if last in foreign:
+            return foreign[last]
     by_last_part = {name.rpartition(".")[2]: name for name in known if name not in SWITCHES}
     if len(last) <= LONGEST_ABBREVIATION:
         return None

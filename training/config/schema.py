@@ -14,7 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -29,6 +32,7 @@ from data.options import (
     TrainOn,
 )
 from errors import UserError
+from extension import list_conf_folders
 from masking import remember_secrets
 from models.adapters.options import AdapterOptions
 from models.losses.options import Divergence, DPOLossType, NLLReduction, Pooling, RerankLossType
@@ -528,8 +532,25 @@ class RunConfig:
 
 
 def register_schema() -> None:
-    """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""
+    """Make `run_schema` known to Hydra, from which `conf/base.yaml` starts, and the configs of extensions. Raises
+    UserError as `load_extensions` does."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
+    if list_conf_folders():
+        Plugins.instance().register(_ExtensionsOnPath)
+
+
+class _ExtensionsOnPath(SearchPathPlugin):
+    """Lets Hydra search the configs of extensions, whatever `-cn` and `--config-dir` say."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in list_conf_folders():
+            search_path.append("extensions", f"file://{folder}")
+
+
+def find_choice(group: str, choice: str) -> Path | None:
+    """Return the file of a choice of a config group, in `conf/` or in an extension's; None if there is none."""
+    files = (folder / group / f"{choice}.yaml" for folder in (CONF, *list_conf_folders()))
+    return next((file for file in files if file.is_file()), None)
 
 
 def load_hardware() -> list[HardwareConfig]:
@@ -556,7 +577,7 @@ def find_default(config: RunConfig, key: str) -> Any:
     group = key.partition(".")[0]
     chosen = getattr(getattr(config, group), "name", "") if (CONF / group).is_dir() else ""
     choice = str(getattr(chosen, "value", chosen))
-    has_file = not choice or (CONF / group / f"{choice}.yaml").is_file()
+    has_file = not choice or find_choice(group, choice) is not None
     return _find_default(key, choice if has_file else _list_choices()[group])
 
 
@@ -586,10 +607,12 @@ def _list_choices() -> dict[str, str]:
 @cache
 def _load_choice(group: str, choice: str) -> DictConfig:
     """Return the defaults of a group whose `name` is `choice`."""
-    chosen = OmegaConf.load(CONF / group / f"{choice}.yaml")
+    file = find_choice(group, choice)
+    assert file is not None
+    chosen = OmegaConf.load(file)
     assert isinstance(chosen, DictConfig)
     shared = [name.partition("@")[0] for name in chosen.pop("defaults", [])]  # such as shared/every_kind@_here_
-    files = [OmegaConf.load(CONF / group / f"{name}.yaml") for name in shared if name != "_self_"]
+    files = [OmegaConf.load(file.parent / f"{name}.yaml") for name in shared if name != "_self_"]
     schema = get_type_hints(RunConfig)[group]
     typed = OmegaConf.structured(schema) if is_dataclass(schema) else OmegaConf.create()  # of other projects' keys
     merged = OmegaConf.merge(typed, *files, chosen)

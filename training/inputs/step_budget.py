@@ -18,6 +18,7 @@ from data.order import GlobalOrder
 from data.storage.rows import Rows, count_rows
 from data.storage.tokenized import load_summary
 from errors import UserError
+from extension import list_own_names
 from models.adapters.options import AdapterName, starts_from_base
 from models.layers.documents import DocumentBounds
 from models.storage.manifest import find_wrong_size
@@ -118,6 +119,7 @@ def compute_step_budget(
         evaluated_on=hash_evaluations(config, datasets),
         identity=dict(identity),
         stream={} if stream is None else stream.to_json(),
+        extensions=list_own_names(),
     )
     if resume_from is not None:
         saved = read_state(resume_from)

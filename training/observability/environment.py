@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from extension import load_extensions
 from training.distributed.launcher import find_command
 from training.distributed.process import describe_device, has_accelerator
 
@@ -27,6 +28,7 @@ def describe_environment(hosts: Sequence[str]) -> dict[str, Any]:
         "device": _describe_device(),
         "python": platform.python_version(),
         "packages": {name: installed for name in PACKAGES if (installed := _version(name))},
+        "extensions": {each.name: str(each.folder) for each in load_extensions() if not each.is_shipped},
         "cuda": torch.version.cuda,
         "git": _describe_source(),
     }

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from extensions.import_config import hugging_face
+from extensions.import_config.draft import Draft
+from extensions.import_config.importer import PROJECTS
 from training.config.foreign_keys import FOREIGN, SWITCHES, find_hint
 from training.config.key_table import list_types
 from training.config.schema import CONF
-from training.migration import hugging_face
-from training.migration.draft import Draft
-from training.migration.importer import PROJECTS
 
 OURS = {*list_types(), *(folder.name for folder in CONF.iterdir() if folder.is_dir())}
 # One of them fits each rule.

@@ -16,13 +16,13 @@ from support.published_configs import CONFIGS
 from transformers import TrainingArguments
 
 from errors import UserError
-from scripts.import_config import find_refusal
+from extensions.import_config import hugging_face
+from extensions.import_config.__main__ import find_refusal
+from extensions.import_config.draft import TEMPLATE_OF_PAIRS
+from extensions.import_config.explain import explain, list_documented, read_rows
+from extensions.import_config.importer import PROJECTS, Imported, import_config, take_layout
 from training.cli.command_line import check_command_line
 from training.config.schema import RunConfig, register_schema
-from training.migration import hugging_face
-from training.migration.draft import TEMPLATE_OF_PAIRS
-from training.migration.explain import explain, list_documented, read_rows
-from training.migration.importer import PROJECTS, Imported, import_config, take_layout
 from training.planner.run import plan_run
 
 # The first of each project
@@ -140,7 +140,7 @@ def test_the_page_and_the_rules_know_the_same_keys(project: str) -> None:
     module = PROJECTS[project]
     documented = set(list_documented(module.HEADINGS))
     own = module.RULES.keys() - (hugging_face.RULES.keys() if module.RULES.keys() > {"ddp_timeout"} else set())
-    assert sorted(key for key in own if key not in documented) == [], "docs/migration.md does not name them"
+    assert sorted(key for key in own if key not in documented) == [], "README.md does not name them"
 
 
 def test_every_field_of_training_arguments_has_a_rule() -> None:

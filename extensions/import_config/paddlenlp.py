@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from training.migration import hugging_face
-from training.migration.draft import Draft, Rule, if_true, left, to, unneeded, when
-from training.migration.hugging_face import set_task
+from extensions.import_config import hugging_face
+from extensions.import_config.draft import Draft, Rule, if_true, left, to, unneeded, when
+from extensions.import_config.hugging_face import set_task
 
 HEADINGS = ("From PaddleNLP's Trainer",)
 DEFAULTS = {**hugging_face.DEFAULTS, "max_seq_length": 2048}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from training.migration import hugging_face
-from training.migration.draft import Draft, Rule, if_true, left, set_targets, to, unneeded, usual, when
-from training.migration.hugging_face import name_hub, set_task
+from extensions.import_config import hugging_face
+from extensions.import_config.draft import Draft, Rule, if_true, left, set_targets, to, unneeded, usual, when
+from extensions.import_config.hugging_face import name_hub, set_task
 
 HEADINGS = ("From TRL", "From the Hugging Face Trainer")
 DEFAULTS = {**hugging_face.DEFAULTS, "learning_rate": 2e-5, "activation_checkpoint_interval": 1, "max_seq_length": 1024,

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from training.config.validate import MAX_BF16_BETA
-from training.migration.draft import (
+from extensions.import_config.draft import (
     Draft,
     Rule,
     at_least_one,
@@ -19,6 +18,7 @@ from training.migration.draft import (
     usual,
     when,
 )
+from training.config.validate import MAX_BF16_BETA
 
 
 def each(names: Iterable[str], **keys: Any) -> dict[str, dict[str, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from training.migration import hugging_face
-from training.migration.draft import (
+from extensions.import_config import hugging_face
+from extensions.import_config.draft import (
     TEMPLATE_OF_PAIRS,
     Draft,
     Rule,
@@ -22,7 +22,7 @@ from training.migration.draft import (
     usual,
     when,
 )
-from training.migration.hugging_face import SCHEDULES, name_hub, set_betas, set_held_out, set_task
+from extensions.import_config.hugging_face import SCHEDULES, name_hub, set_betas, set_held_out, set_task
 
 HEADINGS = ("From axolotl",)
 DEFAULTS = {**hugging_face.DEFAULTS, "lr_scheduler_type": "cosine", "num_train_epochs": 1, "micro_batch_size": 1,

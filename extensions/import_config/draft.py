@@ -1,6 +1,6 @@
 """A config of ours in the making, and the rules that write into it.
 
-A rule takes the draft and the value of one key of the other trainer. docs/migration.md says in words what the rules do;
+A rule takes the draft and the value of one key of the other trainer. README.md says in words what the rules do;
 where a key has none, its row there says why (explain.py).
 """
 
@@ -99,7 +99,7 @@ def unneeded(draft: Draft, key: str, value: Any) -> None:
 
 
 def left(why: str = "") -> Rule:
-    """A key without a counterpart. why: empty where docs/migration.md says it."""
+    """A key without a counterpart. why: empty where README.md says it."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if value not in (None, False, "", [], {}, 0):
@@ -110,7 +110,7 @@ def left(why: str = "") -> Rule:
 
 def usual(*values: Any, why: str = "") -> Rule:
     """A key whose usual values ask for what is always so here; any other is left. A list is usual where all of its
-    words are. why: empty where docs/migration.md says it."""
+    words are. why: empty where README.md says it."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         words = value if isinstance(value, list) else [value]

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from models.storage.tensor_files import load_json
-from training.migration import hugging_face
-from training.migration.draft import (
+from extensions.import_config import hugging_face
+from extensions.import_config.draft import (
     TEMPLATE_OF_PAIRS,
     Draft,
     Rule,
@@ -20,7 +19,8 @@ from training.migration.draft import (
     to,
     unneeded,
 )
-from training.migration.hugging_face import name_hub, set_attention, set_held_out, set_task
+from extensions.import_config.hugging_face import name_hub, set_attention, set_held_out, set_task
+from models.storage.tensor_files import load_json
 
 HEADINGS = ("From LLaMA-Factory", "From the Hugging Face Trainer")
 DEFAULTS = {**hugging_face.DEFAULTS, "activation_checkpoint_interval": 1, "max_seq_length": 2048}

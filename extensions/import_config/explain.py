@@ -1,4 +1,4 @@
-"""Explains a key of another trainer in the words of docs/migration.md, or by the nearest key of ours."""
+"""Explains a key of another trainer in the words of README.md, or by the nearest key of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from training.config.foreign_keys import find_hint
 from training.config.key_table import list_types
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
+PAGE = Path(__file__).with_name("README.md")
 
 
 @cache

@@ -1,4 +1,5 @@
-"""docs/migration.md names keys that exist: what its right columns show in code is a key, or a key and its value."""
+"""The importer's page names keys that exist: what its right columns show in code is a key, or a key and its
+value."""
 
 from __future__ import annotations
 
@@ -6,16 +7,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from training.config.schema import RunConfig
+from extension import SHIPPED
+from training.config.schema import RunConfig, find_choice
 from training.objectives.registry import OBJECTIVES
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "migration.md"
+PAGE = SHIPPED / "import_config" / "README.md"
 # Code in a right column that is not a key: commands, files, metrics, and what the text says of the other trainer.
 OTHERS = re.compile(
     r".*\.py\b.*|--.*|hf/|.*\.json|deepspeed .*|\.\.\./.*|messages|eval_\w+_loss|eval_token_accuracy"
@@ -52,7 +52,7 @@ def find_wrong(named: str) -> str | None:
     if enum is not None:
         return None if value in {member.value for member in enum} else f"{key} has no value {value}"
     if is_dataclass(hint):
-        return None if (ROOT / "conf" / key / f"{value}.yaml").is_file() else f"there is no {key}={value}"
+        return None if find_choice(key, value) is not None else f"there is no {key}={value}"
     return f"there is no task {value}" if key == "task" and value not in OBJECTIVES else None
 
 

@@ -1,4 +1,4 @@
-"""Makes a config of this project from one of another trainer (`scripts/import_config.py`). In this folder "theirs" is
+"""Makes a config of this project from one of another trainer (`__main__.py`). In this folder "theirs" is
 the other trainer's, and "ours" is this project's."""
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from errors import UserError
-from training.migration import axolotl, llama_factory, ms_swift, paddlenlp, trl
-from training.migration.draft import Draft, Rule
-from training.migration.explain import explain
+from extensions.import_config import axolotl, llama_factory, ms_swift, paddlenlp, trl
+from extensions.import_config.draft import Draft, Rule
+from extensions.import_config.explain import explain
 
 # The name of a project -> its module. A module has RULES (their key -> `Rule`), DEFAULTS (our keys with the values
-# that they have there by default), HEADINGS (its sections of docs/migration.md) and `finish`, which sets task and data.
+# that they have there by default), HEADINGS (its sections of README.md) and `finish`, which sets task and data.
 PROJECTS: dict[str, ModuleType] = {
     "llama-factory": llama_factory, "axolotl": axolotl, "trl": trl, "ms-swift": ms_swift, "paddlenlp": paddlenlp,
 }  # fmt: skip
@@ -69,7 +69,7 @@ class Imported:
         of a command line that choose the config, such as "-cn mine". source: the name of their file."""
         lines = [
             f"# deepspeed trainer_base_ds_mp.py {chosen}",
-            f"# Made of {source} ({self.project}) by scripts/import_config.py.",
+            f"# Made of {source} ({self.project}) by extensions/import_config.",
         ]
         if self.left:
             lines.append("# Not carried over, and what takes its place:")

@@ -1,10 +1,10 @@
 """Makes a config of this project from one of LLaMA-Factory, axolotl, TRL, ms-swift or PaddleNLP.
 
-    python scripts/import_config.py llama3_lora_sft.yaml -o conf/mine.yaml
-    python scripts/import_config.py train.sh --project ms-swift -o conf/mine.yaml
+    python -m extensions.import_config llama3_lora_sft.yaml -o conf/mine.yaml
+    python -m extensions.import_config train.sh --project ms-swift -o conf/mine.yaml
 
 Theirs is YAML, JSON, or a script with their command. What has no counterpart is named, with the key that takes its
-place, on the screen and at the top of the file. docs/migration.md has the tables.
+place, on the screen and at the top of the file. README.md, next to this file, has the tables.
 """
 
 from __future__ import annotations
@@ -15,24 +15,15 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from errors import UserError, exit_with_message  # noqa: E402
-from filesystem import check_new_file  # noqa: E402
-from interpreter import check_interpreter  # noqa: E402
-from scripts.elastic import search_layout  # noqa: E402
-from training.cli.command_line import check_command_line  # noqa: E402
-from training.config.incompatible import CheckedConfig, check_together  # noqa: E402
-from training.config.schema import CONF, register_schema, to_typed  # noqa: E402
-from training.config.validate import check_config  # noqa: E402
-from training.migration.importer import (  # noqa: E402
-    PROJECTS,
-    Imported,
-    import_config,
-    take_layout,
-    write_config,
-)
+from errors import UserError, exit_with_message
+from extensions.import_config.importer import PROJECTS, Imported, import_config, take_layout, write_config
+from filesystem import check_new_file
+from interpreter import check_interpreter
+from scripts.elastic import search_layout
+from training.cli.command_line import check_command_line
+from training.config.incompatible import CheckedConfig, check_together
+from training.config.schema import CONF, register_schema, to_typed
+from training.config.validate import check_config
 
 
 def find_refusal(imported: Imported) -> str:
@@ -55,7 +46,7 @@ def propose_layout(imported: Imported, num_gpus: int, hardware: str) -> tuple[Im
     """Return the config at the fastest layout that fits by `plan=search`, and a line that says so; as it is where none
     is found."""
     with TemporaryDirectory() as folder:
-        command = ["python", str(ROOT / "trainer_base_ds_mp.py"), *write_config(imported, folder)]
+        command = ["python", str(CONF.parent / "trainer_base_ds_mp.py"), *write_config(imported, folder)]
         overrides, reason = search_layout([*command, f"hardware={hardware}"], num_gpus)
     if not overrides:
         return imported, f"no layout for {num_gpus} x {hardware} was found: {reason}"
@@ -82,7 +73,11 @@ def list_notes(refusal: str, proposal: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m extensions.import_config",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("theirs", type=Path, help="their config, or a script with their command")
     parser.add_argument("-o", "--output", type=Path, help="where to write ours; without it, it is printed")
     parser.add_argument("--project", choices=PROJECTS, help="whose config it is, where its keys do not tell")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from training.migration import hugging_face
-from training.migration.draft import (
+from extensions.import_config import hugging_face
+from extensions.import_config.draft import (
     Draft,
     Rule,
     if_true,
@@ -18,8 +18,8 @@ from training.migration.draft import (
     unneeded,
     when,
 )
-from training.migration.hugging_face import name_hub, set_held_out, set_task
-from training.migration.trl import PRECISIONS
+from extensions.import_config.hugging_face import name_hub, set_held_out, set_task
+from extensions.import_config.trl import PRECISIONS
 
 HEADINGS = ("From ms-swift", "From the Hugging Face Trainer")
 DEFAULTS = {**hugging_face.DEFAULTS, "lr_scheduler_type": "cosine", "warmup_ratio": 0.05, "micro_batch_size": 1,

@@ -1,0 +1,148 @@
+"""Extensions: what most runs never use, each in a folder of its own that the core does not name.
+
+A folder `extensions/NAME/` of this project, or one of a user's in LLM_PIPELINE_EXTENSIONS, declares in its
+`extension.py` what it adds: `EXTENSION = Extension(...)`. That file is read before torch is imported, for `--help` and
+for every mistyped key, so it holds words and paths; the modules beside it do the work. Whoever deletes the folder has
+removed the capability.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from errors import UserError
+
+OWN_FOLDERS = "LLM_PIPELINE_EXTENSIONS"  # in the environment: folders of users' extensions, separated by `:`
+ROOT = Path(__file__).resolve().parent
+SHIPPED = ROOT / "extensions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """The things that a folder adds to the project: each field is one of the places where the core asks its
+    extensions.
+
+    Configs and choices of config groups need no field: `FOLDER/conf/` is searched as `conf/` is, so that
+    `conf/logger/mine.yaml` in it is `logger=mine`, and `conf/my_run.yaml` is `-cn my_run`.
+    """
+
+    folder: Path  # of the extension: `Path(__file__).parent`
+    # Commands of its own, with what each is for, as `--help` lists them: {"python -m extensions.NAME FILE": "..."}
+    commands: Mapping[str, str] = field(default_factory=dict)
+    # Keys of other trainers -> the key or choice of this extension, for the hint at an unknown key
+    hints: Mapping[str, str] = field(default_factory=dict)
+    # Modules that were elsewhere -> where they are now, by their dotted names. A `_target_` in a saved config, or a
+    # user's import, that names the former goes on working, with a warning
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether it came with the project."""
+        return self.folder.resolve().parent == SHIPPED
+
+    @property
+    def conf(self) -> Path:
+        """The folder with its configs; it need not exist."""
+        return self.folder / "conf"
+
+
+@cache
+def load_extensions() -> tuple[Extension, ...]:
+    """Return the project's extensions by name, then those of LLM_PIPELINE_EXTENSIONS in its order. Raises UserError for
+    a folder of the latter that declares none, or whose name is taken."""
+    found = {file.parent.name: _read(file, f"{SHIPPED.name}.{file.parent.name}") for file in _list_shipped()}
+    for folder in _list_own():
+        file, name = folder / "extension.py", folder.name
+        if not file.is_file():
+            raise UserError(f"{OWN_FOLDERS}: {folder} has no extension.py; docs/extensions.md shows one")
+        if name in found or (ROOT / name).exists() or importlib.util.find_spec(name) is not None:
+            raise UserError(f"{OWN_FOLDERS}: {folder}: there is a package {name} already; rename the folder")
+        sys.path.append(str(folder.parent))
+        found[name] = _read(file, name)
+    if any(extension.aliases for extension in found.values()):
+        sys.meta_path.append(_Aliases({old: new for each in found.values() for old, new in each.aliases.items()}))
+    return tuple(found.values())
+
+
+def _list_shipped() -> list[Path]:
+    return sorted(SHIPPED.glob("*/extension.py"))
+
+
+def _list_own() -> Iterator[Path]:
+    for folder in os.environ.get(OWN_FOLDERS, "").split(os.pathsep):
+        if folder.strip():
+            yield Path(folder).expanduser().resolve()
+
+
+def _read(file: Path, package: str) -> Extension:
+    """Return what a folder declares. package: the dotted name of the folder."""
+    declared = getattr(importlib.import_module(f"{package}.extension"), "EXTENSION", None)
+    if not isinstance(declared, Extension) or declared.folder.resolve() != file.parent:
+        raise UserError(f"{file}: it has to set EXTENSION = Extension(folder=Path(__file__).parent, ...)")
+    return declared
+
+
+def list_own_names() -> list[str]:
+    """Return the names of users' extensions, which a run records: it is resumed with them."""
+    return [extension.name for extension in load_extensions() if not extension.is_shipped]
+
+
+def list_conf_folders() -> list[Path]:
+    """Return the folders with configs of extensions, which are searched after `conf/`."""
+    return [extension.conf for extension in load_extensions() if extension.conf.is_dir()]
+
+
+def check_not_removed(named: str, words: str) -> None:
+    """Raise UserError for something of an extension of the project whose folder is not there.
+
+    named: a key with its dots, GROUP=CHOICE, the name of a config, or the dotted name of a module. words: what the user
+    has written.
+    """
+    if not (SHIPPED / "table.py").is_file():
+        return
+    table: Mapping[str, tuple[str, ...]] = importlib.import_module(f"{SHIPPED.name}.table").TABLE
+    present = {extension.name for extension in load_extensions()}
+    for name, offered in table.items():
+        if name in present:
+            continue
+        prefixes = (f"{SHIPPED.name}.{name}.", *(each for each in offered if each.endswith(".")))
+        if named in offered or named.startswith(prefixes):
+            raise UserError(f"{words} belongs to the extension '{name}', and the folder extensions/{name} is not there")
+
+
+class _Aliases(MetaPathFinder, Loader):
+    """Imports a module that has moved, under its former name."""
+
+    def __init__(self, moved: Mapping[str, str]) -> None:
+        self._moved = moved
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in self._moved else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        new = self._moved[spec.name]
+        warnings.warn(f"{spec.name} is {new} now; write that in its place", FutureWarning, stacklevel=2)
+        module = importlib.import_module(new)
+        spec.loader_state = module.__spec__  # which the import replaces
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state

@@ -1,0 +1,1 @@
+"""Trackers beside Weights & Biases and TensorBoard: MLflow, SwanLab, Trackio and Comet."""

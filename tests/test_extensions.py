@@ -1,0 +1,232 @@
+"""Extensions: found, searched, hidden and named; the core names none of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.launching import run_deepspeed
+from support.tiny import save_llama, save_records, save_tokenizer
+from test_structure import IMPORTS, MODULES, ROOT, SOURCES
+
+from data.components import find_component
+from errors import UserError
+from extension import OWN_FOLDERS, Extension, load_extensions
+
+# What is the core's although an extension has the same name: the word -> why
+HOMONYMS = {
+    "trackers": "of the key `logger.trackers`",
+    "NAMES": "a constant's name, which says nothing of what is in it",
+}
+CORE = ("models/", "data/", "training/")
+
+
+def list_shipped() -> list[Extension]:
+    return [each for each in load_extensions() if each.is_shipped]
+
+
+def list_offered(extension: Extension) -> set[str]:
+    """Returns what an extension offers, in the form of `extensions/table.py`."""
+    files = [file.relative_to(extension.conf) for file in extension.conf.rglob("*.yaml")]
+    choices = {f"{file.parent.as_posix()}={file.stem}" if file.parent.parts else file.stem for file in files}
+    return {*choices, *extension.aliases}
+
+
+def test_the_table_has_what_is_declared() -> None:
+    from extensions.table import TABLE
+
+    assert {each.name: list_offered(each) for each in list_shipped()} == {
+        name: set(offered) for name, offered in TABLE.items()
+    }
+
+
+def list_words(extension: Extension) -> set[str]:
+    """Returns the names by which a source could mean an extension: its own, its choices, its modules and classes."""
+    words = {extension.name, *(file.stem for file in extension.conf.rglob("*.yaml"))}
+    for file in extension.folder.rglob("*.py"):
+        words.add(file.stem)
+        tree = ast.parse(file.read_text())
+        words |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return words - {"__init__", "__main__", "extension"}
+
+
+def list_named(source: str) -> Iterator[str]:
+    """Yields the imported names, classes and words of texts of a source, without docstrings and comments."""
+    tree = ast.parse((ROOT / source).read_text())
+    yield from IMPORTS[source]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            yield node.value
+
+
+@pytest.mark.parametrize("extension", list_shipped(), ids=lambda each: each.name)
+def test_the_core_does_not_name_it(extension: Extension) -> None:
+    words = list_words(extension) - HOMONYMS.keys()
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(words)))})\b")
+    core = [source for source in SOURCES if source.startswith(CORE)]
+    found = {source: sorted({*pattern.findall("\n".join(list_named(source)))}) for source in core}
+    assert len(core) > 300 and {source: names for source, names in found.items() if names} == {}
+
+
+def test_nothing_imports_an_extension_and_none_another() -> None:
+    for source in SOURCES:
+        here = source.split("/")[1] if source.startswith("extensions/") else ""
+        others = {name.split(".")[1] for name in IMPORTS[source] if name.startswith("extensions.")}
+        assert others <= {here, *(["table"] if source == "extension.py" else [])}, source
+    assert sum(module.startswith("extensions.") for module in MODULES) > 10
+
+
+def test_a_module_that_has_moved_is_found_under_its_former_name() -> None:
+    load_extensions()
+    for extension in list_shipped():
+        for former, now in extension.aliases.items():
+            with pytest.warns(FutureWarning, match=f"^{re.escape(former)} is {re.escape(now)} now"):
+                sys.modules.pop(former, None)
+                moved = importlib.import_module(former)
+            assert moved is importlib.import_module(now)
+            assert moved.__name__ == now and moved.__spec__ is not None and moved.__spec__.name == now
+
+
+MINE = {
+    "extension.py": """
+        from pathlib import Path
+        from extension import Extension
+        EXTENSION = Extension(
+            folder=Path(__file__).parent,
+            commands={"python -m mine.count RUN": "counts its lines"},
+            hints={"use_mine": "logger=mine"},
+            aliases={"former_place": "mine.tracker"},
+        )
+    """,
+    "tracker.py": """
+        class Mine:
+            package = None
+            def __init__(self, file): self.file = file
+            def start(self, run, params):
+                self.out = open(self.file, "a", buffering=1)
+                return self.file
+            def log_metrics(self, figures, step): self.out.write(f"{step}\\n")
+            def log_file(self, file): pass
+            def close(self): self.out.close()
+    """,
+    "conf/logger/mine.yaml": "trackers: {mine: {_target_: former_place.Mine, file: mine.txt}}\n",
+    "conf/mine_tiny.yaml": "defaults: [llama_tiny_pp2, override logger: mine, _self_]\nmax_steps: 3\n",
+}
+
+
+def write_mine(folder: Path) -> Path:
+    for name, text in MINE.items():
+        file = folder / "mine" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+    return folder / "mine"
+
+
+def run(*words: str, root: Path = ROOT, cwd: Path | None = None, own: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs the training command of a copy of the project."""
+    return subprocess.run(
+        [sys.executable, str(root / "trainer_base_ds_mp.py"), *words],
+        cwd=cwd or root,
+        env={**os.environ, OWN_FOLDERS: own, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_one_outside_of_the_tree_has_configs_choices_hints_and_commands(tmp_path: Path) -> None:
+    mine = str(write_mine(tmp_path))
+    composed = run("-cn", "mine_tiny", "--cfg", "job", own=mine)
+    assert "_target_: former_place.Mine" in composed.stdout and "max_steps: 3" in composed.stdout, composed.stderr
+    assert "python -m mine.count RUN" in run("--help", own=mine).stdout
+    assert "did you mean 'logger=mine'" in run("use_mine=1", own=mine).stderr
+    without = run("-cn", "mine_tiny")
+    assert without.returncode and "there is no conf/mine_tiny.yaml" in without.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "extension.py").unlink(), "has no extension.py"),
+        (lambda folder: folder.rename(folder.with_name("json")), "there is a package json already"),
+        (lambda folder: folder.rename(folder.with_name("data")), "there is a package data already"),
+        (lambda folder: (folder / "extension.py").write_text("EXTENSION = 1\n"), "it has to set EXTENSION"),
+    ],
+)
+def test_a_folder_that_is_none_ends_in_one_line(change: object, message: str, tmp_path: Path) -> None:
+    write_mine(tmp_path)
+    assert callable(change)
+    change(tmp_path / "mine")
+    (folder,) = tmp_path.iterdir()
+    done = run("--help", own=str(folder))
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def copy_tree(folder: Path) -> Path:
+    """Returns a copy of what a clone has, without tests and pages."""
+    for name in ("conf", "data", "models", "training", "extensions", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def test_a_run_without_extensions_is_planned_and_what_belongs_to_one_is_named(tmp_path: Path) -> None:
+    root = copy_tree(tmp_path)
+    shutil.rmtree(root / "extensions" / "trackers")
+    done = run("-cn", "llama_tiny_pp2", "logger=comet", root=root)
+    assert (done.returncode, done.stderr.strip()) == (
+        1,
+        "error: logger=comet belongs to the extension 'trackers', and the folder extensions/trackers is not there",
+    )
+    shutil.rmtree(root / "extensions")
+    planned = ("plan=true", "world_size=2", "hardware=l40s", "model=llama_7b", f"output_dir={tmp_path / 'out'}")
+    done = run("-cn", "llama_7b_pp4", *planned, "num_stages=2", root=root)
+    assert done.returncode == 0 and "tokens/s" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["extensions.gone.tracker.Gone", "gone_before.Gone"])
+def test_a_target_in_a_removed_one_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extensions.table.TABLE", {"gone": ("gone_before",)})
+    with pytest.raises(UserError, match=f"^logger.trackers.x: _target_={name} belongs to the extension 'gone', and"):
+        find_component(name, "logger.trackers.x")
+
+
+@pytest.mark.full
+def test_a_run_is_resumed_with_its_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    save_records(tmp_path / "train.jsonl", 40)
+    words = [
+        "-cn", "mine_tiny", f"model_name_or_path={tmp_path / 'model'}", f"train_file={tmp_path / 'train.jsonl'}",
+        "eval_file=null", f"output_dir={tmp_path / 'out'}", "stop_after_steps=1",
+    ]  # fmt: skip
+    monkeypatch.setenv(OWN_FOLDERS, str(write_mine(tmp_path)))
+    first = run_deepspeed(words, tmp_path)
+    assert first.code == 0 and (tmp_path / "mine.txt").read_text().split()[0] == "1", first.output
+    recorded = json.loads((tmp_path / "out" / "run.json").read_text())["environment"]["extensions"]
+    assert recorded == {"mine": str(tmp_path / "mine")}
+    words = ["-cn", "llama_tiny_pp2", *words[2:], "max_steps=3", "resume=latest"]
+    monkeypatch.delenv(OWN_FOLDERS)
+    refused = run_deepspeed(words, tmp_path)
+    assert refused.code and "was trained with the extensions mine; name their folders in" in refused.output
+    went_on = run_deepspeed([*words, "resume_allow_changes=true"], tmp_path)
+    assert went_on.code == 0 and "global_step2" in {each.name for each in (tmp_path / "out/checkpoints").iterdir()}
