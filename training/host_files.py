@@ -21,11 +21,14 @@ from data.storage.hashes import read_hashes
 from data.storage.tokenized import CORPORA_FILE, SUMMARY_FILE, load_summary
 from errors import UserError
 from filesystem import hash_file
+from models.layers.fused_kernels import find_triton_obstacle
 from models.storage.manifest import MANIFEST_NAME, has_manifest
 from models.weights.fingerprint import fingerprint_files
+from training.distributed.process import has_accelerator
 from training.distributed.ranks import raise_together
 from training.inputs.datasets import build_row_plan
 from training.objectives.registry import describe_objective
+from training.optim.optimizer import compiles_update
 from training.setup import Run, RunSetup
 
 Files = dict[str, tuple[str, str]]  # what it is, in words -> its fingerprint, and where it is
@@ -34,8 +37,8 @@ _MOST_NAMED = 5  # of what no two hosts have in common
 
 
 def check_same_files(run: Run, datasets: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that this host reads what the others do. All ranks call it, in a process group. Raises UserError, on all of
-    them, where hosts differ, or one cannot read its files."""
+    """Check that this host reads what the others do, and compiles what they compile. All ranks call it, in a process
+    group. Raises UserError, on all of them, where hosts differ, or one cannot read its files."""
     ranks = run.ranks
     if ranks.local_size == ranks.world_size:
         return
@@ -47,13 +50,31 @@ def check_same_files(run: Run, datasets: Mapping[str, Path], tokenizer: PreTrain
     except (UserError, OSError, ValueError) as mistake:
         error = UserError(f"{socket.gethostname()} cannot compare what it reads with other hosts: {mistake}")
     raise_together(error)
-    found: list[tuple[str, Files | None]] = [("", None)] * ranks.world_size
-    dist.all_gather_object(found, (socket.gethostname(), own))
-    differences = describe_differences([(host, files) for host, files in found if files is not None])
+    found: list[tuple[str, Files | None, str | None]] = [("", None, None)] * ranks.world_size
+    dist.all_gather_object(found, (socket.gethostname(), own, _find_obstacle(run)))
+    differences = describe_differences([(host, files) for host, files, _ in found if files is not None])
     error = None
     if differences is not None and ranks.is_main:
         error = UserError(f"hosts read different copies of {differences}; copy the right one to all hosts")
     raise_together(error)
+    raise_together(compare_obstacles([(host, obstacle) for host, _, obstacle in found]) if ranks.is_main else None)
+
+
+def _find_obstacle(run: Run) -> str | None:
+    """Return why this rank cannot compile the optimizer's update, if the run would compile it."""
+    return find_triton_obstacle() if has_accelerator() and compiles_update(run.config, True) else None
+
+
+def compare_obstacles(found: Sequence[tuple[str, str | None]]) -> UserError | None:
+    """Return the error where some ranks can compile the optimizer's update and others cannot: two formulas would update
+    the copies of a weight, which would drift apart. found: the host of each rank, and what keeps it from compiling."""
+    if len({obstacle is None for _, obstacle in found}) < 2:
+        return None
+    host, obstacle = next(each for each in found if each[1] is not None)
+    return UserError(
+        f"some hosts can compile the optimizer's update, and {host} cannot: {obstacle}; all have to update alike, so "
+        "install it there"
+    )
 
 
 def describe_differences(hosts: Sequence[tuple[str, Files]]) -> str | None:

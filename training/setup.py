@@ -40,7 +40,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, read_state
 from training.checkpoint.timeline import find_abandoned
 from training.config.incompatible import CheckedConfig
-from training.config.schema import FlashKernels, FusedKernels, Init, Precision, RunConfig
+from training.config.schema import FlashKernels, FusedKernels, Init, Offload, Precision, RunConfig
 from training.config.sources import list_file_keys, parse_key, read_files
 from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
@@ -54,6 +54,7 @@ from training.distributed.process import (
 from training.distributed.ranks import Ranks
 from training.engine.deepspeed_internals import check_internals
 from training.inputs.datasets import build_row_plan, complete_labels, count_added_rows
+from training.optim.optimizer import compiles_update
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
 from training.resolution.architecture import check_teacher_size
@@ -113,7 +114,7 @@ def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> R
     check_keys(config, has_accelerator())
     check_packages(config)
     if config.compile:
-        check_compiler(has_accelerator())
+        check_compiler(config, has_accelerator())
     folder = RunFolder(config.output_dir)
     resume = choose_resume(config.resume, folder)
     if resume not in (config.resume, "latest", None):
@@ -386,12 +387,14 @@ def check_flash_kernels(run: ResolvedRun) -> None:
         raise UserError(f"flash_kernels=fa3 cannot be used here: {obstacle}; give flash_kernels=torch")
 
 
-def check_compiler(has_accelerator: bool) -> None:
-    """Raises UserError where `torch.compile` cannot make code."""
+def check_compiler(config: RunConfig, has_accelerator: bool) -> None:
+    """Raise UserError where `torch.compile` cannot make code: for a GPU, or for a CPU, which may have the optimizer's
+    update."""
+    updates_on_host = config.offload_optimizer is Offload.cpu and compiles_update(config, has_accelerator)
     compiler = os.environ.get("CXX", "g++")  # as torch._inductor looks for it
     if has_accelerator and (obstacle := find_triton_obstacle()) is not None:
         raise UserError(f"compile=true cannot be used here: {obstacle}; install that, or set compile=false")
-    if not has_accelerator and shutil.which(compiler) is None:
+    if (not has_accelerator or updates_on_host) and shutil.which(compiler) is None:
         raise UserError(
             f"compile=true needs a C++ compiler, and {compiler} is not there; install it, name another in CXX, or set "
             "compile=false"

@@ -27,6 +27,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from models.layers.decoder import PipelineNorm
 
+_OLDEST = (7, 0)  # compute capability that torch's inductor compiles for
 _ROTARY = "apply_rotary_pos_emb"
 
 
@@ -48,7 +49,13 @@ def find_triton_obstacle() -> str | None:
     if not any(map(shutil.which, compilers)):
         return f"triton needs a C compiler, and {' or '.join(compilers)} is not there"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return None if header.is_file() else f"triton needs {header}, which is in python3-dev or python3-devel"
+    if not header.is_file():
+        return f"triton needs {header}, which is in python3-dev or python3-devel"
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else _OLDEST
+    if capability < _OLDEST:
+        found, oldest = (".".join(map(str, each)) for each in (capability, _OLDEST))
+        return f"triton needs a GPU of compute capability {oldest} or above, and this one has {found}"
+    return None
 
 
 def describe_fused(fused: set[str], obstacle: str | None) -> str:

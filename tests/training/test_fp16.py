@@ -23,7 +23,7 @@ from support.workers import WorkerGroup
 STEPS = 6
 
 
-def train_in_fp16(case: Case, initial_scale_power: int = 21) -> None:
+def train_in_fp16(case: Case, initial_scale_power: int = 21, loss_scale_window: int = 1000) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from training.config import validate
@@ -37,7 +37,8 @@ def train_in_fp16(case: Case, initial_scale_power: int = 21) -> None:
         check_together(replace(run, has_accelerator=True))
 
     def build(*arguments: Any) -> dict[str, Any]:
-        return {**written(*arguments), "fp16": {"enabled": True, "initial_scale_power": initial_scale_power}}
+        scale = {"initial_scale_power": initial_scale_power, "loss_scale_window": loss_scale_window}
+        return {**written(*arguments), "fp16": {"enabled": True, **scale}}
 
     with (
         patch.object(engines, "build_deepspeed_config", build),
@@ -118,6 +119,33 @@ def test_an_update_in_one_pass_skips_the_same_steps(train: Callable[..., Result]
         assert line["grad_norm"] == (other["grad_norm"] and pytest.approx(other["grad_norm"], rel=1e-2))
     for name, tensor in weights.items():
         assert (others[name] == tensor).float().mean() > 0.9, name
+
+
+def train_while_the_scale_grows(case: Case) -> None:
+    train_in_fp16(case, initial_scale_power=6, loss_scale_window=2)
+
+
+def train_at_one_scale(case: Case) -> None:
+    train_in_fp16(case, initial_scale_power=6)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(), *(pytest.param(each, marks=pytest.mark.full) for each in (("zero_stage=3",), ("offload_optimizer=cpu",)))],
+    ids=" ".join,
+)
+def test_a_step_after_which_the_scale_grows_takes_its_whole_gradient(
+    train: Callable[..., Result], keys: tuple[str, ...]
+) -> None:
+    keys = ("optimizer=sgd", "learning_rate=0.5", "max_grad_norm=0", *keys)
+    expected, weights = train(1, 2, *keys, function=train_at_one_scale)
+    found, others = train(1, 2, *keys, function=train_while_the_scale_grows)
+    assert {line["loss_scale"] for line in expected} == {2**6} and found[-1]["loss_scale"] > 2**6
+    for line, other in zip(expected, found, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=2e-3)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
+    for name, tensor in weights.items():
+        assert torch.allclose(others[name].float(), tensor.float(), atol=2e-3), name
 
 
 def refuse(name: str) -> Any:

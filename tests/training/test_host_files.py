@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from training.host_files import Files, describe_differences
+from training.host_files import Files, compare_obstacles, describe_differences
 
 CONFIG, TOKENIZER = "config.json of the model", "the tokenizer"
 ONE: Files = {CONFIG: ("12", "/m/config.json"), TOKENIZER: ("34", "/m")}
@@ -35,3 +35,10 @@ def test_of_many_contents_that_no_two_hosts_have_some_are_named() -> None:
     hosts = [(host, {f"{number}.bin": (f"{host}{number}", "/m") for number in range(9)}) for host in "ab"]
     text = str(describe_differences(hosts))
     assert text.endswith("; no two hosts have in common: 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more")
+
+
+def test_hosts_of_which_one_cannot_compile_the_update() -> None:
+    assert compare_obstacles([("a", None), ("b", None)]) is None
+    assert compare_obstacles([("a", "no gcc"), ("b", "no gcc")]) is None
+    message = "some hosts can compile the optimizer's update, and b cannot: no gcc; all have to update alike"
+    assert str(compare_obstacles([("a", None), ("b", "no gcc")])).startswith(message)

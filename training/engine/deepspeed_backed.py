@@ -13,6 +13,7 @@ from data.loading.step_totals import StepTotals
 from models.layers.documents import DocumentBounds
 from training.config.schema import RunConfig
 from training.distributed.topology import TENSOR, Layout, Topology
+from training.engine.deepspeed_internals import patch
 from training.engine.engine import Engine, Partition, PartitionSlice
 from training.engine.partitions import build_partition_view
 from training.optim.lr_schedule import learning_rate_at
@@ -22,6 +23,22 @@ from training.pipeline.module import StageModule
 
 # The attributes of DeepSpeed's DynamicLossScaler that change (fp16; deepspeed 0.19.8). The config sets the others.
 _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def keep_scale(zero: Any) -> None:
+    """Let a step of DeepSpeed's optimizer change the loss scale at its end. It does so before it divides gradients and
+    norm by the scale (0.19.8, zero/stage_1_and_2.py and zero/stage3.py, `step`): whenever the scale grows, half of
+    every gradient would be lost. Raises UserError when a patched name is missing."""
+    step, update = zero.step, zero._update_scale
+    overflows: list[bool] = []
+
+    def take_step(*arguments: Any) -> None:
+        step(*arguments)
+        while overflows:
+            update(overflows.pop())
+
+    patch(zero, "_update_scale", overflows.append)
+    patch(zero, "step", take_step)
 
 
 class DeepSpeedBacked(Engine):

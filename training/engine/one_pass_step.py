@@ -32,7 +32,7 @@ def _take_step(zero: Any, parts: Sequence[torch.Tensor], closure: None = None) -
     zero.overflow = False
     zero.check_overflow()
     scale = zero.loss_scale
-    zero._update_scale(zero.overflow)
+    zero._update_scale(zero.overflow)  # at the end of the step: `keep_scale`
     if zero.overflow:
         zero._global_grad_norm = float("inf")
         return

@@ -17,7 +17,7 @@ from training.config.precision import DTYPES
 from training.config.schema import Precision, RunConfig
 from training.distributed.process import has_accelerator, has_triton
 from training.distributed.topology import PIPE, Layout
-from training.engine.deepspeed_backed import DeepSpeedBacked, configure_gc
+from training.engine.deepspeed_backed import DeepSpeedBacked, configure_gc, keep_scale
 from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
 from training.engine.engine import Engine, StepObserver
 from training.engine.gradient_sums import GradientSums, list_backward
@@ -63,6 +63,8 @@ def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, train
         )
         if updates_at_once(config, has_triton()):
             replace_step(wrapped.optimizer, gradients.parts)
+        if config.precision is Precision.fp16:
+            keep_scale(wrapped.optimizer)
     engine = PipelineStage(
         wrapped, module, layout, config, model=StageWithLoss(module), gradients=gradients, update=wrapped.take_step
     )

@@ -22,41 +22,64 @@ class _AllMade(Exception):
 class _Run:
     """One run of a function. The tensors that it saves for the backward pass are numbered, and not kept."""
 
-    __slots__ = ("_function", "_given", "_made", "_shapes")
+    __slots__ = ("_function", "_given", "_made", "_saved", "_versions")
 
     def __init__(self, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
         self._function, self._given = function, given
-        self._shapes: list[torch.Size] = []  # of the tensors that were saved, by their numbers
+        self._versions = _read_versions(given)
+        # Shape and dtype of the tensors that were saved, by their numbers
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._made: list[torch.Tensor | None] = []  # again, in the backward pass; None once they are used
 
     def number(self, tensor: torch.Tensor) -> int:
-        self._shapes.append(tensor.shape)
-        return len(self._shapes) - 1
+        self._saved.append((tensor.shape, tensor.dtype))
+        return len(self._saved) - 1
 
     def find(self, number: int) -> torch.Tensor:
         """Return a tensor, once. The first call runs the function again."""
         if not self._made:
-            with torch.enable_grad(), saved_tensors_hooks(self._keep, _refuse):
-                try:
-                    self._function(*self._given)
-                except _AllMade:
-                    pass
-            if len(self._made) != len(self._shapes):
-                raise RuntimeError(_explain(f"{len(self._made)} tensors for {len(self._shapes)}"))
-            self._given = ()
+            self._run_again()
         tensor, self._made[number] = self._made[number], None
         if tensor is None:
-            raise RuntimeError("a saved tensor of a recomputed layer was asked for twice: read ctx.saved_tensors once")
+            raise RuntimeError(
+                "a saved tensor of a recomputed layer was asked for twice: a layer that is recomputed has one backward "
+                "pass, and reads ctx.saved_tensors once"
+            )
         return tensor
+
+    def _run_again(self) -> None:
+        if _read_versions(self._given) != self._versions:
+            raise RuntimeError(
+                "an input of a recomputed layer was changed in place after the layer began; a second run would take "
+                "other values"
+            )
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(self._keep, _refuse):
+                self._function(*self._given)
+        except _AllMade:
+            pass
+        except BaseException:
+            self._made.clear()
+            raise
+        if len(self._made) != len(self._saved):
+            raise RuntimeError(_explain(f"{len(self._made)} tensors for {len(self._saved)}"))
+        self._given = ()
 
     def _keep(self, tensor: torch.Tensor) -> None:
         number = len(self._made)
-        if tensor.shape != self._shapes[number]:
-            raise RuntimeError(_explain(f"a tensor of shape {list(tensor.shape)} for {list(self._shapes[number])}"))
+        shape, dtype = self._saved[number]
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
+            found, before = (f"{list(each)} in {kind}" for each, kind in ((tensor.shape, tensor.dtype), (shape, dtype)))
+            raise RuntimeError(_explain(f"a tensor of shape {found} for {before}"))
         # A frozen weight itself, as torch does: ZeRO-3 frees and fetches what it holds
         self._made.append(tensor.detach() if tensor.requires_grad else tensor)
-        if len(self._made) == len(self._shapes):
+        if len(self._made) == len(self._saved):
             raise _AllMade
+
+
+def _read_versions(given: tuple[Any, ...]) -> list[int]:
+    """Return how often each tensor was changed in place, as autograd counts it."""
+    return [each._version for each in given if isinstance(each, torch.Tensor)]
 
 
 def recompute(function: Callable[..., Any], *given: Any) -> Any:

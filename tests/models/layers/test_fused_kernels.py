@@ -100,6 +100,10 @@ def test_triton_needs_a_compiler_and_the_headers_of_python(tmp_path: Path, monke
     assert find_triton_obstacle() == (f"triton needs {tmp_path}/Python.h, which is in python3-dev or python3-devel")
     (tmp_path / "Python.h").touch()
     assert find_triton_obstacle() is None
+    with monkeypatch.context() as old_gpu:
+        old_gpu.setattr("torch.cuda.is_available", lambda: True)
+        old_gpu.setattr("torch.cuda.get_device_capability", lambda: (6, 0))
+        assert find_triton_obstacle() == "triton needs a GPU of compute capability 7.0 or above, and this one has 6.0"
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_triton_obstacle() == "triton needs a C compiler, and gcc or clang is not there"

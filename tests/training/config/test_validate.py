@@ -128,12 +128,18 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         UserError, match="compile=true needs a C.. compiler, and no-such-compiler is not there; .* or set compile=false"
     ):
-        check_compiler(has_accelerator=False)
+        check_compiler(build_config("compile=true"), has_accelerator=False)
     monkeypatch.setattr("training.setup.find_triton_obstacle", lambda: "triton needs a C compiler")
     with pytest.raises(
         UserError, match="compile=true cannot be used here: triton needs a C compiler; install that, or set compile"
     ):
-        check_compiler(has_accelerator=True)
+        check_compiler(build_config("compile=true"), has_accelerator=True)
+    monkeypatch.setattr("training.setup.find_triton_obstacle", lambda: None)
+    check_compiler(build_config("compile=true"), has_accelerator=True)
+    check_compiler(build_config("compile=true", "offload_optimizer=cpu"), has_accelerator=True)
+    updated_there = build_config("compile=true", "offload_optimizer=cpu", "optimizer.state_dtype=bf16")
+    with pytest.raises(UserError, match="no-such-compiler is not there"):
+        check_compiler(updated_there, has_accelerator=True)
 
 
 def test_the_model_group_must_agree_with_the_weights() -> None:

@@ -91,7 +91,14 @@ def test_without_gradients_it_is_the_function() -> None:
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (lambda values: values[:2].exp().sum(), r"a tensor of shape \[2\] for \[4\]\); it has to be repeatable"),
+        (
+            lambda values: values[:2].exp().sum(),
+            r"shape \[2\] in torch.float32 for \[4\] in torch.float32\); it has to be repeatable",
+        ),
+        (
+            lambda values: values.bfloat16().exp().float().sum(),
+            r"shape \[4\] in torch.bfloat16 for \[4\] in torch.float32\); it has to be repeatable",
+        ),
         (lambda values: values.sum(), r"0 tensors for 1\); it has to be repeatable"),
     ],
 )
@@ -107,3 +114,47 @@ def test_a_second_backward_pass_is_refused() -> None:
     output.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="was asked for twice"):
         output.backward()
+
+
+def change_own(layer_input: torch.Tensor, weight: torch.Tensor, run: Run) -> torch.Tensor:
+    return run(lambda hidden: (hidden.add_(weight) * weight).exp(), layer_input)
+
+
+def change_later(layer_input: torch.Tensor, weight: torch.Tensor, run: Run) -> torch.Tensor:
+    output = run(lambda hidden: (hidden * weight).exp(), layer_input)
+    layer_input.mul_(3)
+    return output
+
+
+def change_integers(layer_input: torch.Tensor, weight: torch.Tensor, run: Run) -> torch.Tensor:
+    positions = torch.arange(4)
+    output = run(lambda hidden, order: (hidden[order] * weight).exp(), layer_input, positions)
+    positions.copy_(positions.flip(0))
+    return output
+
+
+@pytest.mark.parametrize("change", [change_own, change_later, change_integers])
+def test_an_input_that_is_changed_in_place_is_refused(change: Callable[..., torch.Tensor]) -> None:
+    for run, message in ((by_torch, "modified by an inplace"), (recompute, "input of a recomputed layer was changed")):
+        weight = torch.full((4,), 2.0, requires_grad=True)
+        output = change(torch.randn(4, requires_grad=True) * 1.0, weight, run)
+        with pytest.raises(RuntimeError, match=message):
+            output.sum().backward()
+
+
+def test_a_second_run_that_fails_can_be_made_again() -> None:
+    runs: list[int] = []
+
+    def fail_once(values: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        first = values.exp()
+        if len(runs) == 2:
+            raise MemoryError
+        return (first * first).sum()
+
+    inputs = torch.randn(4, requires_grad=True)
+    output = recompute(fail_once, inputs)
+    with pytest.raises(MemoryError):
+        output.backward(retain_graph=True)
+    output.backward()
+    assert torch.allclose(inputs.grad, 2 * (2 * inputs.detach()).exp())
