@@ -41,6 +41,11 @@ class Extension:
     folder: Path  # of the extension: `Path(__file__).parent`
     # Commands of its own, with what each is for, as `--help` lists them: {"python -m extensions.NAME FILE": "..."}
     commands: Mapping[str, str] = field(default_factory=dict)
+    # Values of the key `plan` beyond true and false -> "module:function". The function takes the config and the width
+    # of the screen in characters (None for no limit), and yields texts as soon as it knows them; it may raise UserError
+    plans: Mapping[str, str] = field(default_factory=dict)
+    # "module:name" of rows for the table of features that do not go together (`training/config/incompatible.py`)
+    refusals: str = ""
     # Keys of other trainers -> the key or choice of this extension, for the hint at an unknown key
     hints: Mapping[str, str] = field(default_factory=dict)
     # Modules that were elsewhere -> where they are now, by their dotted names. A `_target_` in a saved config, or a
@@ -107,6 +112,25 @@ def list_own_names() -> list[str]:
 def list_conf_folders() -> list[Path]:
     """Return the folders with configs of extensions, which are searched after `conf/`."""
     return [extension.conf for extension in load_extensions() if extension.conf.is_dir()]
+
+
+def load_part(place: str) -> Any:
+    """Return what an extension names by "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def list_plans() -> dict[str, str]:
+    """Return the further values of the key `plan`, with what each runs, as `Extension.plans` has it."""
+    return {value: place for extension in load_extensions() for value, place in extension.plans.items()}
+
+
+def find_plan(value: str) -> str:
+    """Return what a value of `plan` runs. Raises UserError for an unknown one."""
+    if value not in (known := list_plans()):
+        check_not_removed(f"plan={value}", f"plan={value}")
+        raise UserError(f"plan={value}: one of {', '.join(['false', 'true', *known])}")
+    return known[value]
 
 
 def check_not_removed(named: str, words: str) -> None:

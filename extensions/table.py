@@ -10,5 +10,6 @@ from __future__ import annotations
 _TRACKERS = ("comet", "mlflow", "swanlab", "trackio")
 TABLE: dict[str, tuple[str, ...]] = {
     "import_config": (),
+    "search": ("plan=search",),
     "trackers": (*(f"logger={name}" for name in _TRACKERS), *(f"training.trackers.{name}" for name in _TRACKERS)),
 }

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from extensions.search.search import SHOWN, search_plans
+from extensions.search.space import Candidate, SharedModels
 from training.config.schema import RunConfig
 from training.costs.hardware import Machine, complete_hardware
 from training.planner import run
 from training.planner.plan import Plan
 from training.planner.run import ModelFolder, build_plan, resolve_planned
-from training.planner.search import SHOWN, search_plans
-from training.planner.search_space import Candidate, SharedModels
 from training.resolution.resolve import ResolvedModel, resolve_model
 from training.resolution.target import Target
 

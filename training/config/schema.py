@@ -511,6 +511,11 @@ class RunConfig:
     world_size: Any = count_or_counts()  # noqa: RUF009  # a field, as the other ranges
 
     @property
+    def varies_layout(self) -> bool:
+        """Whether the config is that of a plan over several layouts, whose keys it chooses itself."""
+        return isinstance(self.plan, str)
+
+    @property
     def sequence_parallel_size(self) -> int:
         """Ranks that have a part of every sequence between the blocks of a layer."""
         return self.tensor_parallel_size if self.sequence_parallel else 1

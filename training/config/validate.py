@@ -9,6 +9,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from errors import UserError
+from extension import find_plan
 from training.config.incompatible import CheckedConfig, check_together
 from training.config.ranges import check_ranges
 from training.config.schema import OptimizerConfig, RunConfig
@@ -38,8 +39,8 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     _check_skipped_data(config)
     _check_betas(config.optimizer)
     _check_files(config)
-    if config.plan not in (False, True, "search"):
-        raise UserError(f"plan={config.plan}: one of false, true, search")
+    if not isinstance(config.plan, bool):
+        find_plan(str(config.plan))
     check_together(CheckedConfig(config, has_accelerator))
 
 

@@ -1,5 +1,4 @@
-"""Plans a run again with keys changed: what each change brings, or what makes a run fit that does not; and the other
-updates that a search tries."""
+"""Plans a run again with keys changed: what each change brings, or what makes a run fit that does not."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from errors import UserError
-from models.adapters.options import AdapterName
 from models.layers.fused_kernels import REPLACEMENTS, fuse_kernels
 from models.layers.layer import Layer
 from training.config.schema import (
@@ -50,10 +48,6 @@ UNUSED: dict[str, Any] = {
 ROUNDED: tuple[Changes, ...] = (
     {"optimizer.state_dtype": StateDtype.bf16},
     {"optimizer.name": OptimizerName.adamw_8bit},
-)
-ADAPTED: tuple[Changes, ...] = (
-    {"adapter.name": AdapterName.lora},
-    {"adapter.name": AdapterName.lora, "adapter.load_in_4bit": True},
 )
 # Each takes less time, if not the same, and changes no gradient; larger micro-batches as well.
 FUSED: Changes = {"fused_kernels": FusedKernels.auto}
@@ -115,14 +109,6 @@ def _try_level(plan: Plan, level: Sequence[Changes], build: Callable[[RunConfig]
             if changed.run.config != config and (plan.fits or changed.fits):
                 enough.append(changes)
                 yield Variant(overrides, changed)
-
-
-def list_other_updates(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield (overrides, config) of runs that take less memory and train the model by another update: with rounded
-    averages of the optimizer, adapters, and adapters of weights in 4 bits."""
-    for changes in (*ROUNDED, *(ADAPTED if config.adapter.name is AdapterName.none else ())):
-        if overrides := render_changes(config, changes):
-            yield overrides, apply_changes(config, changes)
 
 
 def apply_changes(config: RunConfig, changes: Changes) -> RunConfig:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
+from extension import list_plans
 from training.config.schema import CheckpointMode
 from training.costs.hardware import GIB
 from training.distributed.topology import EXPERTS
@@ -200,7 +201,8 @@ def render_verdict(plan: Plan, advice: Sequence[Variant] = (), width: int | None
             )
         heading = "it would fit with one of these, as predicted:"
         if not advice:
-            lines.append("change: more num_stages or a larger world_size; or let plan=search look")
+            others = "".join(f"; or let plan={name} look" for name in list_plans())
+            lines.append(f"change: more num_stages or a larger world_size{others}")
     return [*lines, *(["", heading, "", *render_variants(plan, advice, width)] if advice else [])]
 
 

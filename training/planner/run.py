@@ -1,5 +1,4 @@
-"""`plan=true` and `plan=search`: from a composed config to a printed plan, in one process, without weights or an
-engine."""
+"""`plan=...`: from a composed config to a printed plan, in one process, without weights or an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from data.sources.records import resolve_sources
 from data.sources.selection import Selection
 from data.storage.disk import RowEstimate, estimate_rows
 from errors import UserError
+from extension import find_plan, load_part
 from masking import mask_text
 from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
@@ -50,22 +50,17 @@ from training.inputs.datasets import (
 from training.inputs.skipped_data import count_trained
 from training.inputs.step_budget import count_total_steps
 from training.optim.lr_schedule import warn_of_warmup
-from training.planner.advice import advise, list_other_updates
+from training.planner.advice import advise
 from training.planner.disk import measure_passthrough
 from training.planner.layer_times import profile_layers
 from training.planner.plan import Plan, plan_resolved
 from training.planner.report import render_plan
-from training.planner.search import search_plans
-from training.planner.search_report import render_other_updates, render_search, render_sizes, require_fit
-from training.planner.search_space import Candidate, SharedModels
 from training.planner.teacher import describe_teacher
 from training.planner.timeline import predicted_timeline
 from training.resolution.architecture import check_teacher_size
 from training.resolution.readers import check_read
 from training.resolution.resolve import ResolvedModel, ResolvedRun, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
-
-SHARED_AS = 3  # layouts of a search, whose ways to share are tried with other updates
 
 
 def run_plan(composed: Any, given: Collection[str] = ()) -> None:
@@ -87,29 +82,16 @@ def has_experts(config: RunConfig) -> bool:
 
 
 def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
-    """Yield the texts of a plan or a search, each as soon as it is known. width: of the tables in characters; None: no
-    limit. Raises UserError."""
-    configs = [config]
-    if config.plan == "search" and isinstance(config.world_size, list):
-        configs = [replace(config, world_size=size) for size in dict.fromkeys(config.world_size)]
-        if config.global_batch_size is None:
-            raise UserError(
-                f"world_size={config.world_size} compares runs of one global batch, and none is given; "
-                "give global_batch_size=N"
-            )
+    """Yield the texts of a plan, each as soon as it is known; where an extension has another way to plan, its texts.
+    width: of the tables in characters; None: no limit. Raises UserError."""
     check_keys(config, has_accelerator=True)
-    described = describe_model(config)
-    model = resolve_planned(configs[0], described)
-    sizes = [check_world_size(each) for each in configs]
-    machines = [complete_hardware(config.hardware, config.precision, size) for size in sizes]
-    if (wrapper := model.wrapper) is not None:
-        yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; the rest is on no GPU"
-    if warning := warn_of_length(model.architecture, config.max_seq_length):
-        yield f"warning: {warning}"
-    if config.plan == "search":
-        yield from _search(configs, model, machines, width)
+    if isinstance(config.plan, str):
+        yield from load_part(find_plan(config.plan))(config, width)
         return
-    machine = machines[0]
+    described = describe_model(config)
+    model = resolve_planned(config, described)
+    machine = complete_hardware(config.hardware, config.precision, check_world_size(config))
+    yield from list_notes(config, model)
     run, teacher = resolve_layout(model, config, _build_target(config, machine)), resolve_teacher(config, model)
     if run.recomputation is not None:
         yield run.recomputation
@@ -137,40 +119,12 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     yield f"picture of the schedule: {save_picture(plan, config)}"
 
 
-def _search(
-    configs: Sequence[RunConfig], model: ResolvedModel, machines: Sequence[Machine], width: int | None
-) -> Iterator[str]:
-    """Yield a search as text: over one number of GPUs, then what other updates would make of it; or over several.
-    configs: of each number. model: of the first."""
-    config, machine, models = configs[0], machines[0], SharedModels(configs[0], model)
-    searched = [search_plans(each, models, machine) for each, machine in zip(configs, machines, strict=True)]
-    found, nearest = searched[0], searched[0][0]
-    total, _ = estimate_steps(config, nearest.plan.layout.global_batch_size, model.architecture)
-    steps = count_steps(config, total)
-    if len(configs) > 1:
-        yield render_sizes({int(each.world_size): first for each, (first, *_) in zip(configs, searched)}, width, steps)
-        return
-    if not nearest.plan.fits:
-        require_fit(nearest, advise(nearest.plan, model.layers, partial(plan_config, machine=machine)))
-    yield render_search(found, width, steps)
-    if others := _try_other_updates(config, models, machine, found):
-        yield render_other_updates(others, nearest, width, steps)
-
-
-def _try_other_updates(
-    config: RunConfig, models: SharedModels, machine: Machine, found: Sequence[Candidate]
-) -> dict[str, Candidate]:
-    """Return the fastest layout with each change of the update, by its overrides; shared as the best few are."""
-    among = list(dict.fromkeys(candidate.sharing for candidate in found[:SHARED_AS] if candidate.plan.fits))
-    best = {}
-    for overrides, changed in list_other_updates(config):
-        with suppress(UserError):
-            check_keys(changed, has_accelerator=True)
-            own = models if changed.adapter == config.adapter else SharedModels(changed, resolve_planned(changed))
-            nearest, *_ = search_plans(changed, own, machine, most=1, among=among)
-            if nearest.plan.fits:
-                best[overrides] = nearest
-    return best
+def list_notes(config: RunConfig, model: ResolvedModel) -> Iterator[str]:
+    """Yield what there is to say of the model to plan."""
+    if (wrapper := model.wrapper) is not None:
+        yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; the rest is on no GPU"
+    if warning := warn_of_length(model.architecture, config.max_seq_length):
+        yield f"warning: {warning}"
 
 
 def plan_config(config: RunConfig, machine: Machine, described: ModelFolder | None = None) -> Plan:
@@ -209,8 +163,8 @@ def check_world_size(config: RunConfig) -> int:
     if config.world_size is None:
         raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of GPUs to plan for")
     if isinstance(config.world_size, list):
-        raise UserError(f"world_size={config.world_size}: a list is for plan=search; give one number")
-    sizes = {axis: size for axis, size in read_sizes(config).items() if axis != PIPE or config.plan is True}
+        raise UserError(f"world_size={config.world_size}: this plan is for one number of GPUs; give one")
+    sizes = {axis: size for axis, size in read_sizes(config).items() if axis != PIPE or not config.varies_layout}
     replica = math.prod(sizes.values())
     if min(sizes.values()) >= 1 and config.world_size % replica:
         above = -(-config.world_size // replica) * replica

@@ -117,8 +117,8 @@ def _by_choice(choice: str, keys_of: Mapping[str, Collection[str]]) -> dict[str,
 
 
 def _or_searched(reader: Feature) -> Feature:
-    """Return the reader of a key of a layout: that of a run that is laid out so, and a search, which tries it."""
-    return replace(reader, holds=lambda run: reader.holds(run) or run.config.plan == "search")
+    """Return the reader of a key of a layout: that of a run that is laid out so, and a plan of several layouts."""
+    return replace(reader, holds=lambda run: reader.holds(run) or run.config.varies_layout)
 
 
 def _list_fields() -> list[str]:
@@ -147,7 +147,7 @@ def _counts_correct(run: CheckedConfig) -> bool:
 
 
 def _divides_experts(run: CheckedConfig) -> bool:
-    return run.config.expert_parallel_size > 1 or (run.config.plan == "search" and run.has_experts)
+    return run.config.expert_parallel_size > 1 or (run.config.varies_layout and run.has_experts)
 
 
 LORA = _one_of("adapter.name", ["lora"])
@@ -169,7 +169,9 @@ OTHERS = {
         "shares in train_file", lambda run: parse_key(run.config, "train_file").mixture is not None
     ),
     "data.shuffle_block": Feature("data.streaming=true", lambda run: run.config.data.streaming),
-    "moe.imbalance": Feature("expert_parallel_size=2 or more, or a search of a mixture of experts", _divides_experts),
+    "moe.imbalance": Feature(
+        "expert_parallel_size=2 or more", _divides_experts
+    ),
     "num_train_epochs": Feature("max_steps=null", lambda run: run.config.max_steps is None),
     **dict.fromkeys(
         ("eval_steps", "eval_epochs", "eval_on_start", "metric_for_best_model", "greater_is_better"), EVALUATED
@@ -177,5 +179,5 @@ OTHERS = {
     # Without patience too: checkpoints hold the count that a resumed run with patience starts from
     "early_stopping_threshold": EVALUATED,
     "eval_token_accuracy": replace(EVALUATED, words="an evaluation of next tokens", holds=_counts_correct),
-    "world_size": Feature("plan=true or search", lambda run: run.config.plan is not False),
+    "world_size": Feature("plan=true", lambda run: run.config.plan is not False),
 }

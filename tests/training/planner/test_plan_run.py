@@ -304,7 +304,7 @@ def test_a_teacher_in_memory_is_planned_with_its_student(tmp_path: Path) -> None
         (("world_size=null",), "plan=true needs world_size=N, the number of GPUs to plan for"),
         (("world_size=0",), "world_size=0: 1 or more, or a list of such numbers"),
         (("world_size=[4,0]",), "world_size=[4, 0]: 1 or more, or a list of such numbers"),
-        (("world_size=[4,8]",), "world_size=[4, 8]: a list is for plan=search; give one number"),
+        (("world_size=[4,8]",), "world_size=[4, 8]: this plan is for one number of GPUs; give one"),
         (("world_size=6",), "world_size=6 is not a multiple of num_stages=4; the nearest is 4 or 8"),
         (("world_size=2",), "world_size=2 is not a multiple of num_stages=4; the nearest is 4"),
         (("world_size=4", "plan=maybe"), "plan=maybe: one of false, true, search"),

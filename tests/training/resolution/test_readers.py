@@ -195,7 +195,7 @@ def test_keys_of_an_adapter_without_one_are_refused_wherever_they_stand() -> Non
         (("early_stopping_threshold=0.5",), "early_stopping_threshold=0.5: .* only one with eval_file, data.eval_f"),
         (("data.chosen_field=a",), "data.chosen_field=a: .* only one with data=preference without data.encoder does"),
         (("virtual_stages_per_rank=2",), "virtual_stages_per_rank=2: .* only one with schedule=interleaved does"),
-        (("world_size=8",), "world_size=8: .* only one with plan=true or search does; give that, or omit the key"),
+        (("world_size=8",), "world_size=8: .* only one with plan=true does; give that, or omit the key"),
         (("optimizer=lion", "optimizer.eps=1e-6"), "optimizer.eps=1e-06: .* optimizer=adamw or adamw_8bit does"),
         (("data.template_kwargs.date=2026-01-01", "data=pretrain"), "data.template_kwargs={'date': .* only one with"),
     ],

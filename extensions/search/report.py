@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from errors import UserError
+from extensions.search.space import Candidate
 from training.costs.hardware import GIB
 from training.planner.advice import Variant
 from training.planner.formatting import render_cost, render_rows, render_seconds
 from training.planner.plan import Plan
 from training.planner.report import describe_peak
-from training.planner.search_space import Candidate
 
 MARGIN = 0.1  # of tokens/s: of published runs, two layouts so near are often in the other order (docs/plan.md)
 

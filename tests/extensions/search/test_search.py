@@ -13,23 +13,17 @@ from support.configs import compose_config
 from support.planned import describe_machine, plan_config, search_config, share_models
 
 from errors import UserError
+from extensions.search import search
+from extensions.search.report import MARGIN, render_other_updates, render_search, render_sizes
+from extensions.search.run import SHARED_AS, list_other_updates
+from extensions.search.search import MOST_ORDERS, SHOWN, search_plans
+from extensions.search.space import CHECKPOINTING, PLAIN, Candidate, Sharing, list_layouts, list_sharings
 from training.config import incompatible
 from training.config.incompatible import INCOMPATIBLE, CheckedConfig, Feature, Pair, check_together
 from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import GIB
-from training.planner import search
-from training.planner.advice import SAVING, UNUSED, list_other_updates
-from training.planner.run import SHARED_AS, build_plan, plan_run
-from training.planner.search import MOST_ORDERS, SHOWN, search_plans
-from training.planner.search_report import MARGIN, render_other_updates, render_search, render_sizes
-from training.planner.search_space import (
-    CHECKPOINTING,
-    PLAIN,
-    Candidate,
-    Sharing,
-    list_layouts,
-    list_sharings,
-)
+from training.planner.advice import SAVING, UNUSED
+from training.planner.run import build_plan, plan_run
 
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
 NEARLY = (

@@ -6,7 +6,7 @@ that order they are planned with what makes them fit, and simulated, until `SHOW
 bound that is left.
 
 Why a layout is not listed: it does not fit, the run would refuse its keys, `SHOWN` others are faster, or it is not
-tried. What is tried (`search_space.py`):
+tried. What is tried (`space.py`):
 
 - every number of stages; micro-batches in powers of two. Not another global batch.
 - the config's own sizes and modes of tensor, context and expert parallelism, and powers of two: of tensor parallelism
@@ -31,10 +31,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from errors import UserError
-from training.config.schema import RunConfig
-from training.costs.hardware import Machine
-from training.pipeline.schedules import schedule_layout
-from training.planner.search_space import (
+from extensions.search.space import (
     CHECKPOINTING,
     PLAIN,
     Candidate,
@@ -46,6 +43,9 @@ from training.planner.search_space import (
     list_schedules,
     list_sharings,
 )
+from training.config.schema import RunConfig
+from training.costs.hardware import Machine
+from training.pipeline.schedules import schedule_layout
 
 SHOWN = 10  # layouts
 MOST_ORDERS = 6  # candidates whose passes are ordered by trying rules, which takes a second each

@@ -1,0 +1,1 @@
+"""`plan=search`: the fastest layouts for a number of GPUs, or for several numbers."""
