@@ -44,7 +44,7 @@ class Extension:
     # Values of the key `plan` beyond true and false -> "module:function". The function takes the config and the width
     # of the screen in characters (None for no limit), and yields texts as soon as it knows them; it may raise UserError
     plans: Mapping[str, str] = field(default_factory=dict)
-    # "module:name" of rows for the table of features that do not go together (`training/config/incompatible.py`)
+    # "module:name" of rows (`Row` in training/config/incompatible.py): features that do not go together
     refusals: str = ""
     # Keys of other trainers -> the key or choice of this extension, for the hint at an unknown key
     hints: Mapping[str, str] = field(default_factory=dict)
