@@ -23,11 +23,6 @@ from data.components import find_component
 from errors import UserError
 from extension import OWN_FOLDERS, Extension, load_extensions
 
-# What is the core's although an extension has the same name: the word -> why
-HOMONYMS = {
-    "trackers": "of the key `logger.trackers`",
-    "NAMES": "a constant's name, which says nothing of what is in it",
-}
 CORE = ("models/", "data/", "training/")
 
 
@@ -51,13 +46,12 @@ def test_the_table_has_what_is_declared() -> None:
 
 
 def list_words(extension: Extension) -> set[str]:
-    """Returns the names by which a source could mean an extension: its own, its choices, its modules and classes."""
-    words = {extension.name, *(file.stem for file in extension.conf.rglob("*.yaml"))}
-    for file in extension.folder.rglob("*.py"):
-        words.add(file.stem)
-        tree = ast.parse(file.read_text())
-        words |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    return words - {"__init__", "__main__", "extension"}
+    """Returns the names by which a source could mean an extension: what it offers, the values in that (`search` of
+    `plan=search`), its own name and its classes."""
+    offered = list_offered(extension)
+    trees = (ast.parse(file.read_text()) for file in extension.folder.rglob("*.py"))
+    classes = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return {f"extensions.{extension.name}", *offered, *(each.partition("=")[2] or each for each in offered), *classes}
 
 
 def list_named(source: str) -> Iterator[str]:
@@ -77,13 +71,26 @@ def list_named(source: str) -> Iterator[str]:
             yield node.value
 
 
+def find_named(text: str, words: set[str]) -> set[str]:
+    """Returns the words that a name or a text is, and those with a `=` or a dot that it holds."""
+    held = {word for word in words if re.search(r"[=.]", word) and re.search(rf"\b{re.escape(word)}\b", text)}
+    return held | ({text} & words)
+
+
+def test_a_name_is_found() -> None:
+    words = {"search", "plan=search", "extensions.search", "Candidate"}
+    assert find_named("or let plan=search look", words) == {"plan=search"}
+    assert find_named("extensions.search.run", words) == {"extensions.search"}
+    assert find_named("Candidate", words) == {"Candidate"} and find_named("search", words) == {"search"}
+    assert find_named("the search for the best starts again", words) == find_named("plan=searching", words) == set()
+
+
 @pytest.mark.parametrize("extension", list_shipped(), ids=lambda each: each.name)
 def test_the_core_does_not_name_it(extension: Extension) -> None:
-    words = list_words(extension) - HOMONYMS.keys()
-    pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(words)))})\b")
     core = [source for source in SOURCES if source.startswith(CORE)]
-    found = {source: sorted({*pattern.findall("\n".join(list_named(source)))}) for source in core}
-    assert len(core) > 300 and {source: names for source, names in found.items() if names} == {}
+    words = list_words(extension)
+    named = {source: {word for text in list_named(source) for word in find_named(text, words)} for source in core}
+    assert len(core) > 300 and {source: found for source, found in named.items() if found} == {}
 
 
 def test_nothing_imports_an_extension_and_none_another() -> None:
