@@ -30,6 +30,8 @@ class DataKind:
     concatenates: its samples are documents that are laid end to end and cut where a row is full.
     label_names: of the labels of its samples, where they are always the same.
     lists_labels: a record has a list of labels, one for each of its words.
+    not_packed, not_split, not_streamed: why data.packing=true, data.length_policy=split or data.streaming=true is
+        refused; empty where it is not.
     format_version: part of the names of the tokenized folders of this kind. Raise it whenever its encoder makes other
         samples of the same records and options, or a default of an option changes; what was tokenized is then
         tokenized again. `tests/data/encoders/test_encoder_formats.py` fails where it should have been raised.
@@ -42,6 +44,9 @@ class DataKind:
     concatenates: bool = False
     label_names: tuple[str, ...] = ()
     lists_labels: bool = False
+    not_packed: str = ""
+    not_split: str = ""
+    not_streamed: str = ""
     format_version: int = 1
 
     def count_samples(self, num_negatives: int) -> int:
@@ -62,6 +67,10 @@ class DataKind:
         return Packing.BEST_FIT if packs else Packing.NONE
 
 
+_SCORED = "preferences are scored before the first step"
+_LABELS = "a stream is not searched for labels, and keeps none of whole texts"
+_TEXTS_TOGETHER = "the texts of a query are rows of one micro-batch"
+_PART_OF_TEXT = "a part of a text is not what belongs to its query"
 KINDS = {
     kind.name: kind
     for kind in (
@@ -69,23 +78,58 @@ KINDS = {
         DataKind("sft", SFTEncoder, task="sft", format_version=2),
         DataKind("chat", ChatEncoder, task="sft", format_version=2),
         DataKind("pretrain", PretrainEncoder, task="pretrain", concatenates=True),
-        DataKind("preference", PreferenceEncoder, task="dpo", together=("chosen", "rejected"), format_version=2),
+        DataKind(
+            "preference",
+            PreferenceEncoder,
+            task="dpo",
+            together=("chosen", "rejected"),
+            not_packed="the two answers of a preference are rows of one micro-batch",
+            not_split="an answer that is split cannot be preferred",
+            not_streamed=_SCORED,
+            format_version=2,
+        ),
         DataKind(
             "unpaired_preference",
             UnpairedEncoder,
             task="kto",
             label_names=("not liked", "liked"),
+            not_packed="a row is one answer, with a label",
+            not_split="an answer that is split cannot be judged",
+            not_streamed=_SCORED,
             format_version=2,
         ),
-        DataKind("classification", ClassificationEncoder, task="classification"),
+        DataKind(
+            "classification",
+            ClassificationEncoder,
+            task="classification",
+            not_split="its label is that of the whole document",
+            not_streamed=_LABELS,
+        ),
         DataKind("process_reward", ProcessRewardEncoder, task="process_reward"),
-        DataKind("embedding", EmbeddingEncoder, task="embedding", together=("query", "positive")),
-        DataKind("rerank", RerankEncoder, task="rerank", together=("positive",)),
+        DataKind(
+            "embedding",
+            EmbeddingEncoder,
+            task="embedding",
+            together=("query", "positive"),
+            not_packed=_TEXTS_TOGETHER,
+            not_split=_PART_OF_TEXT,
+            not_streamed=_TEXTS_TOGETHER,
+        ),
+        DataKind(
+            "rerank",
+            RerankEncoder,
+            task="rerank",
+            together=("positive",),
+            not_packed=_TEXTS_TOGETHER,
+            not_split=_PART_OF_TEXT,
+            not_streamed=_TEXTS_TOGETHER,
+        ),
         DataKind(
             "token_classification",
             TokenClassificationEncoder,
             task="token_classification",
             lists_labels=True,
+            not_streamed=_LABELS,
             format_version=2,  # BILOU and BMES
         ),
     )

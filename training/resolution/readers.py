@@ -8,7 +8,7 @@ are seen to read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cache
@@ -16,7 +16,7 @@ from functools import cache
 from data.encoders.kinds import KINDS, find_keys
 from errors import UserError
 from models.adapters.options import AdapterName
-from training.config.incompatible import CheckedConfig, Feature, write_value
+from training.config.incompatible import LORA, STREAMED, CheckedConfig, Feature, has_value, write_value
 from training.config.key_table import list_types
 from training.config.schema import DataConfig, find_default
 from training.config.sources import list_evaluations, parse_key
@@ -104,16 +104,10 @@ def _list_under(group: str) -> list[str]:
     return [key for key in list_types() if key.startswith(f"{group}.")]
 
 
-def _one_of(key: str, values: Sequence[str]) -> Feature:
-    """Return the feature that a key, which is a choice, has one of these values."""
-    words = f"{key.removesuffix('.name')}={' or '.join(values)}"
-    return Feature(words, lambda run: write_value(run.read(key)) in values)
-
-
 def _by_choice(choice: str, keys_of: Mapping[str, Collection[str]]) -> dict[str, Feature]:
     """Return the readers of keys that belong to some values of a choice. keys_of: value -> keys."""
     keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
-    return {key: _one_of(choice, [value for value, each in keys_of.items() if key in each]) for key in keys}
+    return {key: has_value(choice, *[value for value, each in keys_of.items() if key in each]) for key in keys}
 
 
 def _or_searched(reader: Feature) -> Feature:
@@ -128,7 +122,7 @@ def _list_fields() -> list[str]:
 
 
 def _by_encoder(field: str) -> Feature:
-    by_kind = _one_of("data.name", [name for name, kind in KINDS.items() if field in find_keys(kind)])
+    by_kind = has_value("data.name", *[name for name, kind in KINDS.items() if field in find_keys(kind)])
     if field in BEYOND_THE_ENCODER:
         return by_kind
 
@@ -150,7 +144,6 @@ def _divides_experts(run: CheckedConfig) -> bool:
     return run.config.expert_parallel_size > 1 or (run.config.plan == "search" and run.has_experts)
 
 
-LORA = _one_of("adapter.name", ["lora"])
 NEW_LORA = Feature(
     "adapter=lora without adapter.name_or_path",
     lambda run: LORA.holds(run) and not run.config.adapter.name_or_path,
@@ -168,9 +161,9 @@ OTHERS = {
     "data.mixture_by": Feature(
         "shares in train_file", lambda run: parse_key(run.config, "train_file").mixture is not None
     ),
-    "data.shuffle_block": Feature("data.streaming=true", lambda run: run.config.data.streaming),
+    "data.shuffle_block": STREAMED,
     "moe.imbalance": Feature("expert_parallel_size=2 or more, or a search of a mixture of experts", _divides_experts),
-    "num_train_epochs": Feature("max_steps=null", lambda run: run.config.max_steps is None),
+    "num_train_epochs": has_value("max_steps", "null"),
     **dict.fromkeys(
         ("eval_steps", "eval_epochs", "eval_on_start", "metric_for_best_model", "greater_is_better"), EVALUATED
     ),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.configs import build_config, set_keys
-from support.refusals import EXAMPLES, OTHERS
+from support.refusals import OTHERS, list_examples
 from support.tiny import save_llama, save_tokenizer
 
 from errors import UserError
@@ -74,16 +74,11 @@ def find_planned_refusal(config: RunConfig) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("pair", "message", "overrides"),
-    [(pair, *example) for pair, example in zip(INCOMPATIBLE, EXAMPLES.items(), strict=True)],
-    ids=[f"{pair.first.words} + {pair.second.words}" for pair in INCOMPATIBLE],
-)
-def test_who_refuses_a_pair(
-    folder: Path, pair: Pair, message: str, overrides: tuple[str, ...], request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("pair", INCOMPATIBLE, ids=lambda pair: f"{pair.first.words} + {pair.second.words}")
+def test_who_refuses_a_pair(folder: Path, pair: Pair, request: pytest.FixtureRequest) -> None:
     if pair.scope is not Scope.run:
         request.getfixturevalue("on_gpus")
+    message, overrides = next(list_examples(pair))
     config = set_keys(build_run(folder), *overrides)
     refused, planned = find_refusal(config), find_planned_refusal(config)
     if pair.scope is Scope.plan:
