@@ -110,7 +110,7 @@ def _kind(words: str, holds: Callable[[DataKind], bool]) -> Feature:
     return Feature(words, lambda run: holds(find_kind(run.config.data.name)), "data.name")
 
 
-def _of_lora(feature: Feature) -> Feature:
+def _with_lora(feature: Feature) -> Feature:
     """Return the feature of a key of `adapter`, which only adapter=lora reads."""
     return replace(feature, holds=lambda run: run.config.adapter.name is AdapterName.lora and feature.holds(run))
 
@@ -149,10 +149,10 @@ ADAMW_8BIT = has_value("optimizer.name", "adamw_8bit")
 
 # Adapters
 LORA = has_value("adapter.name", "lora")
-LORA_DROPOUT = _of_lora(_above("adapter.lora_dropout", 0))
-DORA = _of_lora(has_value("adapter.use_dora", "true"))
-IN_4BIT = _of_lora(has_value("adapter.load_in_4bit", "true"))
-STARTS_FROM_BASE = _of_lora(
+LORA_DROPOUT = _with_lora(_above("adapter.lora_dropout", 0))
+DORA = _with_lora(has_value("adapter.use_dora", "true"))
+IN_4BIT = _with_lora(has_value("adapter.load_in_4bit", "true"))
+STARTS_FROM_BASE = _with_lora(
     Feature(
         "adapter.init_lora_weights=pissa or olora",
         lambda run: starts_from_base(run.config.adapter.init_lora_weights),
