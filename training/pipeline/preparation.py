@@ -79,7 +79,8 @@ class StageOptions:
 
     @property
     def keeps_fp32(self) -> bool:
-        """Whether some parameters stay in fp32 (`Layer.list_fp32`) in a stage of 16 bits. ZeRO-3 has one dtype for all."""
+        """Whether some parameters stay in fp32 (`Layer.list_fp32`) in a stage of 16 bits. ZeRO-3 has one dtype for
+        all."""
         return self.kernels.dtype is not torch.float32 and not self.shards_weights
 
 
