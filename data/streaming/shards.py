@@ -79,8 +79,8 @@ def check_unchanged(shard: Shard, key: str) -> None:
         return  # what reads it names the reason
     if found != shard.content:
         raise UserError(
-            f"{key}: {shard.source} has changed since the run began: it was {shard.content}, is {found}. A stream reads "
-            "its files while it trains; put the file back and continue with resume=auto"
+            f"{key}: {shard.source} has changed since the run began: it was {shard.content}, is {found}. A stream "
+            "reads its files while it trains; put the file back and continue with resume=auto"
         )
 
 

@@ -40,8 +40,8 @@ class WeightSource(DescribedModel, Protocol):
         none. A tensor that is computed may have a wider dtype than it is described in."""
 
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        """Return the tensors of `read_layer` on the meta device: names, shapes, and the dtypes in which they are stored,
-        without reading values."""
+        """Return the tensors of `read_layer` on the meta device: names, shapes, and the dtypes in which they are
+        stored, without reading values."""
 
     def check_complete(self, layers: list[Layer]) -> None:
         """Check that all tensors of the layers are there and no others. Raises UserError otherwise."""
