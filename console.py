@@ -125,6 +125,13 @@ def say_last(text: str) -> None:
     say(text)
 
 
+def pluralize(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 step" and "1,200 steps". noun: in the singular, with a regular plural;
+    its first word where others follow ("sample split")."""
+    head, space, rest = noun.partition(" ")
+    return f"{number:,} {head}{'' if number == 1 else 's'}{space}{rest}"
+
+
 def indent_lines(text: str) -> str:
     """Indents all lines of a text but its first."""
     return text.replace("\n", "\n  ")

@@ -57,7 +57,7 @@ from models.storage.folders import PROMPT_TEMPLATE  # noqa: E402
 from models.storage.tensor_files import load_json  # noqa: E402
 from models.weights.edits import edit_weights  # noqa: E402
 from models.weights.further import choose_further  # noqa: E402
-from models.weights.source import WeightSource  # noqa: E402
+from models.weights.source import WeightSource, read_as_stored  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from models.weights.vocabulary import add_end, open_tokenizer  # noqa: E402
 
@@ -90,7 +90,7 @@ def load_model(source: WeightSource) -> PreTrainedModel:
     for index, alone in enumerate(build_layers(source.config)):
         if alone.is_further:
             continue
-        for name, tensor in source.read_layer(index, layers[index]).items():
+        for name, tensor in read_as_stored(source, index, layers[index]).items():
             tensors |= {piece.hf_name: tensor[piece.index] for piece in alone.get_pieces(name)}
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     model: PreTrainedModel = (
@@ -112,7 +112,7 @@ def load_further(source: WeightSource, model: PreTrainedModel) -> list[FurtherDe
     for index, layer in enumerate(build_layers(source.config)):
         if layer.is_further and layer.owns_weights:
             module = layer.build_on_meta()
-            module.load_state_dict(source.read_layer(index, layer), assign=True)
+            module.load_state_dict(read_as_stored(source, index, layer), assign=True)
             assert isinstance(module, FurtherDecoderLayer)
             further.append(module.to(model.device).eval())
     return further

@@ -68,6 +68,11 @@ def test_on_a_terminal_all_fits_and_one_bar_is_to_be_seen(width: int) -> None:
     assert " ".join(after.split()) == "error: " + " ".join(30 * ["much went wrong"])  # and nothing after it
 
 
+def test_one_of_a_thing_is_in_the_singular() -> None:
+    assert console.pluralize(1, "step") == "1 step" and console.pluralize(1200, "step") == "1,200 steps"
+    assert [console.pluralize(count, "sample split") for count in (0, 1)] == ["0 samples split", "1 sample split"]
+
+
 def test_a_fact_of_several_lines_keeps_them() -> None:
     facts = {"train_file": "2 records\n1 skipped as bad, such as a.jsonl:2", "x": "y"}
     assert console.render_panel("data", facts, 30, "-").split("\n") == [

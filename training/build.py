@@ -222,9 +222,11 @@ def _identify(source: WeightSource, setup: RunSetup, ranks: Ranks) -> str:
     """Return the hash by which what `source` computes is found again. setup: of the model that computes it."""
     config = setup.config
     special = [] if setup.adapter is None else list(setup.adapter.list_quantized(setup.layers))
+    kernels = choose_kernels(config, setup.architecture)
     if config.precision is not Precision.fp32 and not config.shards_weights:
-        special += [f"{layer.hf_prefix}{name} in fp32" for layer in setup.layers for name in sorted(layer.fp32)]
-    return compute_model_id(source, config, choose_kernels(config, setup.architecture), special, ranks)
+        kept = ((layer, name) for layer in setup.layers for name in sorted(layer.list_fp32(kernels.dtype)))
+        special += [f"{layer.hf_prefix}{name} in fp32" for layer, name in kept]
+    return compute_model_id(source, config, kernels, special, ranks)
 
 
 def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> RankData:

@@ -29,6 +29,7 @@ from training.export import export_end, export_steps, prepare_folder
 from training.host_files import check_same_files
 from training.hub.upload import Uploader, check_upload, open_uploader
 from training.inputs.datasets import (
+    check_ids,
     check_same_tokens,
     complete_labels,
     find_prompt_template,
@@ -244,7 +245,8 @@ def prepare_data(run: Run) -> PreTrainedTokenizerBase:
             check_same_tokens(setup.teacher.source.path, tokenizer)
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile
         with ranks.phase("reading the data"):
-            tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)
+            datasets = tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)
+            check_ids(config, tokenizer, datasets, setup.architecture.vocab_size)
     return tokenizer
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from console import say, show_panel
+from console import pluralize, say, show_panel
 from data.inspection.files import describe_files
 from data.storage.tokenized import load_summary
 from models.adapters.options import AdapterName
@@ -182,14 +182,14 @@ def _describe_training_data(config: RunConfig, datasets: dict[str, Path], budget
     entries, position = list_entries(config, "train_file"), stream.cursor.position
     named = entries[0] if len(entries) == 1 else f"{entries[0]} and {len(entries) - 1} more"
     where = f", from shard {position.shard + 1} of pass {position.pass_number + 1} on" if stream.first_step else ""
-    return f"{named}: streamed from {len(stream.shards):,} shards{where}"
+    return f"{named}: streamed from {pluralize(len(stream.shards), 'shard')}{where}"
 
 
 def _describe_data(config: RunConfig, key: str, datasets: dict[str, Path], num_rows: int) -> str:
     entries, summary = list_entries(config, key), load_summary(datasets[key])
     named = entries[0] if len(entries) == 1 else f"{entries[0]} and {len(entries) - 1} more"
-    rows = f" in {num_rows:,} packed rows" if config.data.packing else ""
-    return f"{named}: {summary.num_samples:,} samples, {render_count(summary.num_tokens)} tokens{rows}"
+    rows = f" in {num_rows:,} packed {'row' if num_rows == 1 else 'rows'}" if config.data.packing else ""
+    return f"{named}: {pluralize(summary.num_samples, 'sample')}, {render_count(summary.num_tokens)} tokens{rows}"
 
 
 def _describe_evaluations(config: RunConfig, datasets: dict[str, Path], sizes: Mapping[str, EvalSize]) -> str:
@@ -206,7 +206,8 @@ def _describe_recomputation(config: RunConfig) -> str:
         return "all activations kept"
     where = ", their inputs on the host" if config.activation_offload else ""
     if mode is CheckpointMode.grouped:
-        return f"activations recomputed in groups of {interval} layers{where}"
+        groups = "layer by layer" if interval == 1 else f"in groups of {interval} layers"
+        return f"activations recomputed {groups}{where}"
     return f"activations recomputed (interval {interval}, {mode.value}){where}"
 
 
@@ -240,7 +241,7 @@ class RunTotals(Reporter):
         tokens = self._num_tokens - self._start.num_tokens
         whole, rate = render_seconds(time.monotonic() - self._began), tokens / self._seconds
         return {
-            "trained": f"{self._num_steps} steps, {render_count(tokens)} tokens, {rate:,.0f} tokens/s",
+            "trained": f"{pluralize(self._num_steps, 'step')}, {render_count(tokens)} tokens, {rate:,.0f} tokens/s",
             "time": f"{whole}, {render_seconds(self._seconds)} of it in steps",
             "loss": f"{self._last['loss']:.4f} at step {self._last['step']}",
         }
@@ -279,7 +280,7 @@ class RunEnd:
             how = "continue with resume=latest" if is_saved else "it is not saved; continue with resume=auto"
             return f"stopped by {signal.Signals(self.signum).name} at step {self.step}; {how}"
         if self.step == self.total_steps:
-            title = f"done: {self.step} steps"
+            title = f"done: {pluralize(self.step, 'step')}"
         else:
             title = f"ended by {self.ended_by} at step {self.step} of {self.total_steps}"
         if not is_saved:

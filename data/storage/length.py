@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from console import pluralize
 from data.options import LengthPolicy
 from data.sample import IGNORE_INDEX, OVERLAP, Group, Sample, count_targets
 from errors import UserError
@@ -27,20 +28,22 @@ class LengthCounts:
     def describe(self) -> list[str]:
         """Return the counts in words, one line each; empty when every sample fit."""
         lines = [
-            f"{count:,} {what}"
+            pluralize(count, what)
             for count, what in (
-                (self.num_truncated, "samples truncated"),
-                (self.num_dropped, "samples too long and dropped"),
-                (self.num_split, "samples split"),
+                (self.num_truncated, "sample truncated"),
+                (self.num_dropped, "sample too long and dropped"),
+                (self.num_split, "sample split"),
             )
             if count
         ]
         if lines:
-            lines.append(f"{self.num_lost_tokens:,} tokens lost by it ({self.num_lost_targets:,} of them targets)")
+            lines.append(
+                f"{pluralize(self.num_lost_tokens, 'token')} lost by it ({self.num_lost_targets:,} of them targets)"
+            )
         if self.num_without_text:
             lines.append(
-                f"{self.num_without_text:,} samples without a token of their own text, since what comes before it "
-                "fills the row: raise max_seq_length"
+                f"{pluralize(self.num_without_text, 'sample')} without a token of their own text, since what comes "
+                "before it fills the row: raise max_seq_length"
             )
         return lines
 

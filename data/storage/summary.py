@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from console import pluralize
 from data.counts import ContentCounts
 from data.sources.selection import Selection
 from data.storage.length import LengthCounts
@@ -58,23 +59,23 @@ class BatchCounts:
 
     def describe(self) -> str:
         """Return all counts in words, on several lines."""
-        return "\n".join([f"{self.num_records:,} records; {self.describe_size()}", *self.describe_fate()])
+        return "\n".join([f"{pluralize(self.num_records, 'record')}; {self.describe_size()}", *self.describe_fate()])
 
     def describe_size(self) -> str:
         """Return in words what the records became."""
-        return f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_targets:,} target tokens"
+        sizes = pluralize(self.num_samples, "sample"), pluralize(self.num_tokens, "token")
+        return f"{', '.join(sizes)}, {self.num_targets:,} target {'token' if self.num_targets == 1 else 'tokens'}"
 
     def describe_fate(self) -> list[str]:
         """Return in words the turns, and what was changed or left out of the records, one line each."""
         lines = [*self.content.describe_turns(), *self.lengths.describe(), *self.content.describe()]
         if self.num_skipped:
-            lines.append(
-                f"{self.num_skipped:,} of {self.num_records:,} records skipped as bad, such as {self.examples[0]}"
-            )
+            records = pluralize(self.num_records, "record")
+            lines.append(f"{self.num_skipped:,} of {records} skipped as bad, such as {self.examples[0]}")
         if self.num_filtered:
-            lines.append(f"{self.num_filtered:,} records filtered out")
+            lines.append(pluralize(self.num_filtered, "record filtered out"))
         if self.num_held_out:
-            lines.append(f"{self.num_held_out:,} records held out for evaluation")
+            lines.append(pluralize(self.num_held_out, "record held out for evaluation"))
         return lines
 
 

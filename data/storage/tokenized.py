@@ -46,6 +46,7 @@ SUMMARY_FILE = "summary.json"
 # A list of paths without suffix (`IndexedCorpus.prefix`), one per corpus that was tokenized elsewhere. The folder then
 # has no token columns.
 CORPORA_FILE = "corpora.json"
+SAMPLES_AT_A_TIME = 2**12  # that are read together to check their ids
 TOKEN_COLUMNS = ("input_ids", "labels")
 SAMPLE_COLUMNS = ("length", "num_targets", "source")  # those that every folder has, in addition to `offset`
 PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN = "num_prompt", "num_cut", "place"
@@ -275,6 +276,20 @@ class TokenizedDataset:
         """The number of tokens that were truncated from each sample, int32 [num_samples]. None if the folder does not
         have the column, as for corpora that were tokenized elsewhere."""
         return self._map_optional(CUT_COLUMN)
+
+    def find_id_beyond(self, rows: int) -> tuple[int, int] | None:
+        """Return the first sample with a token id below 0, or of `rows` or more, and that id; None without one. Raises
+        KeyError if the dataset was opened without `input_ids`."""
+        tokens = self._columns["input_ids"]
+        step = 1 if isinstance(tokens, CorpusTokens) else SAMPLES_AT_A_TIME  # a slice of those lies within one corpus
+        for first in range(0, len(self), step):
+            start, stop = (int(self._offsets[sample]) for sample in (first, min(first + step, len(self))))
+            ids = tokens[start:stop]
+            wrong = np.flatnonzero((ids < 0) | (ids >= rows))
+            if len(wrong):
+                sample = np.searchsorted(self._offsets, start + wrong[0], side="right") - 1
+                return int(sample), int(ids[wrong[0]])
+        return None
 
     def _map_optional(self, name: str) -> np.ndarray | None:
         """Return an int32 column; None if the folder does not have it."""

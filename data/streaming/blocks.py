@@ -14,7 +14,7 @@ import numpy as np
 from data.order import permute
 from data.sources.formats import RawRecord
 from data.sources.offsets import RecordOffset, read_from
-from data.streaming.shards import Shard
+from data.streaming.shards import Shard, check_unchanged
 from errors import UserError
 
 MAX_BLOCK_CHARACTERS = 2**24  # a record may be a whole book
@@ -75,11 +75,12 @@ def read_blocks(
 ) -> Iterator[RecordBlock]:
     """Yield the blocks from `position` on, pass after pass, without end.
 
-    key: of the files, for messages. Raises UserError for a shard that cannot be read, and where none holds a record.
+    key: of the files, for messages. Raises UserError for a shard that cannot be read or has changed since it was
+    listed, and where none holds a record.
     """
     while True:
         found = False
-        for block in _read_pass(shards, position, seed, block_records):
+        for block in _read_pass(shards, position, seed, block_records, key):
             found = True
             yield block
         if not found and position == Position(position.pass_number):
@@ -87,11 +88,14 @@ def read_blocks(
         position = position.next_pass
 
 
-def _read_pass(shards: Sequence[Shard], start: Position, seed: int, block_records: int) -> Iterator[RecordBlock]:
+def _read_pass(
+    shards: Sequence[Shard], start: Position, seed: int, block_records: int, key: str
+) -> Iterator[RecordBlock]:
     order = order_shards(len(shards), seed, start.pass_number).tolist()
     block = RecordBlock(start)
     for index in range(start.shard, len(order)):
         shard = shards[order[index]]
+        check_unchanged(shard, key)
         offset = start.offset if index == start.shard else START
         for record, after in read_from(shard.source, shard.part, offset):
             block.records.append(record)

@@ -61,8 +61,27 @@ def _split_source(source: str, key: str) -> list[Shard]:
         spec = json.loads(source.removeprefix(COMPONENT_PREFIX))
         state = json.dumps([source, describe_component(spec)])
         return [Shard(source, 0, spec[TARGET], xxhash.xxh3_64_hexdigest(state.encode()))]
-    content = f"{os.path.getsize(source):,} bytes, hash {hash_ends(Path(source), HASHED_BYTES)[:8]}"
-    return [Shard(source, 0, Path(source).name, content)]
+    return [Shard(source, 0, Path(source).name, _describe_file(source))]
+
+
+def _describe_file(source: str) -> str:
+    return f"{os.path.getsize(source):,} bytes, hash {hash_ends(Path(source), HASHED_BYTES)[:8]}"
+
+
+def check_unchanged(shard: Shard, key: str) -> None:
+    """Raise UserError for a file that is no longer what it was when the shards were listed: the order of samples, and
+    the place at which a resume continues, would be those of another file. key: of the file, for the message."""
+    if shard.source.startswith((HUB_PREFIX, COMPONENT_PREFIX)):
+        return
+    try:
+        found = _describe_file(shard.source)
+    except OSError:
+        return  # what reads it names the reason
+    if found != shard.content:
+        raise UserError(
+            f"{key}: {shard.source} has changed since the run began: it was {shard.content}, is {found}. A stream "
+            "reads its files while it trains; put the file back and continue with resume=auto"
+        )
 
 
 def find_changes(before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]) -> tuple[str, str]:

@@ -8,5 +8,5 @@ from extension import Extension
 
 EXTENSION = Extension(
     folder=Path(__file__).parent,
-    commands={"python -m extensions.import_config THEIRS -o conf/mine.yaml": "another trainer's config as one of ours"},
+    commands={"python -m extensions.import_config THEIRS -o conf/mine.yaml": "a config of another trainer"},
 )

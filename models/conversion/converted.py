@@ -41,7 +41,7 @@ class ConvertedWeights:
         self._dtype = dtype
         self._open_layer = threading.local()  # the layer that each worker thread has open
         self._buffers = [layer.buffer_names() for layer in self._layers]
-        self._kept = [names | layer.fp32 for names, layer in zip(self._buffers, self._layers, strict=True)]
+        self._kept = [names | layer.fp32_in_fp16 for names, layer in zip(self._buffers, self._layers, strict=True)]
         targets = build_layers(config, source.wrapper)
         self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
         self.passthrough = find_passthrough(source, export_unused)
@@ -144,7 +144,7 @@ class ConvertedWeights:
         for name, tensor in described.items():
             dtype = tensor.dtype
             if self._dtype is not None and dtype.is_floating_point and name not in self._buffers[index]:
-                dtype = torch.promote_types(dtype, self._dtype) if name in layer.fp32 else self._dtype
+                dtype = torch.promote_types(dtype, self._dtype) if name in layer.list_fp32(self._dtype) else self._dtype
             infos[name] = TensorInfo(layer.hf_prefix + name, tuple(shapes[name]), dtype)
         return infos
 

@@ -80,7 +80,8 @@ class Layer:
     styles: the parts that tensor parallelism shards, by their names in the module ("" is the module itself); empty
     without it. experts: of the module's stacks of experts, by their names in it, those experts that are read where each
     has tensors of its own on disk; all of a stack that is not named. fp32: the names of the module's parameters that
-    stay in fp32 in a model of 16 bits (`models/architecture/fp32.py`). is_further: a layer that predicts further
+    stay in fp32 in a model of 16 bits (`models/architecture/fp32.py`). fp32_in_fp16: of all that do in fp16, where
+    `transformers` keeps some that it rounds to bf16. is_further: a layer that predicts further
     tokens, or looks their embeddings up (`models/further/`). num_blocks: blocks of hidden states that go in, end to end
     along the rows: one for each token that is predicted.
     """
@@ -94,6 +95,7 @@ class Layer:
     styles: Styles = field(default_factory=dict)
     experts: Mapping[str, range] = field(default_factory=dict)
     fp32: Set[str] = frozenset()
+    fp32_in_fp16: Set[str] = frozenset()
     is_further: bool = False
     num_blocks: int = 1
 
@@ -128,6 +130,10 @@ class Layer:
         factors = {id(factor) for mixer in mixers for factor in mixer.buffers()}
         stored = module.state_dict().keys() - {name for name, _ in module.named_parameters()}
         return stored - {name for name, buffer in module.named_buffers() if id(buffer) in factors}
+
+    def list_fp32(self, dtype: torch.dtype) -> Set[str]:
+        """Return the names of the module's parameters that stay in fp32 in a model of `dtype`, one of 16 bits."""
+        return self.fp32_in_fp16 if dtype is torch.float16 else self.fp32
 
     def get_pieces(self, name: str) -> list[TensorPiece]:
         """Return the Hugging Face tensors, named in full, that make up the module's tensor `name`; usually a single

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 
 class MergedAdapter(Edit):
-    """Merges an adapter into a model, one layer at a time."""
+    """Merges an adapter into a model, one layer at a time.
+
+    Merged weights are read in fp32 or wider, so that they are rounded once, to the dtype in which they are used; those
+    of stacked experts in the dtype of their base, since a copy in fp32 would take twice the memory. They are described
+    in the dtype of their base, in which they are written where no other is asked for.
+    """
 
     order = EditOrder.ADAPTER
 
@@ -49,12 +54,14 @@ class MergedAdapter(Edit):
 
     def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
         tensors = read(index, layer)
-        if any(tensor.is_meta for tensor in tensors.values()):  # merging keeps shapes and dtypes
+        if any(tensor.is_meta for tensor in tensors.values()):  # merging keeps shapes
             return tensors
         module = layer.build_on_meta()
         if tensors and is_saved(layer, self._lora):
             names = [name for name, _ in module.named_parameters()]
-            module.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
+            wide = {name: _widen(tensors[name]) for name in names}
+            buffers = {name: tensors[name].clone() for name in tensors.keys() - wide.keys()}
+            module.load_state_dict(wide | buffers, assign=True)
             fill_parameters(module, self._read_adapter(index, layer, names), names)
             return {name: tensor.detach() for name, tensor in module.state_dict().items()}
         targets = list_targets(module, layer, self._lora)
@@ -70,7 +77,7 @@ class MergedAdapter(Edit):
             parameter.data = _widen(parameter.data)
         fill_adapter(module, self._read_adapter(index, layer, adapter_names(module)))
         merged = merge_adapter(module)
-        return tensors | {name: merged[name].to(tensors[name].dtype) for name in changed}
+        return tensors | {name: merged[name] for name in changed}
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from models.further.table import count_trained, list_copies, set_trained
 from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
 from models.weights.edits import Edit, EditedWeights, EditOrder, ReadLayer
-from models.weights.source import WeightSource, check_shape, check_tensors
+from models.weights.source import WeightSource, check_shape, check_tensors, read_as_stored
 
 
 class FurtherLayers(Edit):
@@ -84,7 +84,7 @@ def _check_copy(edited: EditedWeights, name: str, index: int) -> None:
     """Raise UserError for a copy of embedding or head that differs from the model's own, which would take its place.
     index: of the layer with the model's own."""
     layer = edited.layers[index]
-    if not torch.equal(edited.read_layer(index, layer)["weight"], edited.before.read_passthrough(name)):
+    if not torch.equal(read_as_stored(edited, index, layer)["weight"], edited.before.read_passthrough(name)):
         raise UserError(
             f"mtp.loss_coef: {edited.path}: '{name}' differs from '{layer.hf_prefix}weight', and both are trained as a "
             "single tensor; give mtp.loss_coef=0, or a folder in which they are equal"

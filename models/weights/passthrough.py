@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PretrainedConfig
 
+from console import pluralize
 from errors import UserError
 from models.architecture.unused import clear_further_layers, find_unread, group_names
 from models.further.table import TRAINED
@@ -61,7 +62,7 @@ class Passthrough(NamedTuple):
         if not self.unused:
             return ""
         groups = "; ".join(f"{name}: {count}" for name, count in group_names(info.name for info in self.unused).items())
-        return f"{len(self.unused)} tensors that no layer reads ({render_mib(self.unused)}; {groups})"
+        return f"{pluralize(len(self.unused), 'tensor')} that no layer reads ({render_mib(self.unused)}; {groups})"
 
 
 def find_passthrough(source: WeightSource, export_unused: bool = True) -> Passthrough:

@@ -37,10 +37,11 @@ class WeightSource(DescribedModel, Protocol):
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         """Return the tensors of `layer`, named as in its module, checked against its shapes. Empty if the layer owns
-        none."""
+        none. A tensor that is computed may have a wider dtype than it is described in."""
 
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        """Return the tensors of `read_layer` on the meta device: names, shapes and dtypes, without reading values."""
+        """Return the tensors of `read_layer` on the meta device: names, shapes, and the dtypes in which they are
+        stored, without reading values."""
 
     def check_complete(self, layers: list[Layer]) -> None:
         """Check that all tensors of the layers are there and no others. Raises UserError otherwise."""
@@ -54,6 +55,12 @@ class WeightSource(DescribedModel, Protocol):
 
     def read_passthrough(self, name: str) -> torch.Tensor:
         """Return one tensor of `list_passthrough` by its name on disk, memory-mapped."""
+
+
+def read_as_stored(source: WeightSource, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+    """Return the tensors of `layer`, the layer `index`, in the dtypes in which they are described."""
+    described = source.describe_layer(index, layer)
+    return {name: tensor.to(described[name].dtype) for name, tensor in source.read_layer(index, layer).items()}
 
 
 def get_whole_config(source: DescribedModel) -> PretrainedConfig:

@@ -148,6 +148,21 @@ def test_a_step_after_which_the_scale_grows_takes_its_whole_gradient(
         assert torch.allclose(others[name].float(), tensor.float(), atol=2e-3), name
 
 
+@pytest.mark.full
+def test_norms_of_gpt_oss_are_trained_in_fp32(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    """As `transformers` has them in fp16, not in bf16."""
+    save_family(tmp_path / "hf", "gpt_oss")
+    save_tokenizer(tmp_path / "hf")
+    records = save_records(tmp_path / "train.jsonl", 40)
+    keys = ("precision=fp16", "optimizer=adamw", "learning_rate=1e-3", "logging_steps=1", "save_steps=null")
+    workers(2).run(train_in_fp16, Case(tmp_path / "hf", records, tmp_path, 2, 2, STEPS, keys))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out/hf"))
+    norms = {name for name in after if "norm" in name}
+    assert norms and {name for name, tensor in after.items() if tensor.dtype is torch.float32} == norms
+    assert all(tensor.dtype is torch.float16 for name, tensor in after.items() if name not in norms)
+    assert all(0 < (after[name] - before[name]).abs().max() < 0.1 for name in norms)
+
+
 def refuse(name: str) -> Any:
     raise AssertionError(f"{name} is not JSON")
 

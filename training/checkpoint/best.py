@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from console import pluralize
 from training.config.criterion import Criterion
 
 
@@ -50,6 +51,6 @@ def describe_patience(best: Best, threshold: float) -> str:
     """Return the reason of an early stop in words."""
     by = f" by more than {threshold:g}" if threshold else ""
     return (
-        f"{best.metric} has not improved{by} in {best.evaluations_since} evaluations; the best is {best.value:.4f} at "
-        f"step {best.step}"
+        f"{best.metric} has not improved{by} in {pluralize(best.evaluations_since, 'evaluation')}; the best is "
+        f"{best.value:.4f} at step {best.step}"
     )

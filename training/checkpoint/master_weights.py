@@ -1,5 +1,6 @@
-"""The fp32 master weights of a checkpoint that was saved in a 16-bit precision, for a run that continues in fp32: the
-layer files have them rounded."""
+"""The fp32 master weights of a checkpoint, for a run that continues in another precision. One that was saved in 16 bits
+has them in the optimizer's files, and its layer files have them rounded; one that was saved in fp32 has them in its
+layer files alone."""
 
 from __future__ import annotations
 
@@ -11,9 +12,13 @@ import torch
 from safetensors import safe_open
 
 from errors import UserError
+from models.adapters.base_inits import count_starts
 from models.layers.layer import Layer
+from models.storage.tensor_files import load_torch_file
 from models.weights.edits import Edit, EditedWeights, EditOrder, ReadLayer
-from training.checkpoint.optimizer_state import FILE_PATTERN, WEIGHT, list_overlaps, parse_key
+from models.weights.pipeline_checkpoint import layer_file
+from training.checkpoint.optimizer_state import FILE_PATTERN, WEIGHT, list_fragments, list_overlaps, parse_key
+from training.engine.engine import Engine
 
 _RANK_DIMS = {".lora_A.": 0, ".lora_B.": 1}  # the dimension that the rank is
 
@@ -48,7 +53,7 @@ class MasterWeights(Edit):
         return {name: self._restore(layer.hf_prefix + name, tensor) for name, tensor in tensors.items()}
 
     def _restore(self, name: str, rounded: torch.Tensor) -> torch.Tensor:
-        dim = next((dim for matrix, dim in _RANK_DIMS.items() if matrix in name), None)
+        dim = _find_rank_dim(name)
         if not self._starts_from_base or dim is None:
             return self._read(name, rounded)
         trained, start = rounded.chunk(2, dim)
@@ -73,3 +78,34 @@ class MasterWeights(Edit):
                 "another one"
             )
         return flat.view(rounded.shape)
+
+
+def _find_rank_dim(name: str) -> int | None:
+    return next((dim for matrix, dim in _RANK_DIMS.items() if matrix in name), None)
+
+
+def restore_rounded(engine: Engine, step_dir: Path) -> None:
+    """Fill the master weights of a run in 16 bits from a checkpoint that was saved in fp32: its weights were rounded
+    when they were loaded, and the master weights made of them. Without an effect where the optimizer's files have them,
+    and in a run in fp32. The bytes of the layer files were compared when the weights were read from them.
+
+    Raises UserError for a file that cannot be read."""
+    if MasterWeights(step_dir):
+        return
+    places = {
+        layer.spec.hf_prefix + name: (layer, name)
+        for layer in engine.module.local_layers
+        for name, _ in layer.module.named_parameters()
+    }
+    for fragment in list_fragments(engine):
+        if fragment.is_weight:
+            continue
+        layer, name = places[fragment.name]
+        saved, dim = load_torch_file(layer_file(step_dir, layer.index))[name], _find_rank_dim(name)
+        if dim is not None and count_starts(layer.module):
+            saved = saved.chunk(2, dim)[0]  # without what the adapter started as
+        target, flat = fragment.states[WEIGHT], saved.reshape(-1)
+        assert isinstance(target, torch.Tensor)
+        here, there = (None, 0, flat.numel()), (fragment.shard, fragment.start, target.numel())
+        for low, to, length in list_overlaps(here, there):
+            target[to : to + length].copy_(flat[low : low + length])

@@ -90,7 +90,7 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
             check_state(partition.weights, partition.state, partition.declared)
     tensors: dict[str, torch.Tensor] = {}
     declared = {name: kept for partition in engine.list_partitions() for name, kept in partition.declared.items()}
-    for fragment in _list_fragments(engine):
+    for fragment in list_fragments(engine):
         for kind, state in fragment.states.items() if fragment.owned else ():
             if kind == WEIGHT and fragment.is_weight:  # restored from the weights
                 continue
@@ -105,7 +105,7 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 def count_elements(engine: Engine) -> int:
     """Return the number of trained elements whose state this rank saves."""
-    return sum(fragment.states[WEIGHT].numel() for fragment in _list_fragments(engine) if fragment.owned)
+    return sum(fragment.states[WEIGHT].numel() for fragment in list_fragments(engine) if fragment.owned)
 
 
 def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> None:
@@ -128,7 +128,7 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
                     state[name], state[kept.scales], state[kept.table], scales_name=kept.scales
                 )
     wanted: dict[tuple[str, str], Fragment] = {}
-    for fragment in _list_fragments(engine):
+    for fragment in list_fragments(engine):
         here = kinds & fragment.states.keys() - ({WEIGHT} if fragment.is_weight else set())
         wanted |= {(kind, fragment.name): fragment for kind in here}
     missing = {key: fragment.states[key[0]].numel() for key, fragment in wanted.items()}
@@ -189,7 +189,8 @@ def is_own_master(engine: Engine, parameter: torch.Tensor) -> bool:
     return parameter.dtype is torch.float32 and not any(parameter is each for each in engine.module.in_fp32)
 
 
-def _list_fragments(engine: Engine) -> Iterator[Fragment]:
+def list_fragments(engine: Engine) -> Iterator[Fragment]:
+    """Yield the fragments of this rank's trained parameters."""
     partitions = engine.list_partitions()
     for name, parameter, placement in engine.module.named_hf_parameters():
         held = engine.find_slice(parameter)

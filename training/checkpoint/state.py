@@ -31,6 +31,7 @@ from models.storage.manifest import STATE_NAME
 from models.storage.steps import TEMPORARY_PREFIX
 from training.checkpoint import optimizer_state
 from training.checkpoint.best import Best
+from training.checkpoint.master_weights import restore_rounded
 from training.engine.engine import Engine
 
 EVALUATION_NAME = "evaluation.json"
@@ -130,6 +131,7 @@ def load_checkpoint(engine: Engine, step_dir: Path, state: TrainerState) -> None
     """
     same_optimizer = read_state(step_dir).optimizer == state.optimizer
     optimizer_state.load_state(engine, step_dir, with_moments=same_optimizer)
+    restore_rounded(engine, step_dir)
     engine.restore_step(state.step)
 
 

@@ -44,7 +44,7 @@ def render_help() -> str:
     parts.append(textwrap.shorten(f"-cn {', '.join(configs)}", 3 * WIDTH, placeholder=" ..."))
     commands = [item for extension in load_extensions() for item in extension.commands.items()]
     if commands:
-        parts.append("\n".join(["more commands:", *(f"  {command:<56} {purpose}" for command, purpose in commands)]))
+        parts.append("\n".join(["more commands:", *(f"  {command:<60} {purpose}" for command, purpose in commands)]))
     return "\n".join(textwrap.fill(part, WIDTH, subsequent_indent="  ") if "\n" not in part else part for part in parts)
 
 

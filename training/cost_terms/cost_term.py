@@ -184,8 +184,8 @@ class Chunk:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of a micro-batch's hidden_states."""
-        return self.layers[0].bytes.output
+        """Bytes of a micro-batch's hidden_states, between layers: embedding and head may have fewer (mamba)."""
+        return max(layer.bytes.output for layer in self.layers)
 
     @property
     def block_bytes(self) -> int:

@@ -169,11 +169,15 @@ def count_layers(
     # what is trained may depend on a layer's number and name
     is_by_layer = bool(freeze) or (adapter is not None and names_layers(adapter.config))
     part = replace(batch, seq_length=batch.seq_length // ranks.parts.size)
-    counted: dict[Any, LayerCost] = {}
+    counted: dict[Any, tuple[LayerCost, torch.dtype]] = {}
+    known: dict[tuple[int, torch.dtype], tuple[LayerCost, torch.dtype]] = {}
     costs: list[LayerCost] = []
+    dtype = batch.dtype  # of the hidden states that a layer takes: those of mamba pass them on in fp32
     for index, alike in enumerate(range(len(layers)) if is_by_layer else list_alike(layers)):
-        if alike < index:
-            costs.append(costs[alike])
+        taken = alike, dtype
+        if taken in known:
+            cost, dtype = known[taken]
+            costs.append(cost)
             continue
         layer = layers[index]
         module = layer.build_on_meta()
@@ -182,13 +186,14 @@ def count_layers(
         choose_trained(module, index, layer, adapter, freeze, ranks.parallel, ranks.expert_parallel)
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         recipe = (layer.module_class, layer.tied_key, layer.owns_weights, layer.is_further)
-        kind = (*recipe, _find_window(module, config), shapes)
+        kind = (*recipe, _find_window(module, config), shapes, dtype)
         if kind not in counted:
             width = find_input_width(layers, index, config.hidden_size)
             module.to(batch.dtype)  # the adapter too, as the engine does
-            built = _BuiltLayer(layer, module, config, part, ranks, index == 0, width, splits_backward, fuses)
-            counted[kind] = built.count()
-        costs.append(counted[kind])
+            built = _BuiltLayer(layer, module, config, part, ranks, index == 0, width, dtype, splits_backward, fuses)
+            counted[kind] = built.count(), built.output_dtype
+        cost, dtype = known[taken] = counted[kind]
+        costs.append(cost)
     return costs
 
 
@@ -203,6 +208,7 @@ class _BuiltLayer:
     ranks: LayerRanks
     is_first: bool
     width: int  # of what it takes
+    dtype: torch.dtype  # of what it takes
     splits_backward: bool
     fuses: bool
 
@@ -302,10 +308,15 @@ class _BuiltLayer:
             saved=saved,
             kept=kept,
             remade=remade,
-            output=batch.tokens // self._hidden_parts * self.config.hidden_size * itemsize,
+            output=batch.tokens // self._hidden_parts * self.config.hidden_size * self.output_dtype.itemsize,
             widest=widest,
             deferred=self._count_deferred(),
         )
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states that the layer returns; that of what it takes where it cannot be run."""
+        return self.dtype if self._trace is None else self._trace.result_dtype
 
     @cached_property
     def _own_config(self) -> PretrainedConfig:
@@ -412,7 +423,7 @@ class _BuiltLayer:
             context.bounds = DocumentBounds(2 * batch.rows, batch.seq_length) if makes_mask else None
         position_ids = torch.zeros(batch.rows, batch.seq_length, dtype=torch.long, device="meta")
         shape = batch.rows * layer.num_blocks, batch.seq_length // self._hidden_parts, self.width
-        hidden_states = torch.empty(*shape, dtype=batch.dtype, device="meta", requires_grad=True)  # [B, T, D] per block
+        hidden_states = torch.empty(*shape, dtype=self.dtype, device="meta", requires_grad=True)  # [B, T, D] per block
         inputs: tuple[torch.Tensor, ...] = (
             position_ids if self.is_first else hidden_states,
             position_ids,

@@ -56,6 +56,7 @@ class Trace:
     # in and out
     backward_peak: int
     gradients: Mapping[str, int]  # storage of each parameter's gradient, by the parameter's name
+    result_dtype: torch.dtype  # of the result that the backward pass starts from
 
     def sum_sizes(self, storages: Iterable[int]) -> int:
         """Return the bytes of storages, each counted once."""
@@ -113,6 +114,7 @@ def trace_passes(run: Callable[[], Any], module: nn.Module) -> Trace:
         num_repeated=recorder.num_repeated,
         backward_peak=peak - 2 * result.untyped_storage().nbytes(),
         gradients=gradients,
+        result_dtype=result.dtype,
     )
 
 

@@ -183,7 +183,7 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "transformers", saves, ("_weight_conversions",), "naming the tensors of a wrapped model"
     yield "transformers", model, ("_tied_weights_keys",), "tying the head of a text model"
     in_fp32 = "keeping the gates of mixtures in fp32"
-    yield "transformers", model, ("_keep_in_fp32_modules_strict",), in_fp32
+    yield "transformers", model, ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"), in_fp32
     ignored = "knowing which other tensors a checkpoint may hold"
     yield "transformers", model, ("_keys_to_ignore_on_load_unexpected",), ignored
     experts = "transformers.integrations.moe:use_experts_implementation"

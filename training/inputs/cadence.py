@@ -24,4 +24,6 @@ def describe_cadence(steps: int | None, epochs: float | None) -> str:
     """Return the interval in words, for the panel at the start of a run."""
     if epochs is not None:
         return ("every epoch" if epochs == 1 else f"every {epochs:g} epochs") + " and at the end"
-    return f"every {steps} steps and at the end" if steps else "at the end"
+    if not steps:
+        return "at the end"
+    return ("every step" if steps == 1 else f"every {steps} steps") + " and at the end"

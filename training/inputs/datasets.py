@@ -22,6 +22,7 @@ from data.sources.selection import HoldOut, Selection, build_filter
 from data.storage.encoding import Encoding
 from data.storage.mismatched import check_labels, prepare_mismatched
 from data.storage.rows import RowPlan, prepare_rows
+from data.storage.token_ids import check_token_ids
 from data.storage.tokenized import TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
 from data.streaming.blocks import Cursor
@@ -125,6 +126,17 @@ def tokenize(
     compares_bytes: of what is cached; one process of a host asks for it, once a run.
     """
     return {key: prepare_file(config, key, tokenizer, log, compares_bytes) for key in list_file_keys(config)}
+
+
+def check_ids(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Path], vocab_size: int
+) -> None:
+    """Raise UserError for a tokenized file with an id that the embedding has no row for. vocab_size: its rows. Nothing
+    is read where all ids are those of a tokenizer that fits."""
+    if config.data.encoder is None and max(tokenizer.get_vocab().values()) < vocab_size:
+        return
+    for key, path in datasets.items():
+        check_token_ids(path, key, vocab_size)
 
 
 def prepare_file(

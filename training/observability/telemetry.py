@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from console import measure_width, stream
+from console import measure_width, pluralize, stream
 from training.costs.hardware import GIB
 from training.distributed.topology import PIPE, Layout
 from training.observability.first_step import FirstStep
@@ -220,5 +220,9 @@ def render_summary(reported: Sequence[tuple[Measured, Record]], prediction: Pred
     figures.append(f"imbalance {mean_over_time('imbalance'):.1%} ({plan.imbalance:.1%})")
     header = ("stage", "layers", "computing", "communicating", "waiting", "peak GiB", "predicted")
     return "\n".join(
-        [f"measured over {total} steps:", *render_rows(header, rows, measure_width(stream())), ", ".join(figures)]
+        [
+            f"measured over {pluralize(total, 'step')}:",
+            *render_rows(header, rows, measure_width(stream())),
+            ", ".join(figures),
+        ]
     )

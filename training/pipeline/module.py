@@ -229,7 +229,7 @@ class StageModule(PipelineModule):
     def trains_fp32(self) -> bool:
         """Whether a stage of 16 bits, this one or another, trains parameters that stay in fp32."""
         keeps = self.options.keeps_fp32 and self.options.adapter is None
-        return keeps and any(layer.fp32 for layer in self._layers)
+        return keeps and any(layer.list_fp32(self.options.kernels.dtype) for layer in self._layers)
 
     @property
     def num_further(self) -> int:

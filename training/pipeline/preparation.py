@@ -79,7 +79,8 @@ class StageOptions:
 
     @property
     def keeps_fp32(self) -> bool:
-        """Whether some parameters stay in fp32 (`Layer.fp32`) in a stage of 16 bits. ZeRO-3 has one dtype for all."""
+        """Whether some parameters stay in fp32 (`Layer.list_fp32`) in a stage of 16 bits. ZeRO-3 has one dtype for
+        all."""
         return self.kernels.dtype is not torch.float32 and not self.shards_weights
 
 
@@ -169,14 +170,14 @@ def _load(
     divide_experts(module, ranks.expert_parallel)
     tensors = _read(layer, source, ranks)
     dtypes = {name: tensors[name].dtype for name in layer.spec.buffer_names()}
-    if options.keeps_fp32:
-        dtypes |= dict.fromkeys(layer.spec.fp32, torch.float32)
+    kept = layer.spec.list_fp32(options.kernels.dtype) if options.keeps_fp32 else frozenset()
+    dtypes |= dict.fromkeys(kept, torch.float32)
     copies = {
         name: tensor.to(device=device, dtype=dtypes.get(name, options.kernels.dtype), copy=True)
         for name, tensor in tensors.items()
     }
     module.load_state_dict(copies, strict=True, assign=True)
-    in_fp32 = [each for name, each in module.named_parameters() if options.keeps_fp32 and name in layer.spec.fp32]
+    in_fp32 = [each for name, each in module.named_parameters() if name in kept]
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))  # what follows from the config is in no file

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
+from console import pluralize
 from extension import list_plans
 from training.config.schema import CheckpointMode
 from training.costs.hardware import GIB
@@ -39,8 +40,7 @@ def render_plan(
     config, hardware = plan.run.config, plan.run.hardware
     return "\n".join(
         [
-            f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
-            f"{_describe_samples(plan)}",
+            f"{plan.layout.describe()}; {_describe_micro_batches(plan)} a step, {_describe_samples(plan)}",
             f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, "
             f"{config.precision.value}, zero_stage={config.zero_stage}, "
             f"offload_optimizer={config.offload_optimizer.value}, "
@@ -57,6 +57,11 @@ def render_plan(
             *render_verdict(plan, advice, width),
         ]
     )
+
+
+def _describe_micro_batches(plan: Plan) -> str:
+    number = plan.layout.gradient_accumulation_steps
+    return "1 micro-batch" if number == 1 else f"{number} micro-batches"
 
 
 def _describe_samples(plan: Plan) -> str:
@@ -174,8 +179,9 @@ def render_run(plan: Plan, total_steps: int | None, earlier: Mapping[str, float]
     parts = " and ".join(f"{render_seconds(each)} {name}" for name, each in earlier.items())
     bound = "at most" if plan.run.tokens_per_sample == plan.longest_sample else "about"
     line = (
-        f"whole run: {total_steps:,} steps, {bound} {render_count(total_steps * plan.tokens_per_step)} tokens, "
-        f"{render_seconds(seconds)}{f' ({parts} before training)' * bool(earlier)}"
+        f"whole run: {pluralize(total_steps, 'step')}, {bound} "
+        f"{render_count(total_steps * plan.tokens_per_step)} tokens, {render_seconds(seconds)}"
+        f"{f' ({parts} before training)' * bool(earlier)}"
     )
     return [line if price is None else f"{line}, {render_cost(price)}{rate}"]
 

@@ -41,7 +41,7 @@ def test_the_report_counts_everything(path: Path) -> None:
     tokens, targets = rows.lengths.sum(), rows.num_targets.sum()
     assert f"2 samples, {tokens} tokens, {targets} target tokens\n" in single
     (lines,) = describe_files({"train_file": path}).values()
-    assert ": 4 records; 2 samples, " in lines and "\n1 samples too long and dropped\n" in lines
+    assert ": 4 records; 2 samples, " in lines and "\n1 sample too long and dropped\n" in lines
     assert "\n1 of 4 records skipped as bad, such as " in lines
     assert f"tokens a sample: {min(rows.lengths)} to {max(rows.lengths)}" in single
     assert f"target tokens: {targets / tokens:.1%} of all" in single

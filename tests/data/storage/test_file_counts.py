@@ -132,7 +132,7 @@ def test_turns_of_a_split_conversation_that_are_cut(build_tokenizer, tmp_path: P
     counts = count(ChatEncoder(), tokenizer, tmp_path, file, max_seq_length=lengths[1])["a.jsonl"]
     assert (counts.num_samples, counts.content.num_split) == (2, 1)
     assert (counts.content.num_turns, counts.content.num_cut_turns) == (3, 1)
-    assert counts.describe().startswith(f"1 records; 2 samples, {sum(lengths[:2])} tokens, ")
+    assert counts.describe().startswith(f"1 record; 2 samples, {sum(lengths[:2])} tokens, ")
 
 
 def test_turns_of_a_prompt_count_once(chat_tokenizer, tmp_path: Path) -> None:

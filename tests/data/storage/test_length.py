@@ -86,6 +86,6 @@ def test_counts_add_up_and_are_described() -> None:
     counts.add(LengthCounts(num_truncated=1, num_lost_tokens=1500, num_lost_targets=3))
     counts.add(LengthCounts(num_dropped=2, num_split=4, num_lost_tokens=1))
     assert counts.describe() == [
-        "1 samples truncated", "2 samples too long and dropped", "4 samples split",
+        "1 sample truncated", "2 samples too long and dropped", "4 samples split",
         "1,501 tokens lost by it (3 of them targets)",
     ]  # fmt: skip

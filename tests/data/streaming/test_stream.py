@@ -180,6 +180,19 @@ def test_a_bad_record_ends_the_run_or_is_counted(build_plan, tmp_path: Path) -> 
     assert stream.counts.num_skipped == 1 and f"{file}:5" in stream.counts.describe()
 
 
+def test_a_shard_that_changes_after_it_was_listed_is_named(build_plan, tmp_path: Path) -> None:
+    """Before its first record is read, and in a later pass."""
+    file, lines = tmp_path / "grows.jsonl", [json.dumps(record) + "\n" for record in make_records(0, 6)]
+    file.write_text("".join(lines[:4]))
+    plan = build_plan(files=str(file))
+    begun = RowStream(plan, Cursor())
+    begun.take(4)
+    file.write_text("".join(lines))
+    for stream in (RowStream(plan, Cursor()), begun, RowStream(plan, Cursor(), num_workers=2)):
+        with pytest.raises(UserError, match=rf"^train_file: {file} has changed since the run began: it was .* bytes"):
+            stream.take(1)
+
+
 def test_shards_without_a_usable_record_end_the_run(build_plan, tmp_path: Path) -> None:
     file = tmp_path / "none.jsonl"
     file.write_text("{}\n{}\n")

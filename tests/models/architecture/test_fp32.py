@@ -19,8 +19,9 @@ GATE = "gate.weight"
 REFUSED = ("zamba", "zamba2", "zaya", "xlstm")
 
 
-def list_fp32(model_type: str) -> set[str]:
-    return {layer.hf_prefix + name for layer in build_layers(build_family_config(model_type)) for name in layer.fp32}
+def list_fp32(model_type: str, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+    layers = build_layers(build_family_config(model_type))
+    return {layer.hf_prefix + name for layer in layers for name in layer.list_fp32(dtype)}
 
 
 def list_trained(model_type: str) -> set[str]:
@@ -28,27 +29,32 @@ def list_trained(model_type: str) -> set[str]:
     return {layer.hf_prefix + name for layer in layers for name, _ in layer.build_on_meta().named_parameters()}
 
 
-@pytest.mark.parametrize("model_type", [MIXTURE, "deepseek_v3", "mixtral", "llama"])
-def test_it_is_what_transformers_keeps(model_type: str, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(save_family(tmp_path, model_type), dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", [MIXTURE, "deepseek_v3", "mixtral", "llama", "gpt_oss"])
+def test_it_is_what_transformers_keeps(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_family(tmp_path, model_type), dtype=dtype)
     kept = {name for name, each in model.named_parameters() if each.dtype is torch.float32}
-    assert list_fp32(model_type) == kept & list_trained(model_type)
+    assert list_fp32(model_type, dtype) == kept & list_trained(model_type)
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [MIXTURE, "deepseek_v3"]
-    + [pytest.param(name, marks=pytest.mark.full) for name in (*MIXTURES, *HYBRIDS) if name not in (MIXTURE, *REFUSED)],
+    ("model_type", "dtype"),
+    [(MIXTURE, torch.bfloat16), ("deepseek_v3", torch.bfloat16), ("gpt_oss", torch.float16)]
+    + [
+        pytest.param(name, torch.bfloat16, marks=pytest.mark.full)
+        for name in (*MIXTURES, *HYBRIDS)
+        if name not in (MIXTURE, *REFUSED)
+    ],
 )
-def test_layers_compute_with_it_what_transformers_does(model_type: str, tmp_path: Path) -> None:
-    """Up to the rounding of bf16: all of a model computes with parameters of two dtypes, forward and backward."""
+def test_layers_compute_with_it_what_transformers_does(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Up to the rounding of 16 bits: all of a model computes with parameters of two dtypes, forward and backward."""
     build_family(model_type).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager")
     chain = Chain(model)
     for layer, module in zip(chain.layers, chain.stages, strict=True):
-        stays = layer.buffer_names() | set(layer.fp32)
+        stays = layer.buffer_names() | layer.list_fp32(dtype)
         for name, each in module.state_dict(keep_vars=True).items():
-            each.data = each.data.to(torch.float32 if name in stays else torch.bfloat16)
+            each.data = each.data.to(torch.float32 if name in stays else dtype)
     logits = chain(tokens(), positions())
     assert difference(logits.float(), model(tokens(), use_cache=False).logits.float()) < 0.1
     logits.float().square().mean().backward()

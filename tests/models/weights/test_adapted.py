@@ -30,6 +30,7 @@ from models.weights.further import FurtherLayers
 from models.weights.resized_vocab import ResizedVocabulary
 from models.weights.sources import _follow_run, open_weights
 from models.weights.vocabulary import resize_config
+from scripts.generate import load_model
 
 BOUND = 1e-5
 
@@ -150,6 +151,22 @@ def test_an_adapter_is_merged_before_it_is_rounded(use_dora: bool, tmp_path: Pat
         assert (tensor.float() - expected[name]).abs().max() <= 2.0**-8 * expected[name].abs().max(), name
         same = (tensor == expected[name].bfloat16()).float().mean()
         assert same > 0.999, name  # a few sums lie next to the middle of two numbers
+
+
+@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head"]], ids=["projections", "whole modules"])
+def test_a_merged_adapter_is_read_unrounded(saved: list[str] | None, tmp_path: Path) -> None:
+    """So that an evaluation in fp32 has what peft adds to a base in bf16; what loads stored dtypes rounds it."""
+    save_llama(tmp_path / "hf").bfloat16().save_pretrained(tmp_path / "hf")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "hf", modules_to_save=saved)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    expected = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    source = open_weights(str(adapter))
+    for index, layer in enumerate(build_layers(source.config)):
+        for name, tensor in source.read_layer(index, layer).items():
+            wanted = expected[layer.hf_prefix + name]
+            assert (tensor - wanted).abs().max() <= BOUND * wanted.abs().max(), layer.hf_prefix + name
+        assert {tensor.dtype for tensor in source.describe_layer(index, layer).values()} <= {torch.bfloat16}
+    assert {parameter.dtype for parameter in load_model(source).parameters()} == {torch.bfloat16}
 
 
 def test_experts_are_merged_before_they_are_rounded(tmp_path: Path) -> None:

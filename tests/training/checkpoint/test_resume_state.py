@@ -74,6 +74,22 @@ def test_a_run_in_bf16_that_continues_in_fp32_keeps_its_fp32_weights(run_at, kin
     assert masters and all(tensor.numpy().tobytes() in kept for tensor in masters)
 
 
+def test_a_run_in_fp32_that_continues_in_bf16_keeps_its_fp32_weights(
+    run_at, layout_root: Path, workers: Callable[[int], WorkerGroup]
+) -> None:
+    """The weights that passes run with are rounded; those that the optimizer updates are not."""
+    begun = run_at("fp32 alone", "pp1xdp2", "tiedTrue", f"stop_after_steps={STEPS_BEFORE}")
+    step_dir = begun / "checkpoints" / f"global_step{STEPS_BEFORE}"
+    saved = [tensor for file in step_dir.glob("layer_*.pt") for tensor in torch.load(file).values()]
+    keys = ("precision=bf16", "optimizer=adamw", f"model_name_or_path={step_dir}")
+    case = Case(step_dir, layout_root / "train.jsonl", layout_root, *LAYOUTS["pp2"], overrides=keys)
+    results = workers(2).run(reload_state, case, step_dir)
+    found = join(state for state, _ in results)
+    masters = {tensor.numpy().tobytes() for key, tensor in found.items() if key.startswith("weight/")}
+    assert masters == {tensor.flatten().numpy().tobytes() for tensor in saved}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("changed", "named"),

@@ -112,6 +112,21 @@ def test_a_looked_up_embedding_is_no_work_and_the_head_is(tied: bool) -> None:
     assert (first.tied_key == head.tied_key) is True if tied else head.tied_key is None
 
 
+def test_hidden_states_that_a_family_keeps_in_fp32_are_counted_so() -> None:
+    """The layers of Mamba-2 pass them on in fp32 in a run in bf16, so stages send twice the bytes."""
+    config = build_family_config("mamba2")
+    layers = build_layers(config)[:-1]  # the head makes none
+    found = count_layers(layers, config, MicroBatchShape(B, T, torch.bfloat16))
+    outputs: tuple[torch.Tensor, ...] = (torch.zeros(B, T, dtype=torch.long), *real_inputs(torch.bfloat16)[1:])
+    real = []
+    for layer in layers:
+        outputs = build_real(layer, torch.bfloat16)(outputs)
+        real.append(outputs[0].nbytes)
+    assert [cost.bytes.output for cost in found] == real and not any(cost.is_estimated for cost in found)
+    elements = B * T * config.hidden_size
+    assert real[0] == 2 * elements and set(real[1:]) == {4 * elements}
+
+
 def test_what_crosses_a_boundary_is_one_hidden_state() -> None:
     assert {cost.bytes.output for cost in count(build_config(), torch.bfloat16)} == {B * T * D * 2}
 

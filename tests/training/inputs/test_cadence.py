@@ -31,6 +31,7 @@ def test_a_tenth_of_an_epoch_is_not_a_little_more() -> None:
 
 def test_description() -> None:
     assert describe_cadence(None, None) == "at the end"
+    assert describe_cadence(1, None) == "every step and at the end"
     assert describe_cadence(20, None) == "every 20 steps and at the end"
     assert describe_cadence(None, 1.0) == "every epoch and at the end"
     assert describe_cadence(None, 0.5) == "every 0.5 epochs and at the end"

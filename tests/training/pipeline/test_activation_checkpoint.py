@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.configs import build_config
 from support.families import FAMILIES, build_family_config
+from support.operators import CountedOperators
 from support.packed_kernels import play_varlen
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PretrainedConfig
 
 from models.architecture.lookup import build_layers, choose_attention
@@ -159,18 +159,6 @@ def test_the_random_state_is_kept_where_layers_draw(draws: bool, mode: Checkpoin
     assert torch.equal(*gradients) == draws
 
 
-class Counted(TorchDispatchMode):
-    """The operators that really run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("packs", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_selective_repeats_what_is_cheap_and_nothing_else(
@@ -196,7 +184,7 @@ def test_selective_repeats_what_is_cheap_and_nothing_else(
         run = recompute.build_function() if recompute.interval else lambda function, *inputs: function(*inputs)
         name = recompute.mode.value if recompute.interval else "kept"
         output, *_ = run(lambda *inputs: module(inputs), hidden_states, *integers)
-        with Counted() as counted:
+        with CountedOperators() as counted:
             gradients[name] = torch.autograd.grad(output.float().square().sum(), [hidden_states, *module.parameters()])
         calls[name] = counted.calls
     for name in ("grouped", "selective"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import build_family_config
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.operators import CountedOperators
 from torch.utils.checkpoint import checkpoint
 
 from models.architecture.lookup import build_layers
@@ -21,18 +21,6 @@ from training.pipeline.recomputation import recompute
 B, T = 2, 16
 Run = Callable[..., Any]
 by_torch: Run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
-class Counted(TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3_text", "mamba2", "phi", "deepseek_v3"])
@@ -52,7 +40,7 @@ def test_two_layers_are_recomputed_as_torch_does_it(family: str) -> None:
         states = (start, *integers)
         for layer in layers:
             states = run(lambda *states, layer=layer: layer(states), *states)
-        with Counted() as counted:
+        with CountedOperators() as counted:
             states[0].square().sum().backward()
         gradients = [each.grad for layer in layers for each in layer.parameters()]
         found[run] = [counted.calls, start.grad, *gradients]
