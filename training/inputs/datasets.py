@@ -287,8 +287,11 @@ def list_trained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase, pa
 
 
 def find_prompt_template(config: RunConfig, tokenizer: PreTrainedTokenizerBase, path: Path | None) -> str | None:
-    """Return the template that the prompts of a tokenized folder are in, None where the chat template made some. path:
-    None for data that is streamed, whose prompts are not known beforehand: the chat template, where there is one."""
+    """Return the template that the prompts of a tokenized folder are in; None for data without prompts, and where the
+    chat template made some. path: None for data that is streamed, whose prompts are not known beforehand: the chat
+    template, where there is one."""
+    if "prompt_template" not in find_keys(find_kind(config.data.name)):
+        return None
     if path is None:
         return None if tokenizer.chat_template else config.data.prompt_template
     content = load_summary(path).content

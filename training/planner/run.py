@@ -227,8 +227,9 @@ def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine, teache
 
 
 def _plan_placed(run: ResolvedRun, machine: Machine, teacher: ResolvedModel | None) -> Plan:
-    online = teacher if run.config.distill.online else None
-    in_memory = None if online is None else place_teacher(run.config, online, run.layout)
+    in_memory = None
+    if teacher is not None and run.config.distill.online:
+        in_memory = place_teacher(run.config, teacher, run.layout)
     if run.config.hardware.peak_flops is not None:
         return plan_resolved(run, machine, teacher=in_memory)
     costs, measured = profile_layers(run, machine)  # this machine

@@ -137,7 +137,10 @@ def test_a_run_reads_what_the_table_says(
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["plan", "plan-experts"])  # a search tries other optimizers and adapters too
-def test_a_plan_reads_nothing_that_the_table_denies(root: Path, tmp_path: Path, mode: str) -> None:
+def test_a_plan_reads_nothing_that_the_table_denies(
+    root: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.planner.run.advise", lambda *_: [])  # it tries other keys, as a search does
     config = build_case(mode, root, tmp_path).config()
     with recording() as read:
         assert list(plan_run(config))
@@ -227,5 +230,7 @@ def test_a_search_reads_the_imbalance_of_a_mixture_alone(model: str) -> None:
     if model == "mixtral_8x7b":
         assert check_read(run, {"moe.imbalance"}, continues=False) == []
         return
-    with pytest.raises(UserError, match="^moe.imbalance=3.0: this run does not read it, only one with .* a mixture of"):
+    with pytest.raises(
+        UserError, match="^moe.imbalance=3.0: this run does not read it, only one with expert_parallel_size"
+    ):
         check_read(run, {"moe.imbalance"}, continues=False)
