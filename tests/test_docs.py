@@ -32,6 +32,7 @@ from support.launching import BIN
 from support.workers import free_port
 
 from errors import UserError
+from extension import OWN_FOLDERS, load_extensions
 from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments, list_given
 from training.cli.sweep import plan_sweep
 from training.config.incompatible import CheckedConfig
@@ -246,7 +247,10 @@ class Reader:
         self.made.add(block.words["writes"])
 
     def take(self, command: list[str], checks_files: bool) -> None:
-        while command and re.fullmatch(r"\w+=\S*", command[0]):  # VARIABLE=value before a command
+        while command and (variable := re.fullmatch(r"(\w+)=(\S*)", command[0])):  # VARIABLE=value before a command
+            if variable[1] == OWN_FOLDERS:
+                self.monkeypatch.setenv(OWN_FOLDERS, str(self.folder / variable[2]))
+                load_extensions.cache_clear()
             command = command[1:]
         if checks_files:
             for file in list_files(command):
@@ -279,8 +283,11 @@ class Reader:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_page)
-def test_command_lines_are_understood(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_lines_are_understood(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     reader = Reader(tmp_path, monkeypatch)
+    request.addfinalizer(load_extensions.cache_clear)
     for block in BLOCKS[page]:
         if "writes" in block.words:
             reader.write(block)

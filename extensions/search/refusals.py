@@ -8,9 +8,7 @@ from training.config.incompatible import GROUPED, ONLINE_TEACHER, Row, Scope, ha
 
 SEARCH = replace(has_value("plan", "search"), scope=Scope.plan)
 ROWS: tuple[Row, ...] = (
-    (SEARCH, {
-        GROUPED: "the search varies the number of replicas, and the state is sharded over all of them; "
-            "give plan=true, or sharding_parallel_size=null",
-        ONLINE_TEACHER: "the search does not count the teacher's memory; give plan=true",
-    }),
+    (GROUPED, {SEARCH: "the search varies the number of replicas, and the state is sharded over all of them; "
+        "give plan=true, or sharding_parallel_size=null"}),
+    (ONLINE_TEACHER, {SEARCH: "the search does not count the teacher's memory; give plan=true"}),
 )  # fmt: skip
