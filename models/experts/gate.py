@@ -196,9 +196,7 @@ class RouterForward:
     def _run_and_compare(self, choices: ChoiceCounter, args: Any, kwargs: Any) -> Any:
         others: list[torch.Tensor] = []
 
-        def take(
-            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-        ) -> torch.Tensor:
+        def take(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
             logits = self._multiply(x, weight, bias, dtype)
             with torch.no_grad(), _disable_current_modes():  # what `selective` keeps is kept by its order
                 if logits.dtype is torch.float32:

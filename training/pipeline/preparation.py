@@ -215,7 +215,7 @@ def _read(layer: StageLayer, source: WeightSource, ranks: StageRanks) -> dict[st
 
 
 def _replace_router(layer: PipelineDecoderLayer, kernels: Kernels, deferred: DeferredGradients) -> None:
-    """Have the layer's router, if it has one, multiply as the run asks for, and count what it would choose otherwise."""
+    """Have the layer's router, if it has one, compute its logits as the run asks for, and count other choices."""
     if kernels.dtype is torch.float32:
         return
     lender = None if kernels.compiles else deferred  # compiled code changes no other tensor

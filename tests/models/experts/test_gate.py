@@ -28,6 +28,7 @@ from models.experts.gate import (
     replace_forward,
 )
 from models.experts.router import find_router
+from models.families.llama4_text import MoE
 
 HALF = torch.bfloat16
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text", "minimax_m2")
@@ -169,6 +170,22 @@ def count_by_loop(router: nn.Module, x: torch.Tensor, real: torch.Tensor, *argum
             chosen.append(set(exact(torch.ones(1, 1), *(each.float() for each in arguments))[2].flatten().tolist()))
         moved += is_real and chosen[0] != chosen[1]
     return moved
+
+
+def test_llama_4_scales_its_inputs_in_bf16() -> None:
+    """By weights in fp32; its experts take what its layers have."""
+    torch.manual_seed(0)
+    block = MoE(build_family_config("llama4_text")).to(HALF)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / 8)
+    exact, x = deepcopy(block).float(), torch.randn(2, 3, block.hidden_dim).to(HALF)
+    replace_forward(block, HALF, True, None, set())
+    outputs, logits = block(x)
+    expected, exact_logits = exact(x.float())
+    assert outputs.dtype is HALF
+    torch.testing.assert_close(logits, exact_logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(outputs.float(), expected.view_as(outputs), rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("in_fp32", [True, False])
