@@ -245,7 +245,7 @@ def list_gates(layer: nn.Module) -> Iterator[nn.Module]:
 def can_compare(router: nn.Module) -> bool:
     """Return whether a router may run twice, once in each precision: not one that draws random numbers, of which a
     second run would take those of what follows."""
-    return not any("jitter" in name for name in vars(router))
+    return not any("jitter" in name for module in router.modules() for name in vars(module))
 
 
 def check_router_dtype(config: PretrainedConfig, layers: Sequence[Layer]) -> None:

@@ -216,7 +216,7 @@ def _read(layer: StageLayer, source: WeightSource, ranks: StageRanks) -> dict[st
 
 def _replace_router(layer: PipelineDecoderLayer, kernels: Kernels, deferred: DeferredGradients) -> None:
     """Have the layer's router, if it has one, compute its logits as the run asks for, and count other choices."""
-    if kernels.dtype is torch.float32:
+    if kernels.dtype is torch.float32 or (kernels.compiles and not kernels.fp32_routers):
         return
     lender = None if kernels.compiles else deferred  # compiled code changes no other tensor
     replace_forward(layer, kernels.dtype, kernels.fp32_routers, lender, list_partial_gradients(layer))

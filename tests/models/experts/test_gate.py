@@ -242,3 +242,25 @@ def test_families_whose_gates_are_not_found_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(router, "forward", lambda self, x: (x @ self.weight.t(), x, x))
     with pytest.raises(UserError, match=r"of 'mixtral' compute their logits is not known \(MixtralTopKRouter does not"):
         check_router_dtype(config, layers)
+
+
+def test_an_adapter_on_a_gate_is_trained() -> None:
+    """peft makes the weights anew from A and B, which get the gradient of the product in fp32."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    options = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.gate.weight"], init_lora_weights=False)
+    model = get_peft_model(build_family("qwen3_moe"), options).to(HALF)
+    layer = model.base_model.model.model.layers[-1]
+    found = find_router(layer)
+    assert found is not None
+    exact, x = deepcopy(found[1]).float(), torch.randn(5, model.config.hidden_size).to(HALF)
+    replace_forward(layer, HALF, True, Sums(), set())
+    results = []
+    for router, inputs in ((found[1], x), (exact, x.float())):
+        trained = [parameter for parameter in router.parameters() if parameter.requires_grad]
+        logits = router(inputs)[0]
+        results.append((logits, torch.autograd.grad(logits.square().sum(), trained)))
+    assert results[0][0].dtype is torch.float32 and len(results[0][1]) == 2
+    for (own, exact_one) in zip((results[0][0], *results[0][1]), (results[1][0], *results[1][1]), strict=True):
+        torch.testing.assert_close(own.float(), exact_one, rtol=0.05, atol=0.02 * exact_one.abs().max().item())

@@ -136,8 +136,11 @@ def train_and_count(case: Case) -> dict[str, Any]:
     dtypes = set()
 
     def watch(layer: Any, router: nn.Module, args: Any, outputs: Any) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # not when it is recomputed
+            with torch.no_grad():
+                count_tokens(layer, router, args, outputs)
+
+    def count_tokens(layer: Any, router: nn.Module, args: Any, outputs: Any) -> None:
         logits = nn.functional.linear(args[0].detach().float(), router.weight.float()).flatten(0, -2)
         if hasattr(router, "bias"):
             logits += router.bias.float()
