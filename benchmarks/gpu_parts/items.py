@@ -214,10 +214,6 @@ SECTIONS = (
             Item(
                 "10 layers of 70B, LoRA", "How fast is it on all projections?", 40, Variant("70b stage", LORA, _ADAPTED)
             ),
-        )
-    ),
-    Section(
-        (
             _experts("", "How fast are four layers of Qwen3-30B-A3B, their routers compared each step?"),
             _experts(", no comparison", "What does the comparison of routers cost?", UNLOGGED),
             _experts(", routers in fp32", "What do routers in fp32 cost?", UNLOGGED, "moe.router_dtype=fp32"),

@@ -262,5 +262,5 @@ def test_an_adapter_on_a_gate_is_trained() -> None:
         logits = router(inputs)[0]
         results.append((logits, torch.autograd.grad(logits.square().sum(), trained)))
     assert results[0][0].dtype is torch.float32 and len(results[0][1]) == 2
-    for (own, exact_one) in zip((results[0][0], *results[0][1]), (results[1][0], *results[1][1]), strict=True):
+    for own, exact_one in zip((results[0][0], *results[0][1]), (results[1][0], *results[1][1]), strict=True):
         torch.testing.assert_close(own.float(), exact_one, rtol=0.05, atol=0.02 * exact_one.abs().max().item())
