@@ -130,6 +130,7 @@ def train_and_count(case: Case) -> dict[str, Any]:
     the dtype of logits."""
     from models.experts.router import find_block
     from training.pipeline import module as stages
+    from training.pipeline.weight_sharding import whole_shape
 
     counts: dict[int, list[int]] = {}
     dtypes = set()
@@ -155,7 +156,7 @@ def train_and_count(case: Case) -> dict[str, Any]:
     def prepare_watched(layers: Any, *given: Any) -> Any:
         prepared = prepare(layers, *given)
         for layer in layers:
-            block = find_block(layer.module)
+            block = find_block(layer.module, whole_shape)
             if block is not None:
                 block.router.register_forward_hook(partial(watch, layer.module))
         return prepared
