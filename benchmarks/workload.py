@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
+from transformers import AutoConfig, LlamaConfig  # noqa: E402
 
 from batch import Batch, Inputs, Targets  # noqa: E402
 from data.collator import shift_labels  # noqa: E402
@@ -51,10 +51,10 @@ class RandomWeights:
         return []
 
 
-def build_llama(**fields: Any) -> LlamaConfig:
-    """Untied unless asked, with the tokens that a tokenizer made here has."""
-    config = LlamaConfig(
-        **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False} | fields
+def build_llama(model_type: str = "llama", **fields: Any) -> Any:
+    """Untied unless asked, with the tokens that a tokenizer made here has. model_type: another one has other fields."""
+    config = AutoConfig.for_model(
+        model_type, **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False} | fields
     )
     config._attn_implementation = "sdpa"
     return config

@@ -99,6 +99,10 @@ KEYS = {
         ("moe.aux_loss_coef=0.01",),
         "moe.aux_loss_coef=0.01: this 'llama' model has no experts; leave it at 0",
     ),
+    "routers of a dense model": (
+        ("moe.router_dtype=fp32",),
+        "moe.router_dtype=fp32: this 'llama' model has no experts; leave it at null",
+    ),
     "experts of a dense model": (
         ("expert_parallel_size=2",),
         "expert_parallel_size=2: this 'llama' model has no experts; leave it at 1",

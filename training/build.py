@@ -23,7 +23,7 @@ from models.layers.fused_kernels import describe_fused, find_obstacle, find_trit
 from models.losses.distill_loss import TeacherHead, TeacherTop
 from models.weights.source import WeightSource
 from training.config.precision import DTYPES
-from training.config.schema import FlashKernels, FusedKernels, Offload, Precision, RunConfig
+from training.config.schema import FlashKernels, FusedKernels, Offload, Precision, RouterDtype, RunConfig
 from training.distributed.p2p import count_spared
 from training.distributed.process import current_device, has_accelerator, has_triton
 from training.distributed.ranks import Ranks
@@ -109,6 +109,7 @@ def choose_kernels(config: RunConfig, architecture: PretrainedConfig) -> Kernels
         flash_attention_3=config.flash_kernels is FlashKernels.fa3,
         compiles=config.compile,
         fuses=config.fused_kernels is FusedKernels.auto and find_obstacle(current_device()) is None,
+        fp32_routers=config.moe.router_dtype is RouterDtype.fp32,
     )
 
 

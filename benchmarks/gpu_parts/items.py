@@ -91,10 +91,15 @@ def _slice(name: str, question: str, *overrides: str, seconds: float = 9, traced
     return Item(f"8 layers{name}", question, seconds, Variant("8b stage", overrides, traced=traced))
 
 
+def _experts(name: str, question: str, *overrides: str) -> Item:
+    return Item(f"4 layers of experts{name}", question, 12, Variant("30b stage", overrides))
+
+
 KEEP_ALL, SELECTIVE = "activation_checkpoint_interval=0", "activation_checkpoint_mode=selective"
 FUSED, COMPILED, TWO_ROWS = "fused_kernels=auto", "compile=true", "micro_batch_size=2"
 BF16_STATES, EIGHT_BITS, OFFLOAD = "optimizer.state_dtype=bf16", "optimizer=adamw_8bit", "offload_optimizer=cpu"
 EVERY_SECOND = ("activation_checkpoint_interval=2", "activation_checkpoint_mode=every")
+UNLOGGED = "logging_steps=1000"
 LORA, QKV = ("adapter=lora",), "adapter.target_modules=[q_proj,k_proj,v_proj]"
 # The fastest comes first; kernels are fused where the machine has them
 _FULL = (
@@ -209,6 +214,9 @@ SECTIONS = (
             Item(
                 "10 layers of 70B, LoRA", "How fast is it on all projections?", 40, Variant("70b stage", LORA, _ADAPTED)
             ),
+            _experts("", "How fast are four layers of Qwen3-30B-A3B, their routers compared each step?"),
+            _experts(", no comparison", "What does the comparison of routers cost?", UNLOGGED),
+            _experts(", routers in fp32", "What do routers in fp32 cost?", UNLOGGED, "moe.router_dtype=fp32"),
         )
     ),
     Section(

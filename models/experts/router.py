@@ -103,13 +103,24 @@ _OTHER_ROUTERS = ("Linear", "Llama4Router")  # those that return something other
 def find_block(layer: nn.Module, shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size) -> RoutedBlock | None:
     """Return the layer's mixture of experts; None for a dense layer, and where the router does not return its choices.
     shape: returns the shape of a parameter, which may be sharded over replicas."""
+    found = find_router(layer, _OTHER_ROUTERS)
+    if found is None:
+        return None
+    parent, router = found
+    keeper = next((module for module in parent.modules() if hasattr(module, _BIAS)), None)
+    num_experts, _ = next(shape(each) for each in router.parameters() if len(shape(each)) == 2)
+    return RoutedBlock(router, num_experts, keeper)
+
+
+def find_router(layer: nn.Module, others: Sequence[str] = ()) -> tuple[nn.Module, nn.Module] | None:
+    """Return the part of the layer that has its experts, and their router; None for a dense layer. others: names of
+    classes of routers that are not looked for."""
     for name, _ in layer.named_modules():
-        parent = layer.get_submodule(name.rpartition(".")[0])
-        router = getattr(parent, "gate", None) or getattr(parent, "router", None)
-        if name.rpartition(".")[2] == "experts" and router is not None and type(router).__name__ not in _OTHER_ROUTERS:
-            keeper = next((module for module in parent.modules() if hasattr(module, _BIAS)), None)
-            num_experts, _ = next(shape(each) for each in router.parameters() if len(shape(each)) == 2)
-            return RoutedBlock(router, num_experts, keeper)
+        if name.rpartition(".")[2] == "experts":
+            parent = layer.get_submodule(name.rpartition(".")[0])
+            router = getattr(parent, "gate", None) or getattr(parent, "router", None)
+            if router is not None and type(router).__name__ not in others:
+                return parent, router
     return None
 
 

@@ -108,7 +108,7 @@ class MoE(Llama4TextMoe):
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
         logits, weights, indices = self.router(hidden_states)
-        inputs = (hidden_states.unsqueeze(1) * weights.unsqueeze(2)).flatten(0, 1)  # [N x K, D]
+        inputs = (hidden_states.unsqueeze(1) * weights.unsqueeze(2)).flatten(0, 1).to(hidden_states.dtype)  # [N x K, D]
         routed = self.experts(inputs, indices.view(-1, 1), torch.ones_like(weights.view(-1, 1)))
         return self.shared_expert(hidden_states) + routed.view(*indices.shape, -1).sum(dim=1), logits
 

@@ -118,6 +118,10 @@ class FusedKernels(Enum):
     auto = "auto"
 
 
+class RouterDtype(Enum):
+    fp32 = "fp32"
+
+
 class Init(Enum):
     pretrained = "pretrained"
     random = "random"
@@ -301,6 +305,7 @@ class MoEConfig:
     aux_loss_coef: float = zero_or_more(note="0 turns it off")
     z_loss_coef: float = zero_or_more(note="0 turns it off")
     update_router_bias: float = zero_or_more(note="0 turns it off")
+    router_dtype: RouterDtype | None = None
     imbalance: float = at_least(1)
 
     @property

@@ -64,7 +64,8 @@ class DeepSpeedBacked(Engine):
         self.module.seed_noise(hash((self._config.seed, step)))
         if self.module.routers is not None:
             loss_scale = self.read_loss_scaler().get("cur_scale", 1.0)
-            self.module.routers.start_step(totals, loss_scale * self.layout.num_weight_replicas)
+            is_logged = (step + 1) % self._config.logging_steps == 0
+            self.module.routers.start_step(totals, loss_scale * self.layout.num_weight_replicas, compares=is_logged)
         torch.manual_seed(choose_seed(self._config, self.layout.topology, self.rank, step))
         return learning_rate
 

@@ -18,8 +18,10 @@ from masking import mask
 
 # What an evaluation of a language model reports.
 _OF_TOKENS = re.compile(r"eval_(loss|tokens|token_accuracy|distill_loss|mtp_loss_\d+)")
-# Field -> number, a list of one number per stage, or None, such as the gradient norm when all steps were skipped.
+# Field -> number, a list of one number per stage (or layer), or None, such as the gradient norm when all steps were
+# skipped.
 Record = dict[str, Any]
+_BY_LAYER = ("router_other_choices",)  # lists of one number per layer, None for a dense one
 PER_SECOND = ("tokens_per_second", "mfu", "bubble", "imbalance")  # whose mean is over time: of others, over steps
 
 
@@ -128,14 +130,14 @@ class ProgressBar(Reporter):
 
 
 def split_stages(record: Record) -> Record:
-    """Return the record without None values, its lists split into one figure per stage: `stage0/wait_time`, ..."""
+    """Return the record without None values, its lists split into one figure per stage: `stage0/wait_time`, ... ; or
+    per layer: `layer0/router_other_choices`, ..."""
     split: Record = {}
     for key, value in record.items():
-        if value is None:
-            continue
-        split |= (
-            {f"stage{s}/{key}": figure for s, figure in enumerate(value)} if isinstance(value, list) else {key: value}
-        )
+        unit = "layer" if key in _BY_LAYER else "stage"
+        listed = isinstance(value, list)
+        figures = {f"{unit}{number}/{key}": each for number, each in enumerate(value)} if listed else {key: value}
+        split |= {name: figure for name, figure in figures.items() if figure is not None}
     return split
 
 

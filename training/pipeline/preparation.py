@@ -19,13 +19,14 @@ from console import progress
 from errors import UserError
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
+from models.experts.gate import replace_forward
 from models.experts.router import RouterOptions
 from models.layers.decoder import Embedding, PipelineDecoderLayer
 from models.layers.fused_kernels import fuse_kernels
 from models.layers.neftune import EmbeddingNoise
 from models.sharding.context_parallel import share_sequence
 from models.sharding.expert_parallel import divide_experts, find_own_experts
-from models.sharding.tensor_parallel import shard_module
+from models.sharding.tensor_parallel import list_partial_gradients, shard_module
 from models.weights.source import WeightSource
 from training.distributed.ranks import raise_together
 from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing
@@ -44,7 +45,7 @@ class Kernels:
 
     dtype: of weights and activations. attention: the implementation that the layers' config names.
     flash_attention_3: in place of torch's own. compiles: the decoder layers, each by itself. fuses: parts of layers
-    (`models.layers.fused_kernels`).
+    (`models.layers.fused_kernels`). fp32_routers: have logits in fp32 (`models.experts.gate`).
     """
 
     dtype: torch.dtype
@@ -52,6 +53,7 @@ class Kernels:
     flash_attention_3: bool = False
     compiles: bool = False
     fuses: bool = False
+    fp32_routers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,12 @@ class StageOptions:
     @property
     def shards_weights(self) -> bool:
         return self.weight_sharding is not None
+
+    @property
+    def compares_choices(self) -> bool:
+        """Whether routers may also choose in the other precision, to count the tokens that would go elsewhere: not in
+        compiled code, which would run a second time with them in it."""
+        return self.kernels.dtype is not torch.float32 and not self.kernels.compiles
 
     @property
     def keeps_fp32(self) -> bool:
@@ -120,16 +128,23 @@ def prepare_layers(
         mistake = error
     raise_together(mistake)
     decoder_layers = [each.module for each in layers if isinstance(each.module, PipelineDecoderLayer)]
+    deferred, share = DeferredGradients(), None
+    for module in decoder_layers:
+        _replace_router(module, options.kernels, deferred)
     routers = None
     if options.routers is not None:
         routers = StageRouters(
-            options.routers, decoder_layers, topology=ranks.topology, parallel=ranks.parallel, device=device
+            options.routers,
+            decoder_layers,
+            topology=ranks.topology,
+            parallel=ranks.parallel,
+            device=device,
+            compares_choices=options.compares_choices,
         )
     noise = _add_noise(layers, ranks, options.neftune_noise_alpha)
     fused: set[str] = set()
     if options.kernels.fuses:
         fused = fused.union(*(fuse_kernels(each.module) for each in layers))
-    deferred, share = DeferredGradients(), None
     if ranks.schedule.splits_backward:
         share = _split_projections(layers, deferred, device)
     elif options.sums_in_fp32 and options.adapter is None and not options.kernels.compiles:
@@ -198,6 +213,14 @@ def _read(layer: StageLayer, source: WeightSource, ranks: StageRanks) -> dict[st
     shards = ranks.read_shards(layer.module)
     described = replace(layer.spec, experts=find_own_experts(layer.module, ranks.expert_parallel))
     return {name: shards.take(name, tensor) for name, tensor in source.read_layer(layer.index, described).items()}
+
+
+def _replace_router(layer: PipelineDecoderLayer, kernels: Kernels, deferred: DeferredGradients) -> None:
+    """Have the layer's router, if it has one, compute its logits as the run asks for, and count other choices."""
+    if kernels.dtype is torch.float32 or (kernels.compiles and not kernels.fp32_routers):
+        return
+    lender = None if kernels.compiles else deferred  # compiled code changes no other tensor
+    replace_forward(layer, kernels.dtype, kernels.fp32_routers, lender, list_partial_gradients(layer))
 
 
 def _add_noise(layers: Sequence[StageLayer], ranks: StageRanks, alpha: float) -> EmbeddingNoise | None:

@@ -13,17 +13,19 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from data.loading.step_totals import StepTotals
+from models.experts.gate import ChoiceCounter, Comparison, can_compare, check_router_dtype, find_forward
 from models.experts.router import RoutedBlock, RouterMonitor, RouterOptions, find_block, fit_options
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.layer import Layer
 from models.parallel.shard import TensorParallel
-from training.config.schema import MoEConfig
+from training.config.schema import MoEConfig, RouterDtype
 from training.distributed.topology import PIPE, Topology, join_group
 from training.pipeline.weight_sharding import whole_parameters, whole_shape
 
 AUX_LOSS, Z_LOSS = "router_aux_loss", "router_z_loss"
 MOST_LOADED, LEAST_LOADED = "expert_load_max", "expert_load_min"
 MOST_LOADED_RANK = "expert_rank_load_max"  # where ranks divide experts
+OTHER_CHOICES = "router_other_choices"  # a list, by layer
 
 
 def build_router_options(
@@ -31,6 +33,8 @@ def build_router_options(
 ) -> RouterOptions | None:
     """Return the router options of a run, from its keys `moe`; None for a dense model. Raises UserError for a key that
     does not apply to the model."""
+    if keys.router_dtype is RouterDtype.fp32:
+        check_router_dtype(architecture, layers)
     options = RouterOptions(keys.aux_loss_coef, keys.z_loss_coef, keys.update_router_bias)
     return fit_options(options, architecture, layers)
 
@@ -46,8 +50,10 @@ class StageRouters:
         topology: Topology,
         parallel: TensorParallel,
         device: torch.device,
+        compares_choices: bool = False,
     ) -> None:
-        """layers: of this stage, their weights loaded. parallel: the ranks that share them."""
+        """layers: of this stage, their weights loaded. parallel: the ranks that share them. compares_choices: whether
+        tokens are counted, in some steps, that would choose other experts in the other precision."""
         self._options, self._topology, self._parallel = options, topology, parallel
         self._group = join_group(topology, *topology.others(PIPE))  # the ranks that have these layers
         found = [(layer, block) for layer in layers if (block := find_block(layer, whole_shape)) is not None]
@@ -61,13 +67,17 @@ class StageRouters:
             block.router.register_forward_hook(monitor)
             if options.update_router_bias:
                 block.widen_bias()
+        self._comparison = self._build_comparison(found) if compares_choices else None
         self._start_interval()
 
-    def start_step(self, totals: StepTotals | None, gradient_scale: float) -> None:
+    def start_step(self, totals: StepTotals | None, gradient_scale: float, compares: bool = False) -> None:
         """Set the factors of the losses. totals: of the step's global batch; losses that are on need them.
-        gradient_scale: the divisor of a gradient between the backward pass and the optimizer.
+        gradient_scale: the divisor of a gradient between the backward pass and the optimizer. compares: whether to
+        count the tokens that would choose other experts in the other precision.
         """
         self._totals = totals
+        if self._comparison is not None:
+            self._comparison.is_on = compares and totals is not None
         if self._options.has_losses:
             assert totals is not None, "the losses of routers are means over the documents and tokens of a global batch"
             means = (
@@ -77,6 +87,20 @@ class StageRouters:
             # each rank of a tensor-parallel group has the whole of these losses, and their gradients are summed
             for factor, mean in zip(self._factors, means, strict=True):
                 factor.fill_(mean * gradient_scale / self._parallel.size)
+
+    def _build_comparison(self, found: Sequence[tuple[PipelineDecoderLayer, RoutedBlock]]) -> Comparison:
+        """Have the routers count in their forward passes. All ranks call it."""
+        comparison = Comparison()
+        numbers = self._counts.new_tensor([layer.layer_idx for layer, _ in found])
+        last = torch.cat([numbers, numbers.new_tensor([-1])]).max()
+        dist.all_reduce(last, op=dist.ReduceOp.MAX)
+        self._layer_numbers, self._num_layers = numbers, int(last) + 1
+        self._compared = torch.zeros(len(found), dtype=torch.int64, device=numbers.device)  # of the running step
+        for (layer, block), count in zip(found, self._compared, strict=True):
+            forward = find_forward(block.router)
+            if forward is not None and can_compare(block.router):
+                forward.choices = ChoiceCounter(layer.context, comparison, count)
+        return comparison
 
     def finish_step(self, was_taken: bool) -> None:
         """Add the step's counts to the interval, and move the biases; neither where the weights were not updated."""
@@ -90,6 +114,12 @@ class StageRouters:
             if self._totals is not None:
                 self._num_documents += self._totals.num_documents
                 self._num_tokens += self._totals.num_tokens
+        if self._comparison is not None:
+            if was_taken and self._comparison.is_on:
+                assert self._totals is not None
+                self._interval_compared += self._compared
+                self._num_compared += self._totals.num_tokens
+            self._compared.zero_()
         self._counts.zero_()
         self._sums.zero_()
 
@@ -109,8 +139,9 @@ class StageRouters:
             with whole_parameters([block.bias], changes=True):  # of some families it is one
                 block.bias.add_((sign * self._options.update_router_bias).view_as(block.bias))
 
-    def finish_interval(self) -> dict[str, float]:
+    def finish_interval(self) -> dict[str, float | list[float | None]]:
         """Return name -> value over the steps since the last call; empty where there were none."""
+        other_choices = self._share_other_choices()
         num_documents, num_tokens, extremes = self._num_documents, self._num_tokens, self._find_extremes()
         # of a replica's tensor-parallel ranks each has the sums of all layers; so has the number of layers
         sums = torch.cat([self._interval_sums.sum(dim=0), extremes.new_full((1,), len(self._blocks))])
@@ -124,7 +155,22 @@ class StageRouters:
         losses = {AUX_LOSS: aux / num_layers / num_documents} if self._options.aux_loss_coef else {}
         losses |= {Z_LOSS: z / num_layers / num_tokens} if self._options.z_loss_coef else {}
         rank_load = {MOST_LOADED_RANK: most_loaded_rank} if self._topology.num_expert_shares > 1 else {}
-        return {**losses, MOST_LOADED: most, LEAST_LOADED: -least, **rank_load}
+        return {**losses, MOST_LOADED: most, LEAST_LOADED: -least, **rank_load, **other_choices}
+
+    def _share_other_choices(self) -> dict[str, list[float | None]]:
+        """By layer, the share of the tokens of the compared steps that would go to other experts; None for a layer that
+        does not count. Empty where no step was compared, which all ranks know alike."""
+        if self._comparison is None or not self._num_compared:
+            return {}
+        counts = torch.zeros(2, self._num_layers, dtype=torch.float64, device=self._counts.device)
+        counting = [bool((forward := find_forward(block.router)) and forward.choices) for block in self._blocks]
+        counts[0, self._layer_numbers] = self._interval_compared.double()
+        counts[1, self._layer_numbers] = counts.new_tensor(counting)
+        dist.all_reduce(counts)
+        # of a replica's tensor-parallel ranks each has counted all of its tokens
+        num_tokens = self._num_compared / self._topology.size(*self._topology.weight_replica_axes)
+        shares = [count / ranks / num_tokens if ranks else None for count, ranks in zip(*counts.tolist(), strict=True)]
+        return {OTHER_CHOICES: shares} if any(share is not None for share in shares) else {}
 
     def _find_extremes(self) -> torch.Tensor:
         """float64 [3], of the experts of all stages: the highest load, and the lowest times -1; the highest of a rank's
@@ -141,3 +187,5 @@ class StageRouters:
     def _start_interval(self) -> None:
         self._interval_counts, self._interval_sums = torch.zeros_like(self._counts), torch.zeros_like(self._sums)
         self._num_documents = self._num_tokens = 0
+        if self._comparison is not None:
+            self._interval_compared, self._num_compared = torch.zeros_like(self._compared), 0

@@ -4,7 +4,7 @@ summed.
 A projection y = x W^T has two products in its backward pass: dx = dy W, which the stage before waits for, and
 dW = dy^T x, which nobody waits for until the step (2401.10241). While a stage defers, its projections keep x and dy
 instead of computing the second, and so do the products of stacked experts. All else that has weights (norms,
-embeddings, biases and adapters of experts, the head inside the loss) has its gradients in the first half.
+embeddings, routers, biases and adapters of experts, the head inside the loss) has its gradients in the first half.
 
 In a whole backward pass with sums in fp32 and weights in 16 bits, a projection adds dW to its sum while it multiplies,
 and an embedding adds the gradients of the rows that it looked up. Autograd would make a gradient of the weight's shape,
@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from models.experts.gate import list_gates
 from models.experts.grouped import GROUPED, is_stack
 from models.experts.products import GroupedProduct
 from models.layers.decoder import Embedding
@@ -252,8 +253,10 @@ def list_deferred(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _list_projections(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    summed = list_partial_gradients(module)
+    summed, gates = list_partial_gradients(module), {id(gate) for gate in list_gates(module)}
     for name, part in module.named_modules():
+        if id(part) in gates:
+            continue
         own = {f"{name}.weight"} if isinstance(part, _ROW_PARALLEL) else {f"{name}.weight", f"{name}.bias"}
         if type(part) in _PROJECTIONS and part.weight.requires_grad and not own & summed:
             yield name, part

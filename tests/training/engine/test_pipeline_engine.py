@@ -27,7 +27,7 @@ class Recorded(PipelineStage):
         self.seen: list[tuple[str, Any]] = []
         note: Any = lambda name: lambda value: self.seen.append((name, value))  # noqa: E731
         routers = SimpleNamespace(
-            start_step=lambda totals, scale: self.seen.append(("routers", (totals, scale))),
+            start_step=lambda totals, scale, compares: self.seen.append(("routers", (totals, scale))),
             finish_step=lambda was_taken: self.seen.append(("taken", was_taken)),
         )
         self.module: Any = SimpleNamespace(

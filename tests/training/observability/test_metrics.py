@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import console
-from training.observability.metrics import MetricsFile, ProgressBar, describe_evaluation, perplexity
+from training.observability.metrics import MetricsFile, ProgressBar, describe_evaluation, perplexity, split_stages
 
 RECORD = {
     "step": 3, "loss": 2.5, "grad_norm": 0.125, "learning_rate": 1e-3, "num_tokens": 3000,
@@ -81,6 +81,13 @@ def test_without_a_terminal_the_bar_is_lines(monkeypatch: pytest.MonkeyPatch) ->
         "step 3/123  loss 2.5000  grad_norm 0.125  lr 1.00e-03  1,234 tokens/s  1:00:00 left\n"
         "step 3: eval_loss 3.9120  perplexity 50.00\n"
     )
+
+
+def test_lists_are_split_by_stage_or_layer() -> None:
+    record = {"wait_time": [1.0, 2.0], "router_other_choices": [None, 0.25], "grad_norm": None, "loss": 3.0}
+    assert split_stages(record) == {
+        "stage0/wait_time": 1.0, "stage1/wait_time": 2.0, "layer1/router_other_choices": 0.25, "loss": 3.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
