@@ -74,7 +74,7 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def check_engine_options(args: argparse.Namespace, has_tokens: bool) -> None:
-    """Raises UserError for an option that --engine, which moves an adapter's numbers and changes none, does not have."""
+    """Raises UserError for an option that --engine does not have: it moves an adapter's numbers and changes none."""
     others = {
         "--to_hf": args.to_hf,
         "--dtype": args.dtype,

@@ -39,6 +39,10 @@ from models.conversion.engine_adapter import export_for_engine
 
 Buffers = dict[str, dict[str, torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
+DAMAGED = (
+    "Qwen3MoeForCausalLM",
+    "GptOssForCausalLM",
+)  # classes of which folders with a mistake are tried, one of a form
 LOADERS: dict[str, Any] = {"vllm": VllmLoader, "sglang": SglangLoader}
 MAX_RANK = 16
 
@@ -88,6 +92,8 @@ def run_engine(engine: str, loader: Any, work: Path) -> Iterator[Row]:
             served = trained.folder.with_name(engine)
             export_for_engine(str(trained.folder), served, engine)
             yield judge_export(engine, loader, class_name, what, trained, served)
+        if class_name not in DAMAGED:
+            continue
         trained = export_trained(folder / "broken", model_class.model_type)
         served = trained.folder.with_name(engine)
         export_for_engine(str(trained.folder), served, engine)
@@ -113,7 +119,7 @@ def judge_export(engine: str, loader: Any, class_name: str, what: str, trained: 
     try:
         buffers = loader.load(served, class_name, trained.config, MAX_RANK)
     except Exception as error:  # of the engine, whatever it is
-        return Row(engine, class_name, what, describe_error(error), check, False)
+        return Row(engine, class_name, what, describe_error(error, served), check, False)
     differing = find_differing(engine, class_name, trained, buffers)
     count = sum(len(tensors) for tensors in buffers.values())
     result = f"{len(differing)} of {count} tensors differ" if differing else f"{count} tensors, bit for bit"
@@ -127,15 +133,15 @@ def judge_folder(engine: str, loader: Any, class_name: str, what: str, trained: 
     try:
         buffers = loader.load(folder, class_name, trained.config, MAX_RANK)
     except Exception as error:  # of the engine, whatever it is
-        return Row(engine, class_name, what, describe_error(error), check, check != "taken")
+        return Row(engine, class_name, what, describe_error(error, folder), check, check != "taken")
     differing = find_differing(engine, class_name, trained, buffers)
-    result = f"loads, {len(differing)} tensors are not the trained ones" if differing else "loads the experts"
-    return Row(engine, class_name, what, result, check, (check != "taken") or not differing)
+    result = f"loads, {len(differing)} tensors are not the trained ones" if differing else "loads the trained tensors"
+    return Row(engine, class_name, what, result, check, (check != "taken") == bool(differing))
 
 
-def describe_error(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:110]}" if text else type(error).__name__
+def describe_error(error: Exception, folder: Path) -> str:
+    text = " ".join(str(error).replace(str(folder), "FOLDER").split())
+    return f"{type(error).__name__}: {text[:150]}" if text else type(error).__name__
 
 
 def describe_check(folder: Path, engine: str, class_name: str, trained: Trained) -> str:
@@ -248,9 +254,7 @@ DAMAGES: dict[str, Callable[[Path, str, str], bool]] = {
     "modules_to_save": lambda folder, class_name, engine: (
         engine == "vllm" and change_fields(folder, modules_to_save=["lm_head"])
     ),
-    "PiSSA": lambda folder, class_name, engine: (
-        engine == "vllm" and change_fields(folder, init_lora_weights="pissa")
-    ),
+    "PiSSA": lambda folder, class_name, engine: engine == "vllm" and change_fields(folder, init_lora_weights="pissa"),
 }
 
 
@@ -258,14 +262,14 @@ def render(rows: list[Row], sources: list[str]) -> str:
     lines = [
         "# Adapters of experts in the loaders of engines",
         "",
-        "Written by `python benchmarks/engines.py`, on CPUs: no kernel has run. The modules of the wheels that are their",
-        "own, all others being empty:",
+        "Written by `python benchmarks/engines.py`, on CPUs: no kernel has run. These modules are the wheels' own, all",
+        "others are empty:",
         "",
         *(f"- {source}" for source in sources),
         "",
-        "Small models of each class, 6 experts, rank 4; \"bit for bit\" compares what the engine's kernels would read with",
-        "what the trained layer multiplies with. `check_adapter` is held against the engine: it has to find a problem where",
-        "the engine refuses a folder or serves something else.",
+        "Small models of each class, 6 experts, rank 4. Bit for bit: what the engine's kernels would read is what the",
+        "trained layer multiplies with. `check_adapter` is held against the engine: it has to find a problem where the",
+        "engine refuses a folder or serves something else, and only there.",
         "",
         "| engine | class | adapter | the engine | `check_adapter` | |",
         "|---|---|---|---|---|---|",

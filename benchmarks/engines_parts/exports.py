@@ -66,8 +66,8 @@ class Trained:
 
 
 def export_trained(folder: Path, model_type: str, **options: Any) -> Trained:
-    """Put an adapter on a small model of this type, let every matrix of it differ from its start, and export it as a run
-    does. options: of the config group `adapter`."""
+    """Put an adapter on a small model of this type, let every matrix of it differ from its start, and export it as a
+    run does. options: of the config group `adapter`."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**_SIZES, **_OWN[model_type]})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")

@@ -50,7 +50,9 @@ class SglangLoader:
         import_module("sglang.srt.layers.utils").get_layer_id = self.modules[OWN[0]].get_layer_id  # type: ignore[attr-defined]
         self.modules |= {name: import_module(name) for name in OWN[1:]}
 
-    def load(self, folder: Path, class_name: str, config: Any, max_rank: int = 16) -> dict[str, dict[str, torch.Tensor]]:
+    def load(
+        self, folder: Path, class_name: str, config: Any, max_rank: int = 16
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """Return the pool's tensors of the layers' experts after the adapter in `folder` was loaded: by the name of the
         module, then by that of the buffer. Raises what SGLang raises.
 
@@ -99,6 +101,8 @@ class SglangLoader:
         pool.max_lora_rank, pool.target_modules, pool.lora_added_tokens_size = max_rank, targets, 0
         pool.experts_shared_outer_loras = pool.strict_loading = pool.enable_lora_overlap_loading = False
         pool.pin_memory_available = False
+        pool.embedding_A_buffer, pool.embedding_B_buffer, pool.new_embeddings_buffer = {}, {}, {}
+        pool.lm_head_A_buffer, pool.lm_head_B_buffer = {}, {}
         for side in "AB":
             shape = getattr(pool, f"get_lora_{side}_shape")
             buffers = {

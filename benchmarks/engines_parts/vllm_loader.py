@@ -37,6 +37,8 @@ SOURCES = {
 # Of the experts in vLLM's module: its block, and the names by which `FusedMoEFactory` finds an expert's matrices
 BLOCKS = {"MixtralForCausalLM": ("block_sparse_moe", ("w1", "w2", "w3"))}
 PLAIN = ("mlp", ("gate_proj", "down_proj", "up_proj"))
+# What the constructors add to `packed_modules_mapping`, where the config has a rank of the queries
+PACKED = {"DeepseekV3ForCausalLM": {"fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"]}}
 # Modules of a layer besides the experts, by the last part of their names in vLLM
 LINEAR = ("qkv_proj", "q_proj", "q_b_proj", "kv_b_proj", "fused_qkv_a_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -54,7 +56,9 @@ class VllmLoader:
                 if name.startswith("vllm.lora.layers.") and kind in vars(self.modules[name]):
                     setattr(layers, kind, vars(self.modules[name])[kind])
 
-    def load(self, folder: Path, class_name: str, config: Any, max_rank: int = 16) -> dict[str, dict[str, torch.Tensor]]:
+    def load(
+        self, folder: Path, class_name: str, config: Any, max_rank: int = 16
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """Return the buffers of the layers' experts after the adapter in `folder` was loaded and activated: by the name
         of the module, then by that of the buffer. Raises what vLLM raises.
 
@@ -94,8 +98,12 @@ class VllmLoader:
     def build_model(self, class_name: str, config: Any) -> Any:
         """Return a model with the attributes of vLLM's class, and modules of the names that it has."""
         utils, manager = self.modules["vllm.lora.utils"], self.modules["vllm.lora.model_manager"]
-        runner: Any = type("Runner", (utils.MoERunner, nn.Module), {"__new__": object.__new__, "__init__": _init_module})
-        linear: Any = type("Linear", (utils.LinearBase, nn.Module), {"__new__": object.__new__, "__init__": _init_module})
+        runner: Any = type(
+            "Runner", (utils.MoERunner, nn.Module), {"__new__": object.__new__, "__init__": _init_module}
+        )
+        linear: Any = type(
+            "Linear", (utils.LinearBase, nn.Module), {"__new__": object.__new__, "__init__": _init_module}
+        )
         assert manager.MoERunner is utils.MoERunner
         block, names = BLOCKS.get(class_name, PLAIN)
         attributes = self.read_class(class_name)
@@ -113,7 +121,7 @@ class VllmLoader:
         return model
 
     def _read_mapping(self) -> Any:
-        """Return `RoutedExperts.build_expert_params_mapping`, compiled by itself: its module needs a GPU's libraries."""
+        """Return `RoutedExperts.build_expert_params_mapping`, compiled alone: its module needs a GPU's libraries."""
         file = self.root / "vllm/model_executor/layers/fused_moe/routed_experts.py"
         method = next(
             node
@@ -137,7 +145,7 @@ class VllmLoader:
         found |= {"packed_modules_mapping": {}, "lora_skip_prefixes": []}
         for node in _list_bases(classes[class_name], classes):
             found |= self._read_attributes(node, classes)
-        return found
+        return found | {"packed_modules_mapping": {**found["packed_modules_mapping"], **PACKED.get(class_name, {})}}
 
     def _read_attributes(self, node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> dict[str, Any]:
         known = {"WeightsMapper": self.modules["vllm.model_executor.models.utils"].WeightsMapper}
@@ -246,4 +254,3 @@ def _list_buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"):
         for index, buffer in enumerate(getattr(module, f"{name}_stacked")):
             yield f"{name}[{index}]", buffer[0]
-

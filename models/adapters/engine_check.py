@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from models.adapters.engines import (
     MODEL_CLASSES,
+    PATTERNS,
     PEFT_PREFIX,
     Engine,
     Form,
@@ -22,12 +24,14 @@ from models.adapters.engines import (
     find_engine,
     to_hub_name,
 )
-from models.adapters.stacks import is_exchanged
+from models.adapters.stacks import has_exchanged
 
 Shape = tuple[int, ...]
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json, of the number of experts
 _IN_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<path>.+)")
+_ANYWHERE = re.compile(r"layers\.(?P<layer>\d+)\.(?P<path>.+)")
+_EXPERT = re.compile(r"(?<!shared_)experts\.(?P<number>\d+)\.")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json, of the number of experts
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,7 @@ class _Check:
             yield _refuse("r", f"rank {find_rank(fields)} is above its largest limit, {engine.ranks[-1]}")
         saved = set(fields.get("modules_to_save") or ())
         if engine.saved is not None and (others := sorted(saved - set(engine.saved))):
-            problem = "refused" if self.name == "vllm" else "dropped"
-            yield _refuse("modules_to_save", f"{', '.join(others)}: not loaded", problem)
+            yield _refuse("modules_to_save", f"{', '.join(others)}: not loaded", self._unknown)
         init = fields.get("init_lora_weights")
         if engine.inits is not None and isinstance(init, str) and init.lower() not in engine.inits:
             yield _refuse("init_lora_weights", f"{init} changes the base weights")
@@ -130,153 +133,157 @@ class _Check:
         if self.name != "peft" and not isinstance(fields.get("target_modules"), list):
             yield _refuse("target_modules", "it has to be a list of names")
         if not engine.reads_patterns:
-            for key in ("use_rslora", "rank_pattern", "alpha_pattern"):
+            for key in ("use_rslora", *PATTERNS):
                 if fields.get(key):
                     yield _refuse(key, "not read: every module gets the scale lora_alpha / r", "dropped")
 
     def check_keys(self) -> Iterator[Finding]:
+        """Yield the finding of each key that is there."""
         for name, shape in sorted(self.shapes.items(), key=lambda item: _sort_numbers(item[0])):
             yield self._check_key(name, tuple(shape))
 
     def find_missing(self) -> Iterator[Finding]:
         """Yield the keys that the loader needs next to those that are there."""
-        names, layers = set(self.shapes), self._list_layers()
-        needed: set[str] = set()
-        for layer, paths in layers.items():
-            prefix = f"{PEFT_PREFIX}model.layers.{layer}."
-            if any(self._is_expert(path) for path in paths):
-                needed |= {prefix + path for path in self._list_expert_modules()}
+        found = {(layer, path, side) for layer, path, side in map(self._find_place, self.shapes) if path}
+        modules = {(layer, path) for layer, path, _ in found}
+        needed = set(modules)
+        for layer, path in modules:
+            parent, _, leaf = path.rpartition(".")
+            if path in self._experts:
+                needed |= {(layer, expert) for expert in self._experts}
             for group in self.engine.together:
-                parents = {path.rpartition(".")[0] for path in paths if path.rpartition(".")[2] in group}
-                needed |= {f"{prefix}{parent}.{leaf}" for parent in parents for leaf in group}
-            needed |= {prefix + path for path in paths if path in self._list_projections()}
-        for module in sorted(needed, key=_sort_numbers):
+                if leaf in group:
+                    needed |= {(layer, f"{parent}.{other}") for other in group}
+        for layer, path in sorted(needed, key=lambda place: (place[0], _sort_numbers(place[1]))):
             for side in "AB":
-                if (name := f"{module}.lora_{side}.weight") not in names:
-                    yield Finding(name, problem="missing", reason=self._explain_missing(module))
+                if (layer, path, side) not in found:
+                    name = f"{PEFT_PREFIX}model.layers.{layer}.{path}.lora_{side}.weight"
+                    yield Finding(name, problem="missing", reason=self._explain_missing(path))
 
-    def _explain_missing(self, module: str) -> str:
-        if self._is_expert(module.partition("model.layers.")[2].partition(".")[2]):
-            if self.name == "sglang":
-                return "the expert's matrix would be served without its adapter"
-            return "an adapter of one expert or matrix needs those of all in its layer"
-        return "the loader needs both matrices, and of a fused projection all parts"
+    def _explain_missing(self, path: str) -> str:
+        if path not in self._experts:
+            return "the loader needs both matrices, and of a fused projection all parts"
+        if self.name == "sglang":
+            return "the expert's matrix would be served without its adapter"
+        return "an adapter of one expert or matrix needs those of all in its layer"
+
+    def _find_place(self, name: str) -> tuple[int, str, str]:
+        """Return the layer of a key, the module in it that the engine would load it for, and its side, "A" or "B". The
+        module is "" for a key that the engine would load for none of those that take adapters."""
+        key = _KEY.fullmatch(name)
+        if key is None or (self.name == "peft" and not name.startswith(PEFT_PREFIX)):
+            return -1, "", ""
+        module = key["module"].removeprefix(PEFT_PREFIX)
+        place = _IN_LAYER.fullmatch(module) if self.engine.reads_paths else _ANYWHERE.search(module)
+        if place is None or int(place["layer"]) >= self.dimensions.layers:
+            return -1, "", key["side"]
+        path = place["path"] if self.engine.reads_paths else self._find_by_leaf(place["path"])
+        known = path in self._experts or path in self._projections
+        return int(place["layer"]), path if known else "", key["side"]
+
+    def _find_by_leaf(self, path: str) -> str:
+        """Return the module that an engine knows by the number of the expert and the last part of the name."""
+        leaf = path.rpartition(".")[2]
+        if (expert := _EXPERT.search(path)) is not None:
+            leaf = dict(zip(("gate_proj", "up_proj", "down_proj"), self.model_class.names, strict=True)).get(leaf, leaf)
+            return self._rename(f"mlp.experts.{expert['number']}.{leaf}")
+        same = [known for known in self._projections if known.rpartition(".")[2] == leaf]
+        return path if path in same else min(same, default="")
 
     def _check_key(self, name: str, shape: Shape) -> Finding:
-        key = _KEY.fullmatch(name.removeprefix(PEFT_PREFIX))
-        if key is None:
+        if _KEY.fullmatch(name) is None:
             return self._check_other(name, shape)
-        place = _IN_LAYER.fullmatch(key["module"])
-        path = "" if place is None else place["path"]
-        if name.startswith(PEFT_PREFIX) and place is not None and int(place["layer"]) < self.dimensions.layers:
-            if path in self._expert_modules:
-                return self._check_expert(name, shape, key["module"], key["side"])
-            if path in self._list_projections():
-                return self._check_projection(name, shape, key["side"])
-        return self._check_misnamed(name, shape, key["module"])
+        _, path, side = self._find_place(name)
+        if path in self._experts:
+            return self._check_expert(name, shape, path, side)
+        if path:
+            return self._check_projection(name, shape, side)
+        return self._check_misnamed(name, shape)
 
     def _check_other(self, name: str, shape: Shape) -> Finding:
         """Return the finding for a tensor that is neither A nor B of an adapter."""
         saved = set(self.fields.get("modules_to_save") or ())
         module = name.removeprefix(PEFT_PREFIX).rpartition(".")[0]
-        if module.rpartition(".")[2] in saved & set(self.engine.saved if self.engine.saved is not None else saved):
+        if module.rpartition(".")[2] in saved & set(saved if self.engine.saved is None else self.engine.saved):
             return Finding(name, shape, "whole weight")
         if self.name == "peft" and self.fields.get("use_dora") and "lora_magnitude_vector" in name:
             return Finding(name, shape, "DoRA's lengths")
-        problem = "refused" if self.name == "vllm" else "dropped"
-        return Finding(name, shape, problem=problem, reason="neither A nor B of an adapter")
+        return Finding(name, shape, problem=self._unknown, reason="neither A nor B of an adapter")
 
-    def _check_misnamed(self, name: str, shape: Shape, module: str) -> Finding:
+    def _check_misnamed(self, name: str, shape: Shape) -> Finding:
         """Return the finding for an adapter of a module that the engine's model does not have."""
+        module = name.partition(".lora_")[0]
         leaf = module.rpartition(".")[2]
-        if ".experts" in f".{module}" and self.form is Form.pairs and ".experts." not in f"{module}.".replace(
-            ".experts.base_layer.", "."
-        ):
-            reason = "stacked experts, and the engine takes one pair for each expert"
-            dropped = self.name == "sglang" or module.endswith("base_layer")
-            return Finding(name, shape, problem="dropped" if dropped else "refused", reason=reason)
-        if ".experts." in f".{module}." and self.form is Form.stacked and re.search(r"\.experts\.\d+\.", module):
-            problem = "dropped" if self.name == "peft" else "refused"
-            reason = f"one pair for each expert, and {self.name} takes all experts of this class stacked"
-            return Finding(name, shape, problem=problem, reason=reason)
-        known = {path.rpartition(".")[2] for path in self._list_projections()}
+        is_stacked = module.endswith((".experts", ".experts.base_layer"))
+        if is_stacked and self.form is Form.pairs:
+            reason = "experts in peft's stacked form, and the engine takes one pair for each"
+            return Finding(name, shape, problem=self._unknown, reason=reason)
+        if _EXPERT.search(module) and self.form is Form.stacked:
+            reason = f"one pair for each expert, and {self.name} takes those of this class stacked"
+            return Finding(name, shape, problem=self._unknown, reason=reason)
+        known = {path.rpartition(".")[2] for path in (*self._projections, *self._experts)}
         if leaf in known:
-            silent = " (loaded by no module, without a message)" if self.name == "vllm" else ""
-            return Finding(name, shape, problem="misnamed", reason=f"the model has no module of this name{silent}")
-        if self.name == "vllm" and leaf != "base_layer":
-            return Finding(name, shape, problem="refused", reason=f"'{leaf}' is not a module that takes adapters")
-        return Finding(name, shape, problem="dropped", reason=f"'{leaf}' is not a module that takes adapters")
+            return Finding(name, shape, problem="misnamed", reason="the model has no module of this name")
+        return Finding(name, shape, problem=self._unknown, reason=f"'{leaf}' is not a module that takes adapters")
 
     def _check_projection(self, name: str, shape: Shape, side: str) -> Finding:
-        ranks = {self.fields["r"], *(self.fields.get("rank_pattern") or {}).values()}
-        orientation = "[r, in]" if side == "A" else "[out, r]"
-        dim = 0 if side == "A" else 1
-        if len(shape) == 2 and shape[dim] in ranks:
+        orientation, dim = ("[r, in]", 0) if side == "A" else ("[out, r]", 1)
+        if len(shape) == 2 and shape[dim] in self._ranks:
             return Finding(name, shape, orientation)
-        if len(shape) == 2 and shape[1 - dim] in ranks:
+        if len(shape) == 2 and shape[1 - dim] in self._ranks:
             return Finding(name, shape, problem="transposed", reason=f"it has to be {orientation}")
-        return Finding(name, shape, problem="wrong shape", reason=f"{orientation}, with r in {sorted(ranks)}")
+        return Finding(name, shape, problem="wrong shape", reason=f"{orientation}, with r in {sorted(self._ranks)}")
 
-    def _check_expert(self, name: str, shape: Shape, module: str, side: str) -> Finding:
+    def _check_expert(self, name: str, shape: Shape, path: str, side: str) -> Finding:
         """Return the finding for a pair of the experts, whose shape the base model determines."""
-        is_down, (inputs, outputs) = self._find_expert_dims(module)
-        stacked = self.form is Form.stacked
-        total = "E r" if stacked else "r"
-        inner, outer = ("I", "H") if is_down else ("H", "2I" if stacked else "I")
-        orientation = f"[{total}, in={inner}]" if side == "A" else f"[out={outer}, {total}]"
-        ranks = {self.fields["r"], *(self.fields.get("rank_pattern") or {}).values()}
-        totals = {rank * (self.dimensions.experts if stacked else 1) for rank in ranks}
-        found, size = ((shape[0], shape[1:]) if side == "A" else (shape[-1], shape[:-1])) if shape else (0, ())
-        right, wrong = ((inputs,), (outputs,)) if side == "A" else ((outputs,), (inputs,))
-        if found in totals and size == right and not self._is_from_older_peft(name, shape, side, found, module):
+        inputs, outputs = self._find_expert_dims(path)
+        totals = [rank * (self.dimensions.experts if self.form is Form.stacked else 1) for rank in sorted(self._ranks)]
+        rows = "E r" if self.form is Form.stacked else "r"
+        orientation = f"[{rows}, in]" if side == "A" else f"[out, {rows}]"
+        right = [(total, inputs) if side == "A" else (outputs, total) for total in totals]
+        exchanged = [(total, outputs) if side == "A" else (inputs, total) for total in totals]
+        reason = f"it has to be {orientation}, {' or '.join(str(list(each)) for each in right)}"
+        if shape in right and not self._is_from_older_peft(inputs, outputs):
             return Finding(name, shape, orientation)
-        reason = f"it has to be {orientation} = {self._describe(side, totals, inputs, outputs)}"
-        if found in totals and size in (right, wrong):
-            older = ", as peft before 0.19.1 wrote it" if stacked else ""
+        if shape in exchanged:
+            older = ", not as peft before 0.19.1 wrote it" if self.form is Form.stacked else ""
             return Finding(name, shape, problem="transposed", reason=f"{reason}{older}")
-        if tuple(reversed(shape)) in {(total, *right) if side == "A" else (*right, total) for total in totals}:
-            return Finding(name, shape, problem="transposed", reason=reason)
-        return Finding(name, shape, problem="wrong shape", reason=reason)
+        problem = "transposed" if shape[::-1] in right else "wrong shape"
+        return Finding(name, shape, problem=problem, reason=reason)
 
-    def _is_from_older_peft(self, name: str, shape: Shape, side: str, total: int, module: str) -> bool:
-        """Return whether the file's peft has exchanged A and B of square matrices, which shapes do not tell."""
-        if self.form is Form.pairs:
+    def _is_from_older_peft(self, inputs: int, outputs: int) -> bool:
+        """Return whether the folder's peft has exchanged A and B of a square matrix, which shapes do not tell."""
+        if self.form is Form.pairs or inputs != outputs:
             return False
-        _, (inputs, outputs) = self._find_expert_dims(module)
-        first, second = (total, outputs), (inputs, total)
-        version = self.fields.get("peft_version")
-        square = ((total, inputs), (outputs, total))
-        return is_exchanged(first, second, square, version, self.model_class.is_transposed) and inputs == outputs
+        return has_exchanged(self.fields.get("peft_version"), self.model_class.is_transposed)
 
-    def _find_expert_dims(self, module: str) -> tuple[bool, tuple[int, int]]:
-        """Return whether the module is a down projection, and its inputs and outputs."""
+    def _find_expert_dims(self, path: str) -> tuple[int, int]:
+        """Return the inputs and outputs of a module of `_experts`."""
         hidden, width = self.dimensions.hidden, self.dimensions.width
         if self.form is Form.stacked:
-            is_down = not module.endswith(".base_layer")
-            return is_down, (width, hidden) if is_down else (hidden, 2 * width)
-        is_down = module.rpartition(".")[2] == self.model_class.names[2]
-        return is_down, (width, hidden) if is_down else (hidden, width)
-
-    def _describe(self, side: str, totals: Iterable[int], inputs: int, outputs: int) -> str:
-        total = "/".join(map(str, sorted(totals)))
-        return f"[{total}, {inputs}]" if side == "A" else f"[{outputs}, {total}]"
+            return (hidden, 2 * width) if path.endswith(".base_layer") else (width, hidden)
+        return (width, hidden) if path.endswith(f".{self.model_class.names[2]}") else (hidden, width)
 
     @property
-    def _expert_modules(self) -> set[str]:
-        return set(self._list_expert_modules())
+    def _unknown(self) -> str:
+        """What the loader does with what it does not know: vLLM ends with an error, the others leave it out."""
+        return "refused" if self.name == "vllm" else "dropped"
 
-    def _list_expert_modules(self) -> list[str]:
-        """Return the names in a layer of the modules of its experts that have adapters."""
+    @cached_property
+    def _ranks(self) -> set[int]:
+        return {self.fields["r"], *(self.fields.get("rank_pattern") or {}).values()}
+
+    @cached_property
+    def _experts(self) -> set[str]:
+        """The names in a layer of the modules of its experts that have adapters."""
         if self.form is Form.stacked:
-            return [self._rename("mlp.experts.base_layer"), self._rename("mlp.experts")]
-        return [
-            self._rename(f"mlp.experts.{expert}.{name}")
-            for expert in range(self.dimensions.experts)
-            for name in self.model_class.names
-        ]
+            return {self._rename("mlp.experts.base_layer"), self._rename("mlp.experts")}
+        numbers = range(self.dimensions.experts)
+        return {self._rename(f"mlp.experts.{number}.{name}") for number in numbers for name in self.model_class.names}
 
-    def _list_projections(self) -> set[str]:
-        """Return the names in a layer of the other modules that take adapters."""
+    @cached_property
+    def _projections(self) -> set[str]:
+        """The names in a layer of the other modules that take adapters."""
         routers = (self.model_class.router,) if self.engine.takes_router else ()
         return {self._rename(path) for path in (*self.model_class.projections, *routers)}
 
@@ -284,19 +291,6 @@ class _Check:
         if not self.engine.in_hub_names:
             return path
         return to_hub_name(f".layers.0.{path}", self.model_class).removeprefix(".layers.0.")
-
-    def _is_expert(self, path: str) -> bool:
-        return f".{path}.".find(".experts.") >= 0 and path in self._expert_modules
-
-    def _list_layers(self) -> dict[int, set[str]]:
-        """Return the modules that have an adapter, by layer."""
-        layers: dict[int, set[str]] = defaultdict(set)
-        for name in self.shapes:
-            key = _KEY.fullmatch(name.removeprefix(PEFT_PREFIX))
-            place = _IN_LAYER.fullmatch(key["module"]) if key else None
-            if place is not None and name.startswith(PEFT_PREFIX):
-                layers[int(place["layer"])].add(place["path"])
-        return layers
 
 
 def _refuse(field: str, reason: str, problem: str = "refused") -> Finding:

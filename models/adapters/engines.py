@@ -28,7 +28,7 @@ from models.adapters.stacks import StackAdapter, join_experts, split_experts
 
 PEFT_PREFIX = "base_model.model."
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-_PATTERNS = ("rank_pattern", "alpha_pattern")
+PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
 class Form(Enum):
@@ -40,11 +40,11 @@ class Form(Enum):
 class ModelClass:
     """A class of models with experts.
 
-    model_type: of its config.json. projections: the other modules of a layer that an adapter may be on, by their names in
-    `transformers`. router: the router's. names: of one expert's gate, up and down projection. hub_block: what the block
-    of the experts is called in the weights on the hub, and in engines; it is "mlp" in `transformers`. is_interleaved:
-    whether the rows of gate_proj and up_proj take turns in gate_up_proj, in place of one half each. is_transposed:
-    whether peft takes its stacks for [E, in, out].
+    model_type: of its config.json. projections: the other modules of a layer that an adapter may be on, by their names
+    in `transformers`. router: the router's. names: of one expert's gate, up and down projection. hub_block: what the
+    block of the experts is called in the weights on the hub, and in engines; it is "mlp" in `transformers`.
+    is_interleaved: whether the rows of gate_proj and up_proj take turns in gate_up_proj, in place of one half each.
+    is_transposed: whether peft takes its stacks for [E, in, out].
     """
 
     model_type: str
@@ -66,9 +66,7 @@ def _dense(*blocks: str) -> tuple[str, ...]:
 
 _QKVO = _attention("q_proj", "k_proj", "v_proj", "o_proj")
 MODEL_CLASSES = {
-    "Qwen3MoeForCausalLM": ModelClass(
-        "qwen3_moe", (*_QKVO, *_dense("mlp")), "mlp.gate"
-    ),
+    "Qwen3MoeForCausalLM": ModelClass("qwen3_moe", (*_QKVO, *_dense("mlp")), "mlp.gate"),
     "MixtralForCausalLM": ModelClass(
         "mixtral",
         _QKVO,
@@ -102,8 +100,9 @@ class Engine:
     rank loads. default_rank: its limit where none is given. takes_router: whether routers get adapters. saved: the
     modules of `modules_to_save` that it loads. inits: the values of `init_lora_weights` that are texts and that it
     accepts; None where it does not read the field. reads_patterns: whether it reads use_rslora, rank_pattern and
-    alpha_pattern. together: groups of modules that it fuses, and loads together or not at all. in_hub_names: whether
-    modules have their names on the hub.
+    alpha_pattern. reads_paths: whether a module is known by its whole name; otherwise by its layer, its expert and the
+    last part. together: groups of modules that it fuses, and loads together or not at all. in_hub_names: whether
+    modules have their names on the hub. unread: further fields that it refuses where they are set.
     """
 
     release: str
@@ -115,6 +114,7 @@ class Engine:
     inits: tuple[str, ...] | None = None
     unread: tuple[str, ...] = ()
     reads_patterns: bool = True
+    reads_paths: bool = True
     together: tuple[tuple[str, ...], ...] = ()
     in_hub_names: bool = True
 
@@ -139,6 +139,7 @@ ENGINES = {
         takes_router=False,
         saved=(),
         reads_patterns=False,
+        reads_paths=False,
         together=(("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa")),
     ),
 }
@@ -187,7 +188,7 @@ def write_for_engine(
     model_class, form = MODEL_CLASSES[class_name], engine.forms[class_name]
     if not engine.reads_patterns:
         fields = _use_one_scale(fields)
-    written, patterns = dict(tensors), {key: dict(fields.get(key) or {}) for key in _PATTERNS}
+    written, patterns = dict(tensors), {key: dict(fields.get(key) or {}) for key in PATTERNS}
     for _, group in groupby(stacks, key=lambda adapter: adapter.layer):
         pair = {adapter.stack: adapter for adapter in group}
         for name in [name for adapter in pair.values() for name in (adapter.first, adapter.second)]:
@@ -212,7 +213,7 @@ def write_for_engine(
         changed["target_modules"] = sorted({_to_projection(leaf, model_class) for leaf in changed["target_modules"]})
     if engine.in_hub_names and model_class.hub_block != "mlp":
         written = {to_hub_name(name, model_class): tensor for name, tensor in written.items()}
-        changed |= {key: {_escape_block(k, model_class): v for k, v in patterns[key].items()} for key in _PATTERNS}
+        changed |= {key: {_escape_block(k, model_class): v for k, v in patterns[key].items()} for key in PATTERNS}
     return EngineAdapter(written, {**fields, **changed})
 
 
@@ -234,8 +235,8 @@ def _to_projection(leaf: str, model_class: ModelClass) -> str:
 
 def _use_one_scale(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields whose lora_alpha / r is the scale of the whole adapter."""
-    if any(fields.get(key) for key in _PATTERNS):
-        key = next(key for key in _PATTERNS if fields.get(key))
+    if any(fields.get(key) for key in PATTERNS):
+        key = next(key for key in PATTERNS if fields.get(key))
         raise UserError(f"the adapter has a {key}, and this engine reads one rank and one lora_alpha for all modules")
     if not fields.get("use_rslora"):
         return dict(fields)

@@ -4,7 +4,7 @@ orientation, which peft wrote before 0.19.1.
 peft (0.21.2) keeps an expert's outputs x inputs matrix as B A, with A [r x E, in] and B [out, r x E]
 (`models/experts/lora.py`). Up to 0.18 it took every stack for [E, in, out], so that for the stacks [E, out, in] of most
 families its A has the outputs and its B the inputs: A [r x E, out], B [in, r x E], the same product transposed. 0.19.0
-turned the wrong ones around: in a folder of it the stacks [E, in, out] (gpt-oss) are exchanged as well. All of them hold
+turned the wrong ones around: in a folder of it the stacks [E, in, out] (gpt-oss) are exchanged as well. They all hold
 the same numbers, so that nothing is rounded when they are brought into today's order.
 
 E experts, r the rank of an adapter, in and out: the inputs and outputs of one expert's matrix.
@@ -146,11 +146,15 @@ def is_exchanged(
     found = (tuple(first), tuple(second))
     if found != ((total, outputs), (inputs, total)):
         return False
-    return inputs != outputs or _has_exchanged(peft_version, is_transposed)
+    return inputs != outputs or has_exchanged(peft_version, is_transposed)
 
 
-def _has_exchanged(peft_version: str | None, is_transposed: bool) -> bool:
-    """peft_version: as adapter_config.json has it; None before 0.18, which did not write it."""
+def has_exchanged(peft_version: str | None, is_transposed: bool) -> bool:
+    """Return whether this peft wrote a stack in the other order.
+
+    peft_version: as adapter_config.json has it; None before 0.18, which did not write it. is_transposed: whether peft
+    takes the stack for [E, in, out].
+    """
     if peft_version is None:
         return not is_transposed
     try:
