@@ -140,7 +140,7 @@ def judge_folder(engine: str, loader: Any, class_name: str, what: str, trained: 
 
 
 def describe_error(error: Exception, folder: Path) -> str:
-    text = " ".join(str(error).replace(str(folder), "FOLDER").split())
+    text = " ".join(str(error).replace(str(folder), "FOLDER").split()).partition(" in {")[0]
     return f"{type(error).__name__}: {text[:150]}" if text else type(error).__name__
 
 

@@ -121,7 +121,7 @@ class _Check:
             yield _refuse("r", f"rank {find_rank(fields)} is above its largest limit, {engine.ranks[-1]}")
         saved = set(fields.get("modules_to_save") or ())
         if engine.saved is not None and (others := sorted(saved - set(engine.saved))):
-            yield _refuse("modules_to_save", f"{', '.join(others)}: not loaded", self._unknown)
+            yield _refuse("modules_to_save", f"{', '.join(others)}: not loaded", self._name_unknown(""))
         init = fields.get("init_lora_weights")
         if engine.inits is not None and isinstance(init, str) and init.lower() not in engine.inits:
             yield _refuse("init_lora_weights", f"{init} changes the base weights")
@@ -208,23 +208,21 @@ class _Check:
             return Finding(name, shape, "whole weight")
         if self.name == "peft" and self.fields.get("use_dora") and "lora_magnitude_vector" in name:
             return Finding(name, shape, "DoRA's lengths")
-        return Finding(name, shape, problem=self._unknown, reason="neither A nor B of an adapter")
+        return Finding(name, shape, problem=self._name_unknown(name), reason="neither A nor B of an adapter")
 
     def _check_misnamed(self, name: str, shape: Shape) -> Finding:
         """Return the finding for an adapter of a module that the engine's model does not have."""
-        module = name.partition(".lora_")[0]
+        module, problem = name.partition(".lora_")[0], self._name_unknown(name)
         leaf = module.rpartition(".")[2]
-        is_stacked = module.endswith((".experts", ".experts.base_layer"))
-        if is_stacked and self.form is Form.pairs:
+        if module.endswith((".experts", ".experts.base_layer")) and self.form is Form.pairs:
             reason = "experts in peft's stacked form, and the engine takes one pair for each"
-            return Finding(name, shape, problem=self._unknown, reason=reason)
-        if _EXPERT.search(module) and self.form is Form.stacked:
+        elif _EXPERT.search(module) and self.form is Form.stacked:
             reason = f"one pair for each expert, and {self.name} takes those of this class stacked"
-            return Finding(name, shape, problem=self._unknown, reason=reason)
-        known = {path.rpartition(".")[2] for path in (*self._projections, *self._experts)}
-        if leaf in known:
-            return Finding(name, shape, problem="misnamed", reason="the model has no module of this name")
-        return Finding(name, shape, problem=self._unknown, reason=f"'{leaf}' is not a module that takes adapters")
+        elif leaf in {path.rpartition(".")[2] for path in (*self._projections, *self._experts)}:
+            problem, reason = "misnamed", "the model has no module of this name"
+        else:
+            reason = f"'{leaf}' is not a module that takes adapters"
+        return Finding(name, shape, problem=problem, reason=reason)
 
     def _check_projection(self, name: str, shape: Shape, side: str) -> Finding:
         orientation, dim = ("[r, in]", 0) if side == "A" else ("[out, r]", 1)
@@ -264,10 +262,10 @@ class _Check:
             return (hidden, 2 * width) if path.endswith(".base_layer") else (width, hidden)
         return (width, hidden) if path.endswith(f".{self.model_class.names[2]}") else (hidden, width)
 
-    @property
-    def _unknown(self) -> str:
-        """What the loader does with what it does not know: vLLM ends with an error, the others leave it out."""
-        return "refused" if self.name == "vllm" else "dropped"
+    def _name_unknown(self, name: str) -> str:
+        """Return what the loader does with a tensor that it does not know: vLLM ends with an error, peft leaves it out,
+        SGLang either, depending on whether it is in a layer."""
+        return "refused" if self.name == "vllm" or (self.name == "sglang" and ".layers." in name) else "dropped"
 
     @cached_property
     def _ranks(self) -> set[int]:

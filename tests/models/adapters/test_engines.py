@@ -165,15 +165,15 @@ def drop_down_proj(tensors: Tensors) -> Tensors:
 @pytest.mark.parametrize(
     ("class_name", "engine", "damage", "expected"),
     [
-        (GPT, "vllm", exchange_stacks, {"transposed": 12}),
-        (QWEN, "vllm", transpose, {"transposed": 96}),
-        (QWEN, "sglang", transpose, {"transposed": 96}),
-        (QWEN, "vllm", rename, {"misnamed": 24}),
+        (GPT, "vllm", exchange_stacks, {"transposed": 16}),
+        (QWEN, "vllm", transpose, {"transposed": 144}),
+        (QWEN, "sglang", transpose, {"transposed": 144}),
+        (QWEN, "vllm", rename, {"misnamed": 32}),
         (QWEN, "sglang", rename, {}),  # which reads the last part of a name
         (QWEN, "vllm", drop, {"missing": 1}),
         (QWEN, "sglang", drop, {"missing": 1}),
-        (GPT, "vllm", drop_down_proj, {"missing": 6}),
-        (GPT, "peft", drop_down_proj, {"missing": 6}),
+        (GPT, "vllm", drop_down_proj, {"missing": 8}),
+        (GPT, "peft", drop_down_proj, {"missing": 8}),
     ],
 )
 def test_mistakes_are_found(
@@ -185,17 +185,18 @@ def test_mistakes_are_found(
 
 
 def test_a_form_of_another_engine_is_not_taken() -> None:
-    """SGLang leaves peft's names out with a warning; vLLM refuses them for a class that it has in pairs."""
+    """peft leaves names out that it does not know; the others end with an error."""
     stacked, pairs = serve(QWEN, "peft"), serve(GPT, "sglang")
-    assert count_problems(check(stacked, QWEN, "vllm")) == {"refused": 8}
-    assert count_problems(check(stacked, QWEN, "sglang")) == {"dropped": 8}
+    assert count_problems(check(stacked, QWEN, "vllm")) == {"refused": 12}
+    assert count_problems(check(stacked, QWEN, "sglang")) == {"refused": 12}
     assert set(count_problems(check(pairs, GPT, "vllm"))) == {"refused"}
+    assert set(count_problems(check(pairs, GPT, "peft"))) == {"dropped"}
 
 
 def test_a_square_stack_of_an_older_peft_is_known_by_its_version() -> None:
     served = serve(QWEN, "peft")
     findings = check(served, QWEN, "peft", peft_version="0.18.1")
-    assert count_problems(findings) == {"transposed": 4}
+    assert count_problems(findings) == {"transposed": 6}
     assert "not as peft before 0.19.1 wrote it" in next(found for found in findings if found.problem).reason
 
 
@@ -225,6 +226,7 @@ def test_weights_that_are_no_adapter() -> None:
     tensors = {**served.tensors, "base_model.model.lm_head.weight": torch.zeros(2, 2)}
     broken = EngineAdapter(tensors, served.fields)
     assert count_problems(check(broken, QWEN, "vllm")) == {"refused": 1}
+    assert count_problems(check(EngineAdapter(tensors, serve(QWEN, "sglang").fields), QWEN, "sglang")) == {"dropped": 1}
     classifier = {**served.tensors, "base_model.model.score.weight": torch.zeros(2, 2)}
     taken = EngineAdapter(classifier, {**served.fields, "modules_to_save": ["score"]})
     assert not count_problems(check(taken, QWEN, "vllm"))
@@ -234,14 +236,14 @@ def test_a_router_is_not_for_every_engine() -> None:
     options = {"target_parameters": ["mlp.gate.weight", "mlp.experts.down_proj", "mlp.experts.gate_up_proj"]}
     assert not count_problems(check(serve("MixtralForCausalLM", "vllm", **options), "MixtralForCausalLM", "vllm"))
     served = serve(QWEN, "sglang", **options)
-    assert set(count_problems(check(served, QWEN, "sglang"))) == {"dropped"}
+    assert set(count_problems(check(served, QWEN, "sglang"))) == {"refused"}
 
 
 def test_alike_keys_are_one_line() -> None:
     lines = describe_findings(check(serve(QWEN, "vllm"), QWEN, "vllm"))
     assert len(lines) < 25
     assert (
-        "taken: base_model.model.model.layers.*.mlp.experts.*.gate_proj.lora_A.weight (16 keys) [4, 48] [r, in]"
+        "taken: base_model.model.model.layers.*.mlp.experts.*.gate_proj.lora_A.weight (24 keys) [4, 48] [r, in]"
         in lines
     )
 

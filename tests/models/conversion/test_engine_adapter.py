@@ -46,7 +46,7 @@ def test_from_peft_to_an_engine(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "vllm 0.33.0, MixtralForCausalLM: experts pairs" and lines[-1] == "all taken"
     assert run(monkeypatch, check_adapter, peft, "--engine", "vllm") == 1
-    assert "12 refused" in capsys.readouterr().out
+    assert "16 refused" in capsys.readouterr().out
     assert run(monkeypatch, check_adapter, peft, "--engine", "peft", "--model_class", "MixtralForCausalLM") == 0
     assert run(monkeypatch, check_adapter, peft, "--engine", "vllm", "--release", "0.6.0") == 2
     assert run(monkeypatch, check_adapter, tmp_path, "--engine", "vllm") == 2
