@@ -18,6 +18,7 @@ from models.adapters.folder import (
 from models.adapters.peft_export import export_adapter, installed_peft
 from models.adapters.stacks import list_stack_adapters, restore_order
 from models.architecture.lookup import build_layers
+from models.storage.folders import check_output_dir
 from models.storage.tensor_files import load_json
 from models.weights.sources import open_weights
 
@@ -39,6 +40,7 @@ def export_for_engine(
             "LoRA run, OUTPUT_DIR/hf"
         )
     source = open_weights(str(path), trust_remote_code, trust_checkpoint)
+    check_output_dir(output_dir, True, path, source.files())
     layers, lora = build_layers(source.config, source.wrapper), load_lora_config(path)
     class_name = find_model_class(source.config.model_type)
     tensors = restore_order(load_adapter_tensors(path), layers, lora)

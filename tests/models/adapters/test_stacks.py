@@ -13,6 +13,7 @@ from support.families import build_family_config, save_family
 from support.model_folders import assert_same_bits, export
 
 from models.adapters.build import build_adapter
+from models.adapters.folder import load_lora_config
 from models.adapters.options import AdapterName, AdapterOptions
 from models.adapters.stacks import (
     exchange,
@@ -83,7 +84,10 @@ def test_a_folder_of_an_older_peft_is_read(tmp_path: Path, model_type: str) -> N
     layers = build_layers(open_weights(str(tmp_path / "base")).config)
     starts = [
         build_adapter(
-            AdapterOptions(name=AdapterName.lora, name_or_path=str(tmp_path / name)), layers, 0, str(tmp_path / "base")
+            AdapterOptions(name=AdapterName.lora, name_or_path=str(tmp_path / name)),
+            layers,
+            seed=0,
+            base_name=str(tmp_path / "base"),
         )
         for name in ("new", "old")
     ]
@@ -95,8 +99,6 @@ def write_as_older(folder: Path, output: Path, version: str, model_type: str) ->
     fields = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     layers = build_layers(build_family_config(model_type))
-    from models.adapters.folder import load_lora_config
-
     for adapter in list_stack_adapters(layers, load_lora_config(folder)):
         names = (adapter.first, adapter.second)
         tensors[names[0]], tensors[names[1]] = exchange(tensors[names[0]], tensors[names[1]], adapter.num_experts)

@@ -75,6 +75,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         ((tmp_path / "base",), "is not a peft folder"),
         ((tmp_path / "peft",), "adapters of 'llama' in the forms of engines are not in the tables"),
         ((tmp_path / "peft", "--to_hf"), "--engine writes an adapter as it is, in another form; omit --to_hf"),
+        ((tmp_path / "router", "--output_dir", tmp_path / "router" / "in"), "overlaps with the source"),
         ((tmp_path / "router",), "sglang 0.5.23 cannot serve this adapter: "),
     ):
         assert run(monkeypatch, convert2ckpt, *convert, *arguments) == 1
