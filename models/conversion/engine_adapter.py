@@ -6,7 +6,7 @@ from pathlib import Path
 
 from errors import UserError
 from models.adapters.adapter import check_all_taken
-from models.adapters.engine_check import Finding, check_adapter, find_limit, find_rank, read_dimensions
+from models.adapters.engine_check import check_adapter, find_limit, find_rank, read_dimensions
 from models.adapters.engines import ENGINES, find_model_class, write_for_engine
 from models.adapters.folder import (
     ADAPTER_CONFIG,
@@ -52,11 +52,10 @@ def export_for_engine(
     assert dimensions is not None  # its class has experts
     findings = check_adapter(shapes, written.fields, engine_name, class_name, dimensions)
     if problem := next((found for found in findings if found.problem), None):
-        raise UserError(f"{engine_name} {engine.release} cannot serve this adapter: {_describe(problem)}")
+        raise UserError(
+            f"{engine_name} {engine.release} cannot serve this adapter: {problem.name} is {problem.problem} "
+            f"({problem.reason})"
+        )
     export_adapter(path, written.tensors, layers, output_dir, read_fingerprint(path), written.fields)
     limit = find_limit(find_rank(written.fields), engine)
     return [] if limit is None else [f"start {engine_name} with --max-lora-rank {limit}"]
-
-
-def _describe(problem: Finding) -> str:
-    return f"{problem.name} is {problem.problem} ({problem.reason})"
