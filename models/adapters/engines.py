@@ -207,10 +207,10 @@ def write_for_engine(
         for stack, names in ((GATE_UP, model_class.names[:2]), (DOWN, model_class.names[2:])):
             if stack in pair and engine.reads_patterns:
                 _add_patterns(patterns, pair[stack], fields, names)
-    changed = {"target_parameters": _list_stacks(fields, stacks), **patterns}
+    changed: dict[str, Any] = {"target_parameters": _list_stacks(fields, stacks), **patterns}
     if form is Form.pairs:
-        changed |= {"target_parameters": None, "target_modules": list_leaves(written)}
-        changed["target_modules"] = sorted({_to_projection(leaf, model_class) for leaf in changed["target_modules"]})
+        leaves = sorted({_to_projection(leaf, model_class) for leaf in list_leaves(written)})
+        changed |= {"target_parameters": None, "target_modules": leaves}
     if engine.in_hub_names and model_class.hub_block != "mlp":
         written = {to_hub_name(name, model_class): tensor for name, tensor in written.items()}
         changed |= {key: {_escape_block(k, model_class): v for k, v in patterns[key].items()} for key in PATTERNS}
