@@ -1,6 +1,6 @@
-"""What an engine's loader makes of a peft folder: which keys it takes, in which orientation and shape, what it refuses,
-and what it would load wrongly or not at all without a message. Read from the tables of `models/adapters/engines.py` and
-the header of the file; no tensor is loaded.
+"""Say what an engine's loader makes of a peft folder: which keys it takes, in which orientation and shape, what it
+refuses, and what it would load wrongly or not at all without a message. This follows from the tables of
+`models/adapters/engines.py` and the header of the file; no tensor is loaded.
 
 E experts, r the rank of an adapter, H the hidden size, I an expert's intermediate size.
 """
@@ -53,7 +53,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Of the base model, from its config.json."""
+    """The sizes of the base model, by its config.json: its layers, its hidden size, the experts of a layer, and an
+    expert's intermediate size."""
 
     layers: int
     hidden: int

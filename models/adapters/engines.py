@@ -94,7 +94,7 @@ MODEL_CLASSES = {
 
 @dataclass(frozen=True)
 class Engine:
-    """What the loader of an engine takes, in one release.
+    """The adapters that the loader of one release of an engine takes.
 
     forms: by the name of a model class. ranks: the values that its limit of ranks may have, rising; empty where any
     rank loads. default_rank: its limit where none is given. takes_router: whether routers get adapters. saved: the
