@@ -2,6 +2,7 @@
 
     python convert2ckpt.py --model_name_or_path HF_DIR --output_dir CKPT_DIR
     python convert2ckpt.py --to_hf --model_name_or_path CKPT_DIR --output_dir HF_DIR
+    python convert2ckpt.py --engine vllm --model_name_or_path PEFT_DIR --output_dir DIR
 
 It streams: a model of any size converts on a machine that holds one of its layers. The work is in
 `models/conversion/convert.py`.
@@ -21,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH
 from console import progress
 from errors import UserError, explain_refusal
 from interpreter import check_interpreter
+from models.adapters.engines import ENGINES
 from models.conversion.convert import DTYPES, WriteOptions, convert_to_pipeline, export_hugging_face
+from models.conversion.engine_adapter import export_for_engine
 from models.storage.folders import check_output_dir, check_replaceable, has_tokenizer, hold_run_lock
 from models.weights.passthrough import find_passthrough
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
@@ -63,15 +66,37 @@ def convert(args: argparse.Namespace) -> None:
         )
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: at least 1")
+    if args.engine is not None:
+        check_engine_options(args, bool(tokens))
     max_shard_size = parse_size(args.max_shard_size)
     with hold_run_lock(args.output_dir) if args.overwrite else nullcontext():
         write(args, tokens, max_shard_size)
+
+
+def check_engine_options(args: argparse.Namespace, has_tokens: bool) -> None:
+    """Raises UserError for an option that --engine does not have: it moves an adapter's numbers and changes none."""
+    others = {
+        "--to_hf": args.to_hf,
+        "--dtype": args.dtype,
+        "--pad_vocab_to_multiple_of": args.pad_vocab_to_multiple_of != 1,
+        "--verify": args.verify,
+        "--no_export_unused": args.no_export_unused,
+        "special tokens": has_tokens,
+    }
+    if given := next((name for name, value in others.items() if value), None):
+        raise UserError(f"--engine writes an adapter as it is, in another form; omit {given}")
 
 
 def write(args: argparse.Namespace, tokens: SpecialTokens, max_shard_size: int) -> None:
     """Reads the source and writes the folder. Raises UserError."""
     check_output_dir(args.output_dir, args.overwrite)  # before the hub is asked for a hundred gigabytes
     check_replaceable(args.output_dir)
+    if args.engine is not None:
+        notes = export_for_engine(
+            args.model_name_or_path, args.output_dir, args.engine, args.trust_remote_code, args.trust_checkpoint
+        )
+        print("\n".join([*notes, f"wrote {args.output_dir}, for {args.engine} {ENGINES[args.engine].release}"]))
+        return
     source = open_weights(args.model_name_or_path, args.trust_remote_code, args.trust_checkpoint)
     if not args.to_hf and isinstance(source, PipelineCheckpoint):
         raise UserError(f"{args.model_name_or_path} is a pipeline checkpoint already; pass --to_hf to go back")
@@ -117,6 +142,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--output_dir", required=True, type=Path, metavar="DIR", help="made new; appears when it is whole"
     )
     parser.add_argument("--to_hf", action="store_true", help="from a pipeline checkpoint to a Hugging Face folder")
+    parser.add_argument(
+        "--engine",
+        choices=sorted(ENGINES),
+        help="write the adapter of a peft folder, such as a LoRA run's hf/, in the form in which this engine serves it",
+    )
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), help="of the written weights; by default each tensor keeps its own"
     )

@@ -23,6 +23,7 @@ from models.adapters.folder import (
     name_for_peft,
 )
 from models.adapters.options import AdapterName, AdapterOptions, starts_from_base
+from models.adapters.stacks import restore_order
 from models.adapters.targets import (
     build_lora_config,
     is_named,
@@ -129,7 +130,8 @@ def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict
             f"adapter.name_or_path={path} is not a peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to "
             "continue a run, use resume"
         )
-    lora, tensors = load_lora_config(path), load_adapter_tensors(path)
+    lora = load_lora_config(path)
+    tensors = restore_order(load_adapter_tensors(path), layers, lora)
     check_all_taken(tensors.keys(), lora, layers)
     if has_own_head(tensors, layers):
         raise UserError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,7 +30,14 @@ from models.storage.folders import copy_small_files, staged_folder
 
 def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig) -> None:
     """Write adapter_config.json into `folder`, as peft writes it for this model."""
-    name_for_peft(describe_saved(adapter.config), config).save_pretrained(str(folder))
+    saved = name_for_peft(describe_saved(adapter.config), config)
+    saved.peft_version = installed_peft()  # of an adapter that an older peft has written too: its stacks are restored
+    saved.save_pretrained(str(folder))
+
+
+def installed_peft() -> str:
+    """Return the version of the installed peft, by whose order of stacks folders are written."""
+    return version("peft")
 
 
 def export_adapter(
@@ -37,15 +46,17 @@ def export_adapter(
     layers: Sequence[Layer],
     output_dir: Path,
     base_fingerprint: str | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a standard peft folder of a trained adapter, with the tokenizer and the other small files.
 
     checkpoints: the folder of the run's checkpoints, which has the adapter's config. tensors: by peft's names.
-    base_fingerprint: of the model that the adapter belongs to.
+    base_fingerprint: of the model that the adapter belongs to. fields: of the adapter's config, in place of those in
+    `checkpoints`.
     Raises UserError where `output_dir` cannot be written.
     """
     tensors = dict(tensors)
-    fields = json.loads((checkpoints / ADAPTER_CONFIG).read_text())
+    fields = json.loads((checkpoints / ADAPTER_CONFIG).read_text()) if fields is None else fields
     embedding = tensors.get(to_peft_name("weight", layers[0]))
     if embedding is not None and not layers[-1].owns_weights:  # peft looks for a tied head under its own name too
         tensors[TIED_HEAD] = embedding.clone()

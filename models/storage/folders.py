@@ -191,7 +191,8 @@ def check_output_dir(
         raise UserError(f"output_dir {output_dir} is a file; give the name of a folder")
     if not overwrite:
         raise UserError(f"output_dir {output_dir} exists; pass --overwrite to replace it, or choose another name")
-    if any(output.iterdir()) and not (output / "config.json").is_file():
+    is_model = any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if any(output.iterdir()) and not is_model:
         raise UserError(
             f"output_dir {output_dir} holds files but no config.json: it is not a model folder, so it is not "
             "overwritten"

@@ -23,6 +23,7 @@ from models.adapters.folder import (
     read_fingerprint,
     read_tensors,
 )
+from models.adapters.stacks import restore_order
 from models.architecture.lookup import build_layers
 from models.further.table import count_trained
 from models.heads.head import Labels
@@ -153,7 +154,9 @@ def _open_adapted(
         check_base(base, expected, path)
     if config_file.is_file():
         base = edit_weights(base, _follow_run(base, load_config(path, trust_remote_code)[0]))
-    untied = [UntiedHead()] if has_own_head(tensors, build_layers(base.config, base.wrapper)) else []
+    layers = build_layers(base.config, base.wrapper)
+    tensors = restore_order(tensors, layers, lora)
+    untied = [UntiedHead()] if has_own_head(tensors, layers) else []
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
     adapter = MergedAdapter(path, lora, read_adapter, [path / ADAPTER_CONFIG, *files], tensors.keys())
     return edit_weights(base, [*untied, adapter])

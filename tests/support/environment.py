@@ -16,7 +16,7 @@ from pathlib import Path
 _KEPT = {
     "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "VIRTUAL_ENV", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR",
     "CI", "SSL_CERT_FILE", "TORCH_EXTENSIONS_DIR", "MAX_JOBS",
-    "CHROMIUM",
+    "CHROMIUM", "ENGINE_WHEELS",
 }  # fmt: skip
 _KEPT_BEGINNINGS = ("PYTEST_", "COV_", "COVERAGE_")
 _SET = {"LC_ALL": "C.UTF-8"}
