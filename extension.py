@@ -41,6 +41,14 @@ class Extension:
     folder: Path  # of the extension: `Path(__file__).parent`
     # Commands of its own, with what each is for, as `--help` lists them: {"python -m extensions.NAME FILE": "..."}
     commands: Mapping[str, str] = field(default_factory=dict)
+    # Groups of keys of its own -> "module:dataclass", whose fields have defaults: {"mine": "mine.keys:MineConfig"} is
+    # the key `mine.alpha`. The module is imported before torch. A run has them as `config.read_group(MineConfig)`
+    keys: Mapping[str, str] = field(default_factory=dict)
+    # "module:name" of what a run needs to read them: {key: `Feature` of training/config/incompatible.py}. A run that is
+    # given a key and does not read it says so
+    readers: str = ""
+    # "module:class" of an `ExportReceiver` (training/export_receiver.py), which takes what a run exports
+    receiver: str = ""
     # Values of the key `plan` beyond true and false -> "module:function". The function takes the config and the width
     # of the screen in characters (None for no limit), and yields texts as soon as it knows them; it may raise UserError
     plans: Mapping[str, str] = field(default_factory=dict)

@@ -399,7 +399,7 @@ def test_commands_run(page: Path, demo: Path, tmp_path: Path) -> None:
 
 def upload(block: Block, folder: Path) -> None:
     """Runs the block of an upload, with the stand-in's token for the page's dots. What arrives is the whole export."""
-    ((output_dir, repo_id),) = re.findall(r"scripts/upload.py (\S+) --repo_id (\S+)", block.body)
+    ((output_dir, repo_id),) = re.findall(r"extensions.hub (\S+) --repo_id (\S+)", block.body)
     assert block.body.count("hf_...") == 1, block.place
     with serve_hub() as hub:
         body = block.body.replace("hf_...", TOKEN)

@@ -34,7 +34,13 @@ def list_offered(extension: Extension) -> set[str]:
     """Returns what an extension offers, in the form of `extensions/table.py`."""
     files = [file.relative_to(extension.conf) for file in extension.conf.rglob("*.yaml")]
     choices = {f"{file.parent.as_posix()}={file.stem}" if file.parent.parts else file.stem for file in files}
-    return {*choices, *extension.aliases, *(f"plan={value}" for value in extension.plans)}
+    return {
+        *choices,
+        *extension.aliases,
+        *(f"plan={value}" for value in extension.plans),
+        *extension.keys,
+        *(f"{key}." for key in extension.keys),
+    }
 
 
 def test_the_table_has_what_is_declared() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from models.weights.trained_adapter import read_trained_adapter
 from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
 from training.checkpoint.state import remove_leftovers
 from training.config.changed_keys import write_config
-from training.hub.upload import Uploader
+from training.export_receiver import ExportReceiver
 from training.inputs.datasets import build_chat_template
 from training.objectives.registry import get_objective
 from training.setup import Run, RunSetup
@@ -114,21 +114,22 @@ def _add_token_ids(
         set_pad_token_id(folder / "config.json", tokenizer.pad_token_id)
 
 
-def export_steps(run: Run, uploader: Uploader | None, step: int) -> None:
-    """Export the steps of `export_steps` up to this one, just saved, while the run continues; and this one, if it is
-    one of `hub.every`. That one becomes `hf/`, which is uploaded; it is skipped while the upload before has not
-    ended."""
+def export_steps(run: Run, receivers: Sequence[ExportReceiver], step: int) -> None:
+    """Export the steps of `export_steps` up to this one, just saved, while the run continues; and this one, if a
+    receiver takes it: that one becomes `hf/`. A receiver that is busy goes without it."""
     config, setup, folder = run.config, run.setup, run.folder
     source = folder.find_checkpoint(step)
     for due in list_unexported(run, step):
         export(setup, folder.find_checkpoint(due), folder.find_export(due), shows=False)
-    if uploader is None or not config.hub.is_due(step):
+    due_at = [receiver for receiver in receivers if receiver.is_due(config, step)]
+    if any(receiver.is_busy for receiver in receivers):  # with hf/
+        for receiver in due_at:
+            say(f"{receiver.name}: step {step} is left out, since the step before is not done; let fewer steps be due")
         return
-    if uploader.is_busy:
-        say(f"hub: step {step} is not uploaded, since the upload before has not ended; give a larger hub.every")
-        return
-    export(setup, source, folder.export, shows=False)
-    uploader.start(folder.export, f"step {step}")
+    if due_at:
+        export(setup, source, folder.export, shows=False)
+    for receiver in due_at:
+        receiver.start(folder.export, f"step {step}")
 
 
 def export_end(run: Run, step: int, best_step: int | None) -> Path | None:

@@ -28,6 +28,7 @@ from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import is_nonfinite
 from training.evaluations import Evaluations, check_metric
+from training.export_receiver import is_taken
 from training.inputs.cadence import is_due, steps_between
 from training.inputs.loaders import Loaders
 from training.inputs.skipped_data import is_skipped, iterate_trained
@@ -385,7 +386,7 @@ class TrainingLoop:
             record_evaluation(step_dir, self.state)
 
     def _is_exported(self, step: int) -> bool:
-        return step in self.config.export_steps or self.config.hub.is_due(step)
+        return step in self.config.export_steps or is_taken(self.config, step)
 
     def _save(self) -> None:
         self._collector.free()

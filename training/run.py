@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -26,8 +26,8 @@ from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
 from training.export import export_end, export_steps, prepare_folder
+from training.export_receiver import ExportReceiver, list_receivers
 from training.host_files import check_same_files
-from training.hub.upload import Uploader, check_upload, open_uploader
 from training.inputs.datasets import (
     check_ids,
     check_same_tokens,
@@ -74,18 +74,18 @@ def run(composed: Any, given: Collection[str] = ()) -> None:
         if config.inspect_data:
             inspect_data(config, ranks, given)
             return
-        uploads = ranks.is_main and not config.evaluate_only
-        if uploads and config.hub.repo_id is not None:
-            check_upload(config.hub.repo_id)
+        kinds = list_receivers() if ranks.is_main and not config.evaluate_only else ()
+        for kind in kinds:
+            kind.check(config)
         with ranks.phase("checking the run and reading the model's config"):
             setup = check_run(config, ranks, given)
         this_run = Run.of(setup, ranks)
-        with ranks.phase("creating the repository of hub.repo_id"):
-            uploader = open_uploader(config.hub, this_run.folder) if uploads else None
+        with ranks.phase("opening what takes the exports"):
+            receivers = [*filter(None, (kind.open(config, this_run.folder) for kind in kinds))]
     log = this_run.folder.path / "logs" / f"rank_{ranks.rank}.log"
     process.redirect_output_to_log(log, ranks)
     with exit_on_user_error(ranks, log=log):
-        signum = evaluate_only(this_run) if config.evaluate_only else train(this_run, uploader)
+        signum = evaluate_only(this_run) if config.evaluate_only else train(this_run, receivers)
         process.leave_process_group()
     if signum:
         sys.exit(exit_code(signum))
@@ -116,9 +116,9 @@ def inspect_data(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -
     print_inspection(config, tokenize(config, tokenizer, ranks.say, compares_bytes=True), tokenizer)
 
 
-def train(run: Run, uploader: Uploader | None = None) -> int:
-    """Join the ranks, build, train and export. Returns the signal that ended the run early, or 0. uploader: of the main
-    rank."""
+def train(run: Run, receivers: Sequence[ExportReceiver] = ()) -> int:
+    """Join the ranks, build, train and export. Returns the signal that ended the run early, or 0. receivers: those of
+    the main rank."""
     ranks, folder = run.ranks, run.folder
     if ranks.is_main:
         folder.acquire_lock()
@@ -189,12 +189,12 @@ def train(run: Run, uploader: Uploader | None = None) -> int:
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = build_loop(
             run, engine, loaders, budget, start, telemetry=telemetry, reporters=reporters,
-            export_steps=partial(export_steps, run, uploader),
+            export_steps=partial(export_steps, run, receivers),
         )  # fmt: skip
         watchdog.limit_collectives()  # including those of the loop's group
         with watchdog.following(engine.module):
             loop.run()
-        conclude(run, loop, telemetry=telemetry, totals=totals, uploader=uploader)
+        conclude(run, loop, telemetry=telemetry, totals=totals, receivers=receivers)
     folder.release_lock()
     return loop.signum
 
@@ -316,7 +316,7 @@ def begin_line(run: Run) -> list[Event]:
 
 
 def conclude(
-    run: Run, loop: TrainingLoop, *, telemetry: Telemetry, totals: RunTotals, uploader: Uploader | None
+    run: Run, loop: TrainingLoop, *, telemetry: Telemetry, totals: RunTotals, receivers: Sequence[ExportReceiver]
 ) -> None:
     """Export the model of a finished run, show how the run ended, and then upload the model and close its page and its
     loggers, which may wait for a network."""
@@ -332,8 +332,8 @@ def conclude(
     best = state.best if run.config.load_best_model_at_end else None
     exported = None
     if not loop.signum:
-        if uploader is not None:
-            uploader.wait()  # it may be reading hf/
+        for receiver in receivers:
+            receiver.wait()  # it may be reading hf/
         exported = export_end(run, state.step, None if best is None else best.step)
         chosen = {} if best is None else {"best_step": best.step, "best_metric": best.value}
         evaluation = {"step": state.step, "num_tokens": state.num_tokens, **state.evaluation}
@@ -341,8 +341,10 @@ def conclude(
     records = loop.train_loader.describe_records()
     end = RunEnd(state.step, state.total_steps, loop.ended_by, loop.signum, loop.last_eval, best, exported)
     show_end(run, totals, end, records)
-    if uploader is not None and exported is not None:
-        uploader.start(exported, f"step {state.step if best is None else best.step}")
-        uploader.wait()
+    if exported is not None:
+        for receiver in receivers:
+            receiver.start(exported, f"step {state.step if best is None else best.step}")
+        for receiver in receivers:
+            receiver.wait()
     for reporter in closed_last:
         reporter.close()

@@ -23,7 +23,7 @@ from errors import UserError
 from extension import check_not_removed, list_conf_folders
 from models.adapters.options import UNSUPPORTED
 from training.config.foreign_keys import FOREIGN_CHOICES, find_hint
-from training.config.schema import CONF, RunConfig
+from training.config.schema import CONF, RunConfig, build_schema
 
 CheckNames = Callable[[DictConfig], None]
 IN_SWEEP = "LLM_PIPELINE_IN_SWEEP"  # set in the environment of a run that a sweep starts
@@ -272,7 +272,8 @@ def _first(pattern: str, text: str) -> str | None:
     return match[1] if match else None
 
 
-def _known_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
+def _known_keys(schema: type | None = None, prefix: str = "") -> Iterator[str]:
+    schema = schema or build_schema()
     hints = get_type_hints(schema)
     for item in fields(schema):
         yield prefix + item.name

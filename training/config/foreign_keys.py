@@ -103,8 +103,7 @@ FOREIGN: dict[str, str] = {
     "save_strategy": "save_steps", "saves_per_epoch": "save_epochs", "save_total_limit": "keep_last",
     "save_only_model": "save_weights_only", "resume_from_checkpoint": "resume", "load_checkpoint": "resume",
     "auto_resume_from_checkpoints": "resume=auto", "report_to": "logger", "use_wandb": "logger=wandb",
-    "wandb_project": "logger.project", "wandb_name": "logger.run_name", "push_to_hub": "hub.repo_id",
-    "hub_model_id": "hub.repo_id", "hub_private_repo": "hub.private",
+    "wandb_project": "logger.project", "wandb_name": "logger.run_name",
 }  # fmt: skip
 
 

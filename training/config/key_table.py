@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from training.config.schema import CONF, RunConfig
+from training.config.schema import CONF, build_schema
 
 GROUP_SECTION = "Group `{}`"
 MOST_CHOICES = 7  # of a group that are listed
@@ -80,8 +80,10 @@ def _order_files(folder: Path, default: str) -> list[Path]:
     return sorted(folder.rglob("*.yaml"), key=lambda file: (file.stem != default, file.parent == folder, file.stem))
 
 
-def list_types(schema: type = RunConfig, prefix: str = "") -> dict[str, Any]:
-    """Returns the type of every key of the schema by its dotted name, without the groups and their names."""
+def list_types(schema: type | None = None, prefix: str = "") -> dict[str, Any]:
+    """Returns the type of every key by its dotted name, without the groups and their names. schema: of the keys; None
+    for all, those of extensions too."""
+    schema = schema or build_schema()
     found: dict[str, Any] = {}
     hints = get_type_hints(schema)
     for name in (field.name for field in fields(schema)):

@@ -8,7 +8,7 @@ differs between its options. Every key is described once, in `conf/base.yaml`; a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from data.options import (
     TrainOn,
 )
 from errors import UserError
-from extension import list_conf_folders
+from extension import list_conf_folders, load_extensions, load_part
 from masking import remember_secrets
 from models.adapters.options import AdapterOptions
 from models.losses.options import Divergence, DPOLossType, NLLReduction, Pooling, RerankLossType
@@ -357,17 +357,6 @@ class LoggerConfig:
 
 
 @dataclass
-class HubConfig:
-    repo_id: str | None = MISSING
-    private: bool = MISSING
-    every: int | None = at_least(1, note="null turns it off")
-
-    def is_due(self, step: int) -> bool:
-        """Return whether the model of this step is uploaded while the run continues."""
-        return self.repo_id is not None and self.every is not None and step % self.every == 0
-
-
-@dataclass
 class HardwareConfig:
     """The description of a machine for the plan. GiB, GB/s and FLOP/s; null is measured on the spot
     (`hardware=here`), but a price and the multiprocessors."""
@@ -486,7 +475,6 @@ class RunConfig:
     save_minutes: float | None = positive()
     save_weights_only: bool = MISSING
     save_final: bool = MISSING
-    hub: HubConfig = field(default_factory=HubConfig)
     export_steps: list[int] = field(default_factory=list)
     export_unused: bool = MISSING
     async_save: bool = MISSING
@@ -515,6 +503,10 @@ class RunConfig:
     plan: Any = MISSING
     world_size: Any = count_or_counts()  # noqa: RUF009  # a field, as the other ranges
 
+    def read_group(self, kind: type[Schema]) -> Schema:
+        """Return the keys that an extension has added. kind: their dataclass."""
+        return next(value for value in vars(self).values() if isinstance(value, kind))
+
     @property
     def varies_layout(self) -> bool:
         """Whether the config is that of a plan over several layouts, whose keys it chooses itself."""
@@ -541,10 +533,27 @@ class RunConfig:
         return self.shards_gradients and not self.shards_weights
 
 
+@cache
+def build_schema() -> type[RunConfig]:
+    """Return the class of a run's config: `RunConfig` with the groups of keys that extensions add."""
+    added = {name: load_part(place) for extension in load_extensions() for name, place in extension.keys.items()}
+    groups = [(name, group, field(default_factory=group)) for name, group in added.items()]
+    extended = make_dataclass("ExtendedConfig", groups, bases=(RunConfig,))
+    extended.__module__ = __name__
+    return extended
+
+
+def __getattr__(name: str) -> type:
+    """Find the class of a config that another process has pickled."""
+    if name == "ExtendedConfig":
+        return build_schema()
+    raise AttributeError(name)
+
+
 def register_schema() -> None:
     """Make `run_schema` known to Hydra, from which `conf/base.yaml` starts, and the configs of extensions. Raises
     UserError as `load_extensions` does."""
-    ConfigStore.instance().store(name="run_schema", node=RunConfig)
+    ConfigStore.instance().store(name="run_schema", node=build_schema())
     if list_conf_folders():
         Plugins.instance().register(_ExtensionsOnPath)
 
@@ -602,7 +611,7 @@ def _find_default(key: str, choice: str) -> Any:
 def _load_defaults() -> DictConfig:
     """Return a config with the defaults of conf/base.yaml."""
     base = OmegaConf.masked_copy(_load_base(), [field.name for field in fields(RunConfig)])
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), base)
+    merged = OmegaConf.merge(OmegaConf.structured(build_schema()), base)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -653,7 +662,7 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
         if OmegaConf.is_missing(composed, key):
             composed[key] = NOT_GIVEN
     try:
-        config = _to_object(composed, RunConfig)
+        config = _to_object(composed, build_schema())
     except OmegaConfBaseException as error:
         if isinstance(error, MissingMandatoryValue):
             raise UserError(

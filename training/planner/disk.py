@@ -9,6 +9,7 @@ from models.weights.passthrough import find_passthrough
 from models.weights.source import WeightSource
 from training.config.precision import DTYPES
 from training.config.schema import Precision, RunConfig
+from training.export_receiver import takes_steps
 from training.optim.optimizer import count_state_bytes
 from training.planner.formatting import render_bytes
 
@@ -62,7 +63,7 @@ def count_disk_bytes(config: RunConfig, size: CheckpointSize, num_steps: int | N
     saves_often = (
         config.save_epochs
         or config.save_minutes
-        or (config.hub.repo_id and config.hub.every)
+        or takes_steps(config)
         or (config.load_best_model_at_end and evaluates_often)
     )
     limits = []
@@ -77,7 +78,7 @@ def count_disk_bytes(config: RunConfig, size: CheckpointSize, num_steps: int | N
         limits.append(config.keep_last + (config.keep_best or 0) + config.load_best_model_at_end + 1)
     if not limits:
         return None
-    num_exports = num_exported + 1 + bool(config.hub.repo_id and config.hub.every)
+    num_exports = num_exported + 1 + takes_steps(config)
     return min(limits) * size.total + size.passthrough + num_exports * size.export
 
 

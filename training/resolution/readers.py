@@ -15,6 +15,7 @@ from functools import cache
 
 from data.encoders.kinds import KINDS, find_keys
 from errors import UserError
+from extension import load_extensions, load_part
 from models.adapters.options import AdapterName
 from training.config.incompatible import LORA, STREAMED, CheckedConfig, Feature, has_value, write_value
 from training.config.key_table import list_types
@@ -92,12 +93,17 @@ def list_readers() -> dict[str, Feature]:
         **{key: _by_task(name) for name in OBJECTIVES for key in _list_under(name)},
         **{key: TEACHER for key in _list_under("distill") if key != "distill.teacher"},
         **{key: TRACKED for key in _list_under("logger") if key != "logger.trackers"},
-        **{key: UPLOADED for key in _list_under("hub") if key != "hub.repo_id"},
         **_by_choice("optimizer.name", OPTIMIZER_KEYS),
         **_by_choice("lr_scheduler_type", SCHEDULER_KEYS),
         **{key: _or_searched(reader) for key, reader in _by_choice("schedule", SCHEDULE_KEYS).items()},
         **OTHERS,
+        **{key: reader for readers in _list_added() for key, reader in readers.items()},
     }
+
+
+def _list_added() -> list[dict[str, Feature]]:
+    """Return what runs need to read the keys of extensions."""
+    return [load_part(extension.readers) for extension in load_extensions() if extension.readers]
 
 
 def _list_under(group: str) -> list[str]:
@@ -150,7 +156,6 @@ NEW_LORA = Feature(
 )
 TEACHER = Feature("distill.teacher", lambda run: run.config.distill.teacher is not None, switches=("distill.teacher",))
 TRACKED = Feature("logger", lambda run: bool(run.config.logger.trackers))
-UPLOADED = Feature("hub.repo_id", lambda run: run.config.hub.repo_id is not None, switches=("hub.repo_id",))
 EVALUATED = Feature(
     "eval_file, data.eval_fraction or data.eval_samples",
     lambda run: bool(list_evaluations(run.config)),

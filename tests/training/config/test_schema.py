@@ -11,7 +11,7 @@ from support.launching import ROOT
 
 from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo
 from models.losses.options import DPOLossType
-from training.config.schema import HubConfig, find_default
+from training.config.schema import find_default
 
 SLOW = {"torch", "transformers", "deepspeed", "datasets"}
 
@@ -45,10 +45,3 @@ def test_a_choice_without_a_file_has_the_defaults_of_the_usual_one() -> None:
     assert find_default(config, "data.label_field") == "label"
     added = replace(config, data=replace(config.data, name="added"))
     assert find_default(added, "data.label_field") is find_default(build_config(), "data.label_field") is None
-
-
-def test_a_model_is_uploaded_while_a_run_continues_only_where_there_is_a_repository() -> None:
-    """Each such step is saved too."""
-    assert [step for step in range(1, 7) if HubConfig("me/mine", True, every=3).is_due(step)] == [3, 6]
-    for hub in (HubConfig(None, True, every=3), HubConfig("me/mine", True, every=None)):
-        assert not any(map(hub.is_due, range(1, 7)))

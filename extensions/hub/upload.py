@@ -14,10 +14,12 @@ from pathlib import Path
 
 from console import report_progress, say
 from errors import UserError
+from extensions.hub.keys import HubConfig
+from extensions.hub.model_card import find_base, find_license, write_card
 from masking import print_exception
 from training.checkpoint.run_folder import RunFolder
-from training.config.schema import HubConfig
-from training.hub.model_card import find_base, find_license, write_card
+from training.config.schema import RunConfig
+from training.export_receiver import ExportReceiver
 
 _SECONDS_BETWEEN_SIGNS = 5.0  # of an upload that lasts
 _UNKNOWN_TOKEN = (401, 403)  # answers of the hub
@@ -68,7 +70,7 @@ def _miss_token(repo_id: str) -> UserError:
 def _refuse(repo_id: str, error: Exception) -> UserError:
     return UserError(
         f"hub.repo_id={repo_id}: no upload would be possible ({describe_error(error)}); check HF_TOKEN, the name and "
-        "the network, or give hub.repo_id=null and upload later with scripts/upload.py"
+        "the network, or give hub.repo_id=null and upload later with extensions.hub"
     )
 
 
@@ -107,13 +109,37 @@ class Repository:
         return fields.get("license") if fields is not None else None
 
 
-class Uploader:
+class Uploader(ExportReceiver):
     """Uploads the exports of a run while it trains, one at a time, in a thread. A failure is printed and ends
     nothing."""
+
+    name = "hub"
 
     def __init__(self, repository: Repository, run: RunFolder) -> None:
         self._repository, self._run = repository, run
         self._thread: threading.Thread | None = None
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        """Raise UserError as `check_upload` does."""
+        if (repo_id := config.read_group(HubConfig).repo_id) is not None:
+            check_upload(repo_id)
+
+    @classmethod
+    def open(cls, config: RunConfig, run: RunFolder) -> Uploader | None:
+        """Return the uploader of `hub.repo_id`, None without one. Raises UserError as `Repository` does: before a run
+        trains, not when it has ended."""
+        hub = config.read_group(HubConfig)
+        return None if hub.repo_id is None else cls(Repository(hub.repo_id, hub.private), run)
+
+    @classmethod
+    def is_due(cls, config: RunConfig, step: int) -> bool:
+        return config.read_group(HubConfig).is_due(step)
+
+    @classmethod
+    def takes_steps(cls, config: RunConfig) -> bool:
+        hub = config.read_group(HubConfig)
+        return hub.repo_id is not None and hub.every is not None
 
     @property
     def is_busy(self) -> bool:
@@ -138,14 +164,8 @@ class Uploader:
             print_exception(error, sys.stdout)  # the rank's log
             say(
                 f"hub: {message} could not be uploaded ({describe_error(error)}); the run continues. Later: "
-                f"python scripts/upload.py {self._run.path} --repo_id {self._repository.repo_id}"
+                f"python -m extensions.hub {self._run.path} --repo_id {self._repository.repo_id}"
             )
-
-
-def open_uploader(config: HubConfig, run: RunFolder) -> Uploader | None:
-    """Return the uploader of `hub.repo_id`, None without one. Raises UserError as `Repository` does: before a run
-    trains, not when it has ended."""
-    return None if config.repo_id is None else Uploader(Repository(config.repo_id, config.private), run)
 
 
 def describe_error(error: Exception) -> str:

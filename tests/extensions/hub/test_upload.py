@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import constants
-from support.configs import compose_config
+from support.configs import build_config, compose_config
 from support.hub_server import TOKEN, Hub, serve_hub
 
 from console import listen_to_progress
 from errors import UserError
+from extensions.hub import upload
+from extensions.hub.keys import HubConfig
+from extensions.hub.model_card import find_base, find_license, render_card
+from extensions.hub.upload import Repository, Uploader
 from training.checkpoint.run_folder import RunFolder
-from training.config.schema import HubConfig
 from training.distributed.ranks import SINGLE_PROCESS
-from training.hub import upload
-from training.hub.model_card import find_base, find_license, render_card
-from training.hub.upload import Repository, Uploader, open_uploader
 from training.observability.run_page import read_history
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -181,12 +181,12 @@ def test_an_upload_that_broke_off_sends_the_rest_and_the_token_is_in_no_file(hub
 def test_what_would_refuse_the_upload_ends_the_run_before_it_trains(
     hub: Hub, run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert open_uploader(HubConfig(None, True, None), run_folder) is None
+    assert Uploader.open(build_config(), run_folder) is None
     with pytest.raises(UserError, match="hub.repo_id=mine: give org/name"):
         Repository("mine", private=True)
     monkeypatch.setenv("HF_TOKEN", "wrong")
     with pytest.raises(UserError, match="hub.repo_id=me/mine: no upload would be possible .*401") as refused:
-        open_uploader(HubConfig("me/mine", True, None), run_folder)
+        Uploader.open(build_config("hub.repo_id=me/mine"), run_folder)
     assert "wrong" not in str(refused.value) and "\n" not in str(refused.value)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(run_folder.path / "token"))
@@ -247,7 +247,7 @@ def test_a_failed_upload_is_printed_with_the_way_out_and_the_next_one_is_tried(
     uploader.wait()
     said = capfd.readouterr().err
     assert "hub: step 2 could not be uploaded (" in said and hub.created[0]["visibility"] == "public"
-    assert f"python scripts/upload.py {run_folder.path} --repo_id me/mine" in said and TOKEN not in said
+    assert f"python -m extensions.hub {run_folder.path} --repo_id me/mine" in said and TOKEN not in said
     uploader.start(run_folder.export, "step 3")
     uploader.wait()
     assert not uploader.is_busy and f"hub: step 3 is at {hub.url}/me/mine" in capfd.readouterr().err
@@ -331,3 +331,10 @@ def test_a_run_uploads_while_it_trains_and_at_its_end(root: Path, tmp_path: Path
     )
     assert TOKEN not in done.stdout + done.stderr
     assert not [file for file in out.rglob("*") if file.is_file() and TOKEN.encode() in file.read_bytes()]
+
+
+def test_a_model_is_uploaded_while_a_run_continues_only_where_there_is_a_repository() -> None:
+    """Each such step is saved too."""
+    assert [step for step in range(1, 7) if HubConfig("me/mine", True, every=3).is_due(step)] == [3, 6]
+    for hub in (HubConfig(None, True, every=3), HubConfig("me/mine", True, every=None)):
+        assert not any(map(hub.is_due, range(1, 7)))

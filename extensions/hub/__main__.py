@@ -1,7 +1,7 @@
 """Uploads the model of a finished run to the Hugging Face hub, with a model card that says how it was made.
 
-    HF_TOKEN=... python scripts/upload.py outputs/demo --repo_id me/my-model
-    python scripts/upload.py outputs/demo --repo_id me/my-model --folder outputs/demo/hf-step500 --public
+    HF_TOKEN=... python -m extensions.hub outputs/demo --repo_id me/my-model
+    python -m extensions.hub outputs/demo --repo_id me/my-model --folder outputs/demo/hf-step500 --public
 
 The token is HF_TOKEN, or that of `hf auth login`. A new repository is private. Run it again after an upload that broke
 off: what is there already is skipped. `--card_only` writes README.md and loss.png into the folder, and uploads nothing.
@@ -13,18 +13,17 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from errors import UserError  # noqa: E402
-from models.storage.steps import has_latest  # noqa: E402
-from training.checkpoint.run_folder import RunFolder  # noqa: E402
-from training.hub.model_card import README, find_base, find_license, write_card  # noqa: E402
-from training.hub.upload import Repository, describe_error  # noqa: E402
+from errors import UserError
+from extensions.hub.model_card import README, find_base, find_license, write_card
+from extensions.hub.upload import Repository, describe_error
+from models.storage.steps import has_latest
+from training.checkpoint.run_folder import RunFolder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m extensions.hub", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output_dir", type=Path, help="of the run")
     parser.add_argument("--repo_id", required=True, help="org/name, or your own name and that of the model")
     parser.add_argument("--folder", type=Path, help="an export of the run; default: its hf/")
