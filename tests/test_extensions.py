@@ -118,16 +118,62 @@ def test_a_module_that_has_moved_is_found_under_its_former_name() -> None:
             assert moved.__name__ == now and moved.__spec__ is not None and moved.__spec__.name == now
 
 
+# An extension that uses every field of `Extension`
 MINE = {
     "extension.py": """
         from pathlib import Path
         from extension import Extension
         EXTENSION = Extension(
             folder=Path(__file__).parent,
+            keys={"mine": "mine.keys:MineConfig"},
+            readers="mine.readers:READERS",
+            receiver="mine.receiver:Mine",
+            plans={"mine": "mine.plan:plan"},
+            refusals="mine.readers:ROWS",
             commands={"python -m mine.count RUN": "counts its lines"},
             hints={"use_mine": "logger=mine"},
             aliases={"former_place": "mine.tracker"},
         )
+    """,
+    "keys.py": """
+        from dataclasses import dataclass
+        from training.config.ranges import at_least
+        @dataclass
+        class MineConfig:
+            file: str | None = None
+            every: int = at_least(1, default=2)
+    """,
+    "readers.py": """
+        from mine.keys import MineConfig
+        from training.config.incompatible import FP16, Feature
+        TAKEN = Feature("mine.file", lambda run: run.config.read_group(MineConfig).file is not None)
+        READERS = {"mine.every": TAKEN}
+        ROWS = ((TAKEN, {FP16: "it is too small; use precision=bf16"}),)
+    """,
+    "receiver.py": """
+        from mine.keys import MineConfig
+        from training.export_receiver import ExportReceiver
+        class Mine(ExportReceiver):
+            name, is_busy = "mine", False
+            def __init__(self, file): self.file = file
+            @classmethod
+            def open(cls, config, run):
+                file = config.read_group(MineConfig).file
+                return None if file is None else cls(file)
+            @classmethod
+            def is_due(cls, config, step):
+                mine = config.read_group(MineConfig)
+                return mine.file is not None and step % mine.every == 0
+            @classmethod
+            def takes_steps(cls, config): return config.read_group(MineConfig).file is not None
+            def start(self, folder, message):
+                with open(self.file, "a") as lines:
+                    lines.write(f"{message}: {(folder / 'config.json').is_file()}\\n")
+            def wait(self): pass
+    """,
+    "plan.py": """
+        def plan(config, width):
+            yield f"mine plans {config.num_stages} stages"
     """,
     "tracker.py": """
         class Mine:
@@ -224,6 +270,18 @@ def test_a_target_in_a_removed_one_is_named(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.full
+def test_one_outside_of_the_tree_has_keys_plans_and_refusals(tmp_path: Path) -> None:
+    mine = str(write_mine(tmp_path))
+    assert "mine.every=0: at least 1" in run("-cn", "mine_tiny", "mine.every=0", own=mine).stderr
+    planned = run("-cn", "mine_tiny", "plan=mine", own=mine)
+    assert planned.stdout.splitlines()[-1:] == ["mine plans 2 stages"], planned.stderr
+    refused = run("-cn", "mine_tiny", "plan=mine", "mine.file=x", "precision=fp16", own=mine)
+    assert "error: mine.file does not go together with precision=fp16: it is too small" in refused.stderr
+    unread = run("-cn", "mine_tiny", "plan=mine", "mine.every=3", own=mine)
+    assert "mine.every=3: this run does not read it, only one with mine.file does" in unread.stderr
+
+
+@pytest.mark.full
 def test_a_run_is_resumed_with_its_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_llama(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
@@ -233,7 +291,8 @@ def test_a_run_is_resumed_with_its_extensions(tmp_path: Path, monkeypatch: pytes
         "eval_file=null", f"output_dir={tmp_path / 'out'}", "stop_after_steps=1",
     ]  # fmt: skip
     monkeypatch.setenv(OWN_FOLDERS, str(write_mine(tmp_path)))
-    first = run_deepspeed(words, tmp_path)
+    first = run_deepspeed([*words, f"mine.file={tmp_path / 'taken.txt'}", "mine.every=1"], tmp_path)
+    assert (tmp_path / "taken.txt").read_text() == "step 1: True\nstep 1: True\n", first.output
     assert first.code == 0 and (tmp_path / "mine.txt").read_text().split()[0] == "1", first.output
     recorded = json.loads((tmp_path / "out" / "run.json").read_text())["environment"]["extensions"]
     assert recorded == {"mine": str(tmp_path / "mine")}
