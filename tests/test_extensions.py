@@ -78,13 +78,16 @@ def list_named(source: str) -> Iterator[str]:
 
 
 def find_named(text: str, words: set[str]) -> set[str]:
-    """Returns the words that a name or a text is, and those with a `=` or a dot that it holds."""
-    held = {word for word in words if re.search(r"[=.]", word) and re.search(rf"\b{re.escape(word)}\b", text)}
+    """Returns the words that a name or a text is, and those with a `=` or a dot that it holds, `hub.` before a name."""
+    ends = {word: r"\w" if word.endswith(".") else r"\b" for word in words if re.search(r"[=.]", word)}
+    held = {word for word, end in ends.items() if re.search(rf"(?<![\w.]){re.escape(word)}{end}", text)}
     return held | ({text} & words)
 
 
 def test_a_name_is_found() -> None:
-    words = {"search", "plan=search", "extensions.search", "Candidate"}
+    words = {"search", "plan=search", "extensions.search", "Candidate", "hub."}
+    assert find_named("give hub.every=5", words) == {"hub."}
+    assert find_named("models.storage.hub.find", words) == find_named("of the hub. It is", words) == set()
     assert find_named("or let plan=search look", words) == {"plan=search"}
     assert find_named("extensions.search.run", words) == {"extensions.search"}
     assert find_named("Candidate", words) == {"Candidate"} and find_named("search", words) == {"search"}
@@ -272,12 +275,12 @@ def test_a_target_in_a_removed_one_is_named(name: str, monkeypatch: pytest.Monke
 @pytest.mark.full
 def test_one_outside_of_the_tree_has_keys_plans_and_refusals(tmp_path: Path) -> None:
     mine = str(write_mine(tmp_path))
-    assert "mine.every=0: at least 1" in run("-cn", "mine_tiny", "mine.every=0", own=mine).stderr
-    planned = run("-cn", "mine_tiny", "plan=mine", own=mine)
+    assert "mine.every=0: at least 1" in run("-cn", "mine_tiny", "plan=mine", "mine.every=0", own=mine).stderr
+    planned = run("-cn", "mine_tiny", "plan=mine", "model=llama_7b", own=mine)
     assert planned.stdout.splitlines()[-1:] == ["mine plans 2 stages"], planned.stderr
-    refused = run("-cn", "mine_tiny", "plan=mine", "mine.file=x", "precision=fp16", own=mine)
+    refused = run("-cn", "mine_tiny", "plan=mine", "model=llama_7b", "mine.file=x", "precision=fp16", own=mine)
     assert "error: mine.file does not go together with precision=fp16: it is too small" in refused.stderr
-    unread = run("-cn", "mine_tiny", "plan=mine", "mine.every=3", own=mine)
+    unread = run("-cn", "mine_tiny", "plan=mine", "model=llama_7b", "mine.every=3", own=mine)
     assert "mine.every=3: this run does not read it, only one with mine.file does" in unread.stderr
 
 

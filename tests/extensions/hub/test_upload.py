@@ -282,7 +282,7 @@ def test_a_rank_that_waits_for_an_upload_is_not_stuck(run_folder: RunFolder, mon
 def test_the_script_uploads_a_finished_run(run_folder: RunFolder) -> None:
     with serve_hub() as hub:
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
-        command = [sys.executable, ROOT / "scripts" / "upload.py", run_folder.path, "--repo_id", "me/mine"]
+        command = [sys.executable, "-m", "extensions.hub", run_folder.path, "--repo_id", "me/mine"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0 and done.stdout == f"{run_folder.export} is at {hub.url}/me/mine\n", done.stderr
         assert len(hub.repos["me/mine"]) == 4 and TOKEN not in done.stderr
@@ -294,7 +294,7 @@ def test_the_script_says_what_to_do_without_an_export(tmp_path: Path, monkeypatc
     def upload(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["upload.py", str(out), "--repo_id", "me/mine", *words])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "scripts" / "upload.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / "extensions" / "hub" / "__main__.py"), run_name="__main__")
         return str(ended.value)
 
     assert upload() == f"error: {out}/hf is not there; give the output_dir of a run that has finished"

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from extension import SHIPPED
-from training.config.schema import RunConfig, find_choice
+from training.config.schema import build_schema, find_choice
 from training.objectives.registry import OBJECTIVES
 
 PAGE = SHIPPED / "import_config" / "README.md"
@@ -40,7 +40,7 @@ def find_wrong(named: str) -> str | None:
     if match is None:
         return "that is not a key"
     key, value = match[1], (match[2] or "").strip()
-    hint: Any = RunConfig
+    hint: Any = build_schema()
     for name in key.split("."):
         hint = get_type_hints(hint).get(name) if is_dataclass(hint) else None
         if hint is None:
