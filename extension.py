@@ -13,8 +13,8 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -57,8 +57,14 @@ class Extension:
     # Keys of other trainers -> the key or choice of this extension, for the hint at an unknown key
     hints: Mapping[str, str] = field(default_factory=dict)
     # Modules that were elsewhere -> where they are now, by their dotted names. A `_target_` in a saved config, or a
-    # user's import, that names the former goes on working, with a warning
+    # user's import, that names the former goes on working, with a warning. A package of them that is gone is listed too
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            kind = {"Path": Path, "str": str}.get(str(each.type), Mapping)
+            if not isinstance(value := getattr(self, each.name), kind):
+                raise TypeError(f"{each.name}={value!r} is not a {kind.__name__}")
 
     @property
     def name(self) -> str:
@@ -79,18 +85,21 @@ class Extension:
 @cache
 def load_extensions() -> tuple[Extension, ...]:
     """Return the project's extensions by name, then those of LLM_PIPELINE_EXTENSIONS in its order. Raises UserError for
-    a folder of the latter that declares none, or whose name is taken."""
+    a folder of the latter that declares none, or whose name is taken, and for two that offer the same."""
     found = {file.parent.name: _read(file, f"{SHIPPED.name}.{file.parent.name}") for file in _list_shipped()}
     for folder in _list_own():
         file, name = folder / "extension.py", folder.name
         if not file.is_file():
             raise UserError(f"{OWN_FOLDERS}: {folder} has no extension.py; docs/extensions.md shows one")
-        if name in found or (ROOT / name).exists() or importlib.util.find_spec(name) is not None:
+        if "." in name or name in found or _is_elsewhere(name, folder):
             raise UserError(f"{OWN_FOLDERS}: {folder}: there is a package {name} already; rename the folder")
-        sys.path.append(str(folder.parent))
+        if str(folder.parent) not in sys.path:
+            sys.path.append(str(folder.parent))
         found[name] = _read(file, name)
+    _check_offered_once(found.values())
     if any(extension.aliases for extension in found.values()):
-        sys.meta_path.append(_Aliases({old: new for each in found.values() for old, new in each.aliases.items()}))
+        # First: a package that has moved would be searched by the names of both places
+        sys.meta_path.insert(0, _Aliases({old: new for each in found.values() for old, new in each.aliases.items()}))
     return tuple(found.values())
 
 
@@ -99,15 +108,35 @@ def _list_shipped() -> list[Path]:
 
 
 def _list_own() -> Iterator[Path]:
-    for folder in os.environ.get(OWN_FOLDERS, "").split(os.pathsep):
-        if folder.strip():
-            yield Path(folder).expanduser().resolve()
+    named = os.environ.get(OWN_FOLDERS, "").split(os.pathsep)
+    folders = (Path(os.path.abspath(Path(each.strip()).expanduser())) for each in named if each.strip())
+    yield from dict.fromkeys(folders)
+
+
+def _is_elsewhere(name: str, folder: Path) -> bool:
+    """Return whether another package than the folder is imported by its name."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and not any(
+        Path(place).resolve() == folder.resolve() for place in spec.submodule_search_locations or ()
+    )
+
+
+def _check_offered_once(extensions: Iterable[Extension]) -> None:
+    owners: dict[str, str] = {}
+    for extension in extensions:
+        offered = [*extension.keys, *(f"plan={value}" for value in extension.plans), *extension.aliases]
+        for each in offered:
+            if (owner := owners.setdefault(each, extension.name)) != extension.name:
+                raise UserError(f"{OWN_FOLDERS}: the extensions {owner} and {extension.name} both offer {each}")
 
 
 def _read(file: Path, package: str) -> Extension:
     """Return what a folder declares. package: the dotted name of the folder."""
-    declared = getattr(importlib.import_module(f"{package}.extension"), "EXTENSION", None)
-    if not isinstance(declared, Extension) or declared.folder.resolve() != file.parent:
+    try:
+        declared = getattr(importlib.import_module(f"{package}.extension"), "EXTENSION", None)
+    except Exception as error:  # of a user's code
+        raise UserError(f"{file} cannot be imported ({type(error).__name__}: {error}); correct it") from error
+    if not isinstance(declared, Extension) or declared.folder.resolve() != file.parent.resolve():
         raise UserError(f"{file}: it has to set EXTENSION = Extension(folder=Path(__file__).parent, ...)")
     return declared
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 _TRACKERS = ("comet", "mlflow", "swanlab", "trackio")
 TABLE: dict[str, tuple[str, ...]] = {
-    "hub": ("hub", "hub.", "training.hub.upload", "training.hub.model_card"),
+    "hub": ("hub", "hub.", "training.hub", "training.hub.upload", "training.hub.model_card"),
     "import_config": (),
     "search": ("plan=search",),
     "trackers": (*(f"logger={name}" for name in _TRACKERS), *(f"training.trackers.{name}" for name in _TRACKERS)),

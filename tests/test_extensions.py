@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -224,22 +224,53 @@ def test_one_outside_of_the_tree_has_configs_choices_hints_and_commands(tmp_path
     assert without.returncode and "there is no conf/mine_tiny.yaml" in without.stderr
 
 
+def replace_in(old: str, new: str) -> Callable[[Path], object]:
+    """Returns what changes the declaration of an extension."""
+
+    def change(folder: Path) -> None:
+        file = folder / "extension.py"
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda folder: (folder / "extension.py").unlink(), "has no extension.py"),
         (lambda folder: folder.rename(folder.with_name("json")), "there is a package json already"),
         (lambda folder: folder.rename(folder.with_name("data")), "there is a package data already"),
+        (lambda folder: folder.rename(folder.with_name("a.b")), "there is a package a.b already; rename the folder"),
         (lambda folder: (folder / "extension.py").write_text("EXTENSION = 1\n"), "it has to set EXTENSION"),
+        (lambda folder: (folder / "extension.py").write_text("1 / 0\n"), "cannot be imported (ZeroDivisionError: "),
+        (replace_in("keys=", "keyz="), "unexpected keyword argument 'keyz'); correct it"),
+        (replace_in("hints={", "hints=None and {"), "(TypeError: hints=None is not a Mapping); correct it"),
+        (replace_in('"mine": "mine.plan', '"search": "mine.plan'), "search and mine both offer plan=search"),
+        (replace_in('"mine": "mine.keys', '"seed": "mine.keys'), "adds the key seed, which the project has"),
     ],
 )
-def test_a_folder_that_is_none_ends_in_one_line(change: object, message: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_none_ends_in_one_line(change: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     write_mine(tmp_path)
-    assert callable(change)
     change(tmp_path / "mine")
     (folder,) = tmp_path.iterdir()
     done = run("--help", own=str(folder))
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_several_in_one_folder_named_twice_by_a_link_and_on_the_path(tmp_path: Path) -> None:
+    mine = write_mine(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    declared = "from pathlib import Path\nfrom extension import Extension\n"
+    (other / "extension.py").write_text(f"{declared}EXTENSION = Extension(folder=Path(__file__).parent)\n")
+    (tmp_path / "linked").symlink_to(other)
+    own = os.pathsep.join([str(mine), f" {other}/ ", str(mine), str(tmp_path / "linked")])
+    environment = {**os.environ, OWN_FOLDERS: own, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    code = "from extension import list_own_names; print(list_own_names())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "['mine', 'other', 'linked']\n", done.stderr
 
 
 def copy_tree(folder: Path) -> Path:

@@ -46,10 +46,12 @@ def prepare(script: Path, config_name: str) -> bool:
         return False
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     set_allocator_defaults()
-    with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("RANK", "0") == "0"):
+    # Hosts may differ in what is found up to here, so the first rank of each reports
+    with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("LOCAL_RANK", "0") == "0"):
         check_interpreter()
         check_internals(package="hydra-core")
         load_extensions()
+        register_schema()
     config_dir = script.parent / "conf"
     if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
         sys.exit(sweep(script, config_dir, config_name))
@@ -58,13 +60,12 @@ def prepare(script: Path, config_name: str) -> bool:
     end_with_launcher(ranks)
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
-    register_schema()
     if {"--help", "-h"} & set(sys.argv[1:]):
         with exit_on_user_error(ranks):
             print(render_help(), flush=True)
         return False
     if not asks_for_completion(sys.argv[1:]):  # for that Hydra prints, and runs nothing
-        with exit_on_user_error(ranks, reports=ranks.is_main):
+        with exit_on_user_error(ranks, reports=ranks.local_rank == 0):
             composed = check_command_line(sys.argv[1:], config_dir, config_name, check_names)
             sys.argv += continue_requeued(composed)
     return True

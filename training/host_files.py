@@ -20,6 +20,7 @@ from data.storage.cache import describe_tokenizer
 from data.storage.hashes import read_hashes
 from data.storage.tokenized import CORPORA_FILE, SUMMARY_FILE, load_summary
 from errors import UserError
+from extension import list_own_names
 from filesystem import hash_file
 from models.layers.fused_kernels import find_triton_obstacle
 from models.storage.manifest import MANIFEST_NAME, has_manifest
@@ -119,6 +120,8 @@ def list_files(setup: RunSetup, datasets: Mapping[str, Path], tokenizer: PreTrai
     if setup.resume_from is not None and has_manifest(setup.resume_from):
         manifest = setup.resume_from / MANIFEST_NAME
         found["the checkpoint that is resumed"] = (hash_file(manifest), str(manifest))
+    extensions = ", ".join(list_own_names())
+    found["the list of extensions"] = (_hash(extensions), extensions or "none")
     found["the tokenizer"] = (_hash(describe_tokenizer(tokenizer)), str(tokenizer.name_or_path))
     for key, folder in datasets.items():
         found[f"the tokens of {key}"] = (_hash(load_summary(folder).fingerprints), str(folder))

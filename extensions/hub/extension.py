@@ -14,6 +14,7 @@ EXTENSION = Extension(
     commands={"python -m extensions.hub OUTPUT_DIR --repo_id ME/MINE": "upload a model, with its card"},
     hints={"push_to_hub": "hub.repo_id", "hub_model_id": "hub.repo_id", "hub_private_repo": "hub.private"},
     aliases={
+        "training.hub": "extensions.hub",
         "training.hub.upload": "extensions.hub.upload",
         "training.hub.model_card": "extensions.hub.model_card",
     },

@@ -32,7 +32,7 @@ from data.options import (
     TrainOn,
 )
 from errors import UserError
-from extension import list_conf_folders, load_extensions, load_part
+from extension import OWN_FOLDERS, list_conf_folders, load_extensions, load_part
 from masking import remember_secrets
 from models.adapters.options import AdapterOptions
 from models.losses.options import Divergence, DPOLossType, NLLReduction, Pooling, RerankLossType
@@ -537,6 +537,8 @@ class RunConfig:
 def build_schema() -> type[RunConfig]:
     """Return the class of a run's config: `RunConfig` with the groups of keys that extensions add."""
     added = {name: load_part(place) for extension in load_extensions() for name, place in extension.keys.items()}
+    for name in added.keys() & {each.name for each in fields(RunConfig)}:
+        raise UserError(f"{OWN_FOLDERS}: an extension adds the key {name}, which the project has; give it another name")
     groups = [(name, group, field(default_factory=group)) for name, group in added.items()]
     extended = make_dataclass("ExtendedConfig", groups, bases=(RunConfig,))
     extended.__module__ = __name__
