@@ -26,9 +26,9 @@ _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hyster
 
 
 def keep_scale(zero: Any) -> None:
-    """Let a step of DeepSpeed's optimizer change the loss scale at its end. It does so before it divides gradients and
-    norm by the scale (0.19.8, zero/stage_1_and_2.py and zero/stage3.py, `step`): whenever the scale grows, half of
-    every gradient would be lost. Raises UserError when a patched name is missing."""
+    """Let a step of DeepSpeed's optimizer change the loss scale at its end. It does so before it divides gradients by
+    the scale (0.19.8, zero/stage_1_and_2.py, `step`): whenever the scale grows, half of every gradient would be lost.
+    Raises UserError when a patched name is missing."""
     step, update = zero.step, zero._update_scale
     overflows: list[bool] = []
 

@@ -130,9 +130,7 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield "deepspeed.comm.torch:build_shm_op", ("__compatible_ops__",), "not compiling an op that nothing calls"
     yield _ZERO, ("optimizer", "param_groups", "overflow"), "reading what the optimizer holds"
     yield _ZERO, ("loss_scaler",), "saving the loss scale"
-    growing = "changing the loss scale at the end of a step"
-    yield f"{_ZERO}.step", ("_update_scale",), growing
-    yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", ("step", "_update_scale"), growing
+    yield f"{_ZERO}.step", ("_update_scale",), "changing the loss scale at the end of a step"
     scaler = "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler"
     yield scaler, ("dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"), "saving the loss scale"
     linked = "deepspeed.utils.mixed_precision_linkage:link_hp_params"

@@ -14,10 +14,10 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._python_dispatch import _disable_current_modes
 
-from training.config.schema import Precision, RunConfig
+from training.config.schema import RunConfig
 from training.distributed.process import has_accelerator, has_triton
 from training.distributed.topology import Layout
-from training.engine.deepspeed_backed import configure_gc, keep_scale
+from training.engine.deepspeed_backed import configure_gc
 from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.deepspeed_internals import patch
 from training.engine.engine import Engine
@@ -49,8 +49,6 @@ def start_zero3(module: StageModule, config: RunConfig, layout: Layout) -> Engin
     configure_gc(settings)
     hide_fetches(wrapped)
     wait_on_device(wrapped)
-    if config.precision is Precision.fp16:
-        keep_scale(wrapped.optimizer)
     return PipelineStage(
         wrapped,
         module,
