@@ -126,6 +126,8 @@ def _check_types(file: Path, fields: Mapping[str, Any]) -> None:
     for name in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"):
         if not isinstance(fields.get(name) or False, bool):
             raise UserError(f"{file} has {name}={fields[name]!r}; it has to be true or false")
+    if not isinstance(version := fields.get("peft_version"), str | None):
+        raise UserError(f"{file} has peft_version={version!r}; write it in quotes, or null")
 
 
 def _check_numbers(file: Path, fields: Mapping[str, Any]) -> None:
