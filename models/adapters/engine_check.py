@@ -24,6 +24,7 @@ from models.adapters.engines import (
     find_engine,
     to_hub_name,
 )
+from models.adapters.folder import DEFAULT_RANK
 from models.adapters.stacks import has_exchanged
 
 Shape = tuple[int, ...]
@@ -64,12 +65,13 @@ class Dimensions:
 
 def read_dimensions(config: Mapping[str, Any]) -> Dimensions | None:
     """config: the fields of a base model's config.json, or of the part of it that is a text model. None where it has no
-    experts."""
+    experts, or one of the sizes is not a whole number from 1."""
     count = next((config[key] for key in _COUNTS if config.get(key)), None)
     width = config.get("moe_intermediate_size") or config.get("intermediate_size")
-    if count is None or width is None:
+    sizes = (config.get("num_hidden_layers"), config.get("hidden_size"), count, width)
+    if not all(type(size) is int and size > 0 for size in sizes):
         return None
-    return Dimensions(config["num_hidden_layers"], config["hidden_size"], count, width)
+    return Dimensions(*sizes)
 
 
 def check_adapter(
@@ -82,8 +84,9 @@ def check_adapter(
 ) -> list[Finding]:
     """Return a finding for each key and for each field of the config that the engine refuses.
 
-    shapes: of the tensors, by their names in the folder. fields: of adapter_config.json. release: of the engine.
-    Raises UserError for a release that the table is not of.
+    shapes: of the tensors, by their names in the folder. fields: of adapter_config.json, which `check_fields`
+    (`models/adapters/folder.py`) has accepted. release: of the engine. Raises UserError for a release that the table is
+    not of.
     """
     engine, model_class = find_engine(engine_name, release), MODEL_CLASSES[class_name]
     check = _Check(shapes, fields, engine_name, engine, model_class, engine.forms[class_name], dimensions)
@@ -92,7 +95,11 @@ def check_adapter(
 
 def find_rank(fields: Mapping[str, Any]) -> int:
     """Return the largest rank of the adapter."""
-    return max([fields["r"], *(fields.get("rank_pattern") or {}).values()])
+    return max(_list_ranks(fields))
+
+
+def _list_ranks(fields: Mapping[str, Any]) -> set[int]:
+    return {fields.get("r", DEFAULT_RANK), *(fields.get("rank_pattern") or {}).values()}
 
 
 def find_limit(rank: int, engine: Engine) -> int | None:
@@ -116,6 +123,10 @@ class _Check:
     def check_fields(self) -> Iterator[Finding]:
         """Yield the fields of the config that the engine refuses, or does not read where it should."""
         fields, engine = self.fields, self.engine
+        if self.name != "peft":
+            for key in ("r", "lora_alpha"):
+                if key not in fields:
+                    yield _refuse(key, "it has no default", "missing")
         if fields.get("use_dora") and self.name != "peft":
             yield _refuse("use_dora", f"{self.name} does not load DoRA")
         if engine.ranks and find_rank(fields) > engine.ranks[-1]:
@@ -270,7 +281,7 @@ class _Check:
 
     @cached_property
     def _ranks(self) -> set[int]:
-        return {self.fields["r"], *(self.fields.get("rank_pattern") or {}).values()}
+        return _list_ranks(self.fields)
 
     @cached_property
     def _experts(self) -> set[str]:

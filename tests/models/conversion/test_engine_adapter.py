@@ -148,3 +148,36 @@ def test_what_peft_has_defaults_for_is_written(
     convert = ("--engine", "vllm", "--model_name_or_path", tmp_path / "no_r", "--output_dir", tmp_path / "served")
     assert run(monkeypatch, convert2ckpt, *convert) == 1
     assert "of shape [" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "message"),
+    [
+        ({"r": None}, {}, "has r=None; it has to be a whole number from 1"),
+        ({"r": "8"}, {}, "has r='8'; it has to be a whole number from 1"),
+        ({"rank_pattern": [1]}, {}, "has rank_pattern=[1]; it has to be a mapping of names to numbers"),
+        ({"rank_pattern": {"a": "b"}}, {}, "has rank_pattern.a='b'; it has to be a whole number from 1"),
+        ({"modules_to_save": 3}, {}, "has modules_to_save=3; write a list of names there"),
+        ({"modules_to_save": "lm_head"}, {}, "has modules_to_save='lm_head'; write a list of names there"),
+        ({"peft_version": 19}, {}, "has peft_version=19; write it in quotes, or null"),
+        ({}, {"num_hidden_layers": "absent"}, "lacks the sizes of a mixture; give --base"),
+        ({}, {"num_experts": "8"}, "lacks the sizes of a mixture; give --base"),
+        ({}, {"text_config": []}, ""),
+        ({"target_modules": ".*q_proj"}, {}, ""),  # which peft takes
+    ],
+)
+def test_configs_that_cannot_be_checked(
+    tmp_path: Path,
+    sound: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fields: dict[str, object],
+    config: dict[str, object],
+    message: str,
+) -> None:
+    damage(sound, tmp_path / "peft", **fields)
+    base = {**json.loads((sound.parent / "base" / "config.json").read_text()), **config}
+    left = {key: value for key, value in base.items() if value != "absent"}
+    (tmp_path / "peft" / "config.json").write_text(json.dumps(left))
+    assert run(monkeypatch, check_adapter, tmp_path / "peft", "--engine", "peft") == (2 if message else 0)
+    assert message in capsys.readouterr().err
