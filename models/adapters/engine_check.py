@@ -24,7 +24,7 @@ from models.adapters.engines import (
     find_engine,
     to_hub_name,
 )
-from models.adapters.folder import DEFAULT_RANK
+from models.adapters.folder import ADAPTER_WEIGHTS, DEFAULT_RANK
 from models.adapters.stacks import has_exchanged
 
 Shape = tuple[int, ...]
@@ -33,6 +33,19 @@ _IN_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<path>.+)")
 _ANYWHERE = re.compile(r"layers\.(?P<layer>\d+)\.(?P<path>.+)")
 _EXPERT = re.compile(r"(?<!shared_)experts\.(?P<number>\d+)\.")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json, of the number of experts
+# Modules, by the last part of their names, whose inputs are of the hidden size, and those whose outputs are
+_FROM_HIDDEN = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q_a_proj",
+    "kv_a_proj_with_mqa",
+    "gate_proj",
+    "up_proj",
+    "gate",
+    "router",
+)
+_TO_HIDDEN = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,7 @@ def check_adapter(
     """
     engine, model_class = find_engine(engine_name, release), MODEL_CLASSES[class_name]
     check = _Check(shapes, fields, engine_name, engine, model_class, engine.forms[class_name], dimensions)
-    return [*check.check_fields(), *check.check_keys(), *check.find_missing()]
+    return [*check.check_fields(), *check.check_keys(), *check.find_missing(), *check.find_empty()]
 
 
 def find_rank(fields: Mapping[str, Any]) -> int:
@@ -172,6 +185,11 @@ class _Check:
                     name = f"{PEFT_PREFIX}model.layers.{layer}.{path}.lora_{side}.weight"
                     yield Finding(name, problem="missing", reason=self._explain_missing(path))
 
+    def find_empty(self) -> Iterator[Finding]:
+        """Yield the file of weights if it has no adapter, so that nothing of it would be served."""
+        if not any(map(_KEY.fullmatch, self.shapes)):
+            yield Finding(ADAPTER_WEIGHTS, problem="missing", reason="the file has neither A nor B of any adapter")
+
     def _explain_missing(self, path: str) -> str:
         if path not in self._experts:
             return "the loader needs both matrices, and of a fused projection all parts"
@@ -209,7 +227,7 @@ class _Check:
         if path in self._experts:
             return self._check_expert(name, shape, path, side)
         if path:
-            return self._check_projection(name, shape, side)
+            return self._check_projection(name, shape, path, side)
         return self._check_misnamed(name, shape)
 
     def _check_other(self, name: str, shape: Shape) -> Finding:
@@ -236,13 +254,22 @@ class _Check:
             reason = f"'{leaf}' is not a module that takes adapters"
         return Finding(name, shape, problem=problem, reason=reason)
 
-    def _check_projection(self, name: str, shape: Shape, side: str) -> Finding:
-        orientation, dim = ("[r, in]", 0) if side == "A" else ("[out, r]", 1)
-        if len(shape) == 2 and shape[dim] in self._ranks:
+    def _check_projection(self, name: str, shape: Shape, path: str, side: str) -> Finding:
+        """Return the finding for a matrix of another module. Its other dimension is compared where it is the hidden
+        size; those that depend on heads, and an MLP's own, are not."""
+        known = _FROM_HIDDEN if side == "A" else _TO_HIDDEN
+        size = self.dimensions.hidden if path.rpartition(".")[2] in known else None
+        orientation, rank_first = ("[r, in]", shape) if side == "A" else ("[out, r]", shape[::-1])
+        if self._fits(rank_first, size):
             return Finding(name, shape, orientation)
-        if len(shape) == 2 and shape[1 - dim] in self._ranks:
+        if self._fits(rank_first[::-1], size):
             return Finding(name, shape, problem="transposed", reason=f"it has to be {orientation}")
-        return Finding(name, shape, problem="wrong shape", reason=f"{orientation}, with r in {sorted(self._ranks)}")
+        reason = f"{orientation}, with r in {sorted(self._ranks)}" + (f" and the hidden size {size}" if size else "")
+        return Finding(name, shape, problem="wrong shape", reason=reason)
+
+    def _fits(self, shape: Shape, size: int | None) -> bool:
+        """Return whether the shape is [r, size], or [r, any] without a size."""
+        return len(shape) == 2 and shape[0] in self._ranks and size in (None, shape[1])
 
     def _check_expert(self, name: str, shape: Shape, path: str, side: str) -> Finding:
         """Return the finding for a pair of the experts, whose shape the base model determines."""

@@ -159,6 +159,15 @@ def drop(tensors: Tensors) -> Tensors:
     return tensors
 
 
+def shorten_inputs(tensors: Tensors) -> Tensors:
+    """A of q_proj is of another hidden size, as another model's."""
+    return {name: tensor[:, :-1] if "q_proj.lora_A" in name else tensor for name, tensor in tensors.items()}
+
+
+def shorten_outputs(tensors: Tensors) -> Tensors:
+    return {name: tensor[:-1] if "o_proj.lora_B" in name else tensor for name, tensor in tensors.items()}
+
+
 def drop_down_proj(tensors: Tensors) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if ".experts.lora_" not in name}
 
@@ -173,6 +182,10 @@ def drop_down_proj(tensors: Tensors) -> Tensors:
         (QWEN, "sglang", rename, {}),  # which reads the last part of a name
         (QWEN, "vllm", drop, {"missing": 1}),
         (QWEN, "sglang", drop, {"missing": 1}),
+        (QWEN, "vllm", shorten_inputs, {"wrong shape": 4}),
+        (QWEN, "sglang", shorten_outputs, {"wrong shape": 4}),
+        (QWEN, "peft", lambda tensors: {}, {"missing": 1}),
+        (QWEN, "vllm", lambda tensors: {}, {"missing": 1}),
         (GPT, "vllm", drop_down_proj, {"missing": 8}),
         (GPT, "peft", drop_down_proj, {"missing": 8}),
     ],
