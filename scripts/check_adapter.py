@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from models.adapters.engine_check import (
     read_dimensions,
 )
 from models.adapters.engines import ENGINES, MODEL_CLASSES, find_engine, find_model_class
-from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_fields
 from models.storage.tensor_files import load_json, open_safetensors
 
 
@@ -48,17 +49,19 @@ def main() -> int:
 
 
 def check(folder: Path, engine_name: str, release: str | None, class_name: str | None, base: Path | None) -> int:
-    """Print the findings and return the exit code. Raises UserError for a folder that cannot be read, and for a release
-    or a class of models that the tables do not have."""
+    """Print the findings and return the exit code. Raises UserError for a folder that cannot be read, for values in its
+    config that no adapter can have, and for a release or a class of models that the tables do not have."""
     engine = find_engine(engine_name, release)
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise UserError(f"{folder} holds no {ADAPTER_WEIGHTS}")
     fields, file = load_json(folder / ADAPTER_CONFIG), open_safetensors(folder / ADAPTER_WEIGHTS)
+    # peft takes a pattern as target_modules too; whether the engine does is a finding
+    check_fields(folder / ADAPTER_CONFIG, {**fields, "target_modules": []})
     config = load_base_config(folder, fields, base)
     class_name = class_name or find_model_class(str(config.get("model_type")))
     dimensions = read_dimensions(config)
     if dimensions is None:
-        raise UserError(f"the config.json of the base model of {folder} has no experts; give --base")
+        raise UserError(f"the config.json of the base model of {folder} lacks the sizes of a mixture; give --base")
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     findings = check_adapter(shapes, fields, engine_name, class_name, dimensions, release)
     print(f"{engine_name} {engine.release}, {class_name}: experts {engine.forms[class_name].value}")
@@ -77,7 +80,8 @@ def load_base_config(folder: Path, fields: dict[str, Any], base: Path | None) ->
     for place in (base,) if base is not None else (folder, named):
         if (place / "config.json").is_file():
             config = load_json(place / "config.json")
-            return {**config, **config.get("text_config", {})}
+            text = config.get("text_config")
+            return {**config, **text} if isinstance(text, Mapping) else config
     raise UserError(f"{base or folder} has no config.json of the base model; give its folder as --base")
 
 

@@ -243,7 +243,7 @@ def merge_adapter(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_all_taken(names: Collection[str], config: LoraConfig, layers: Sequence[Layer]) -> None:
     """Raises UserError for a tensor, by peft's name, that no layer would load: what it has learned would be lost."""
-    taken = {name for layer in layers for name in _list_names(config, layer)} if names else set()
+    taken = set(list_adapter_shapes(config, layers)) if names else set()
     if not layers[-1].owns_weights:
         taken.add(TIED_HEAD)
     if unused := sorted(set(names) - taken):
@@ -253,15 +253,20 @@ def check_all_taken(names: Collection[str], config: LoraConfig, layers: Sequence
         )
 
 
-def _list_names(config: LoraConfig, layer: Layer) -> list[str]:
-    """Returns the names that the layer's tensors have in a peft folder."""
+def list_adapter_shapes(config: LoraConfig, layers: Sequence[Layer]) -> dict[str, torch.Size]:
+    """Return the shapes of all tensors that the config puts on these layers, by their names in a peft folder; those of
+    modules in `modules_to_save` too."""
+    return {name: shape for layer in layers for name, shape in _list_shapes(config, layer).items()}
+
+
+def _list_shapes(config: LoraConfig, layer: Layer) -> dict[str, torch.Size]:
     module = layer.build_on_meta()
     if is_saved(layer, config):
-        return [to_peft_name(name, layer) for name, _ in module.named_parameters()]
+        return {to_peft_name(name, layer): parameter.shape for name, parameter in module.named_parameters()}
     if not list_targets(module, layer, config):
-        return []
+        return {}
     inject_adapter(config, module, layer)
-    return [to_peft_name(name, layer) for name in adapter_names(module)]
+    return {to_peft_name(name, layer): module.get_parameter(name).shape for name in adapter_names(module)}
 
 
 def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:

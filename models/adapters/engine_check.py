@@ -24,6 +24,7 @@ from models.adapters.engines import (
     find_engine,
     to_hub_name,
 )
+from models.adapters.folder import ADAPTER_WEIGHTS, DEFAULT_RANK
 from models.adapters.stacks import has_exchanged
 
 Shape = tuple[int, ...]
@@ -32,6 +33,19 @@ _IN_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<path>.+)")
 _ANYWHERE = re.compile(r"layers\.(?P<layer>\d+)\.(?P<path>.+)")
 _EXPERT = re.compile(r"(?<!shared_)experts\.(?P<number>\d+)\.")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json, of the number of experts
+# Modules, by the last part of their names, whose inputs are of the hidden size, and those whose outputs are
+_FROM_HIDDEN = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q_a_proj",
+    "kv_a_proj_with_mqa",
+    "gate_proj",
+    "up_proj",
+    "gate",
+    "router",
+)
+_TO_HIDDEN = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -64,12 +78,13 @@ class Dimensions:
 
 def read_dimensions(config: Mapping[str, Any]) -> Dimensions | None:
     """config: the fields of a base model's config.json, or of the part of it that is a text model. None where it has no
-    experts."""
+    experts, or one of the sizes is not a whole number from 1."""
     count = next((config[key] for key in _COUNTS if config.get(key)), None)
     width = config.get("moe_intermediate_size") or config.get("intermediate_size")
-    if count is None or width is None:
+    sizes = (config.get("num_hidden_layers"), config.get("hidden_size"), count, width)
+    if not all(type(size) is int and size > 0 for size in sizes):
         return None
-    return Dimensions(config["num_hidden_layers"], config["hidden_size"], count, width)
+    return Dimensions(*sizes)
 
 
 def check_adapter(
@@ -82,17 +97,22 @@ def check_adapter(
 ) -> list[Finding]:
     """Return a finding for each key and for each field of the config that the engine refuses.
 
-    shapes: of the tensors, by their names in the folder. fields: of adapter_config.json. release: of the engine.
-    Raises UserError for a release that the table is not of.
+    shapes: of the tensors, by their names in the folder. fields: of adapter_config.json, which `check_fields`
+    (`models/adapters/folder.py`) has accepted. release: of the engine. Raises UserError for a release that the table is
+    not of.
     """
     engine, model_class = find_engine(engine_name, release), MODEL_CLASSES[class_name]
     check = _Check(shapes, fields, engine_name, engine, model_class, engine.forms[class_name], dimensions)
-    return [*check.check_fields(), *check.check_keys(), *check.find_missing()]
+    return [*check.check_fields(), *check.check_keys(), *check.find_missing(), *check.find_empty()]
 
 
 def find_rank(fields: Mapping[str, Any]) -> int:
     """Return the largest rank of the adapter."""
-    return max([fields["r"], *(fields.get("rank_pattern") or {}).values()])
+    return max(_list_ranks(fields))
+
+
+def _list_ranks(fields: Mapping[str, Any]) -> set[int]:
+    return {fields.get("r", DEFAULT_RANK), *(fields.get("rank_pattern") or {}).values()}
 
 
 def find_limit(rank: int, engine: Engine) -> int | None:
@@ -116,6 +136,10 @@ class _Check:
     def check_fields(self) -> Iterator[Finding]:
         """Yield the fields of the config that the engine refuses, or does not read where it should."""
         fields, engine = self.fields, self.engine
+        if self.name != "peft":
+            for key in ("r", "lora_alpha"):
+                if key not in fields:
+                    yield _refuse(key, "it has no default", "missing")
         if fields.get("use_dora") and self.name != "peft":
             yield _refuse("use_dora", f"{self.name} does not load DoRA")
         if engine.ranks and find_rank(fields) > engine.ranks[-1]:
@@ -161,6 +185,11 @@ class _Check:
                     name = f"{PEFT_PREFIX}model.layers.{layer}.{path}.lora_{side}.weight"
                     yield Finding(name, problem="missing", reason=self._explain_missing(path))
 
+    def find_empty(self) -> Iterator[Finding]:
+        """Yield the file of weights if it has no adapter, so that nothing of it would be served."""
+        if not any(map(_KEY.fullmatch, self.shapes)):
+            yield Finding(ADAPTER_WEIGHTS, problem="missing", reason="the file has neither A nor B of any adapter")
+
     def _explain_missing(self, path: str) -> str:
         if path not in self._experts:
             return "the loader needs both matrices, and of a fused projection all parts"
@@ -198,7 +227,7 @@ class _Check:
         if path in self._experts:
             return self._check_expert(name, shape, path, side)
         if path:
-            return self._check_projection(name, shape, side)
+            return self._check_projection(name, shape, path, side)
         return self._check_misnamed(name, shape)
 
     def _check_other(self, name: str, shape: Shape) -> Finding:
@@ -225,13 +254,22 @@ class _Check:
             reason = f"'{leaf}' is not a module that takes adapters"
         return Finding(name, shape, problem=problem, reason=reason)
 
-    def _check_projection(self, name: str, shape: Shape, side: str) -> Finding:
-        orientation, dim = ("[r, in]", 0) if side == "A" else ("[out, r]", 1)
-        if len(shape) == 2 and shape[dim] in self._ranks:
+    def _check_projection(self, name: str, shape: Shape, path: str, side: str) -> Finding:
+        """Return the finding for a matrix of another module. Its other dimension is compared where it is the hidden
+        size; those that depend on heads, and an MLP's own, are not."""
+        known = _FROM_HIDDEN if side == "A" else _TO_HIDDEN
+        size = self.dimensions.hidden if path.rpartition(".")[2] in known else None
+        orientation, rank_first = ("[r, in]", shape) if side == "A" else ("[out, r]", shape[::-1])
+        if self._fits(rank_first, size):
             return Finding(name, shape, orientation)
-        if len(shape) == 2 and shape[1 - dim] in self._ranks:
+        if self._fits(rank_first[::-1], size):
             return Finding(name, shape, problem="transposed", reason=f"it has to be {orientation}")
-        return Finding(name, shape, problem="wrong shape", reason=f"{orientation}, with r in {sorted(self._ranks)}")
+        reason = f"{orientation}, with r in {sorted(self._ranks)}" + (f" and the hidden size {size}" if size else "")
+        return Finding(name, shape, problem="wrong shape", reason=reason)
+
+    def _fits(self, shape: Shape, size: int | None) -> bool:
+        """Return whether the shape is [r, size], or [r, any] without a size."""
+        return len(shape) == 2 and shape[0] in self._ranks and size in (None, shape[1])
 
     def _check_expert(self, name: str, shape: Shape, path: str, side: str) -> Finding:
         """Return the finding for a pair of the experts, whose shape the base model determines."""
@@ -270,7 +308,7 @@ class _Check:
 
     @cached_property
     def _ranks(self) -> set[int]:
-        return {self.fields["r"], *(self.fields.get("rank_pattern") or {}).values()}
+        return _list_ranks(self.fields)
 
     @cached_property
     def _experts(self) -> set[str]:

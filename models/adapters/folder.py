@@ -26,6 +26,7 @@ ReadAdapter = Callable[
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_FINGERPRINT = "base_model_fingerprint"  # in the metadata of the file of weights
+DEFAULT_RANK = 8  # peft's own, where adapter_config.json has no "r"
 ADAPTER_NAME = "default"  # peft's own for an adapter that has none
 _PREFIX = "base_model.model."
 TIED_HEAD = _PREFIX + "lm_head.weight"  # of a head tied to an embedding in `modules_to_save`, in addition to it
@@ -85,8 +86,7 @@ def load_lora_config(path: Path) -> LoraConfig:
             f"{path / ADAPTER_CONFIG} has {unsupported[0]}={fields[unsupported[0]]}, which is not supported; "
             "merge the adapter with peft first"
         )
-    _check_types(path / ADAPTER_CONFIG, fields)
-    _check_numbers(path / ADAPTER_CONFIG, fields)
+    check_fields(path / ADAPTER_CONFIG, fields)
     try:
         return LoraConfig.from_pretrained(str(path))
     except Exception as error:  # peft validates with types of its own
@@ -113,6 +113,13 @@ def has_own_head(tensors: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -
     return embedding is None or not torch.equal(head, embedding)
 
 
+def check_fields(file: Path, fields: Mapping[str, Any]) -> None:
+    """Raise UserError for a value that no LoRA adapter can have, and that peft does not check. fields: of
+    adapter_config.json, which is `file`."""
+    _check_types(file, fields)
+    _check_numbers(file, fields)
+
+
 def _check_types(file: Path, fields: Mapping[str, Any]) -> None:
     """Raise UserError for a field of a type that peft does not check, and takes for another value."""
     for name in ("target_modules", "target_parameters", "modules_to_save"):
@@ -126,12 +133,14 @@ def _check_types(file: Path, fields: Mapping[str, Any]) -> None:
     for name in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"):
         if not isinstance(fields.get(name) or False, bool):
             raise UserError(f"{file} has {name}={fields[name]!r}; it has to be true or false")
+    if not isinstance(version := fields.get("peft_version"), str | None):
+        raise UserError(f"{file} has peft_version={version!r}; write it in quotes, or null")
 
 
 def _check_numbers(file: Path, fields: Mapping[str, Any]) -> None:
     """Raise UserError for a number that peft does not check before it builds or scales matrices with it."""
     ranks = {
-        "r": fields.get("r", 8),
+        "r": fields.get("r", DEFAULT_RANK),
         **{f"rank_pattern.{key}": r for key, r in (fields.get("rank_pattern") or {}).items()},
     }
     alphas = {"lora_alpha": fields.get("lora_alpha", 8)}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from errors import UserError
-from models.adapters.adapter import check_all_taken
+from models.adapters.adapter import check_all_taken, list_adapter_shapes
 from models.adapters.engine_check import check_adapter, find_limit, find_rank, read_dimensions
 from models.adapters.engines import ENGINES, find_model_class, write_for_engine
 from models.adapters.folder import (
@@ -30,8 +33,8 @@ def export_for_engine(
     weight of it is read.
 
     engine_name: a key of `ENGINES`. Returns lines about what the engine needs to be told. Raises UserError for a folder
-    without an adapter, for a family without a table, and for an adapter of which the engine would refuse a part or
-    leave it out.
+    without an adapter or with a damaged one, for a family without a table, and for an adapter of which the engine would
+    refuse a part or leave it out.
     """
     path, engine = Path(folder).expanduser(), ENGINES[engine_name]
     if not all((path / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)):
@@ -45,7 +48,9 @@ def export_for_engine(
     class_name = find_model_class(source.config.model_type)
     tensors = restore_order(load_adapter_tensors(path), layers, lora)
     check_all_taken(tensors.keys(), lora, layers)
-    fields = {**load_json(path / ADAPTER_CONFIG), "peft_version": installed_peft()}
+    _check_shapes(path, tensors, list_adapter_shapes(lora, layers))
+    own = {"r": lora.r, "lora_alpha": lora.lora_alpha}  # which engines need, and peft has defaults for
+    fields = {**load_json(path / ADAPTER_CONFIG), **own, "peft_version": installed_peft()}
     written = write_for_engine(tensors, fields, list_stack_adapters(layers, lora), engine, class_name)
     shapes = {name: tuple(tensor.shape) for name, tensor in written.tensors.items()}
     dimensions = read_dimensions(source.config.to_dict())
@@ -59,3 +64,15 @@ def export_for_engine(
     export_adapter(path, written.tensors, layers, output_dir, read_fingerprint(path), written.fields)
     limit = find_limit(find_rank(written.fields), engine)
     return [] if limit is None else [f"start {engine_name} with --max-lora-rank {limit}"]
+
+
+def _check_shapes(path: Path, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> None:
+    """Raise UserError for a matrix of the adapter in `path` that is missing or has another shape than expected."""
+    for name, shape in expected.items():
+        found = tensors.get(name)
+        if found is None or found.shape != shape:
+            state = "missing" if found is None else f"of shape {list(found.shape)}, not {list(shape)}"
+            raise UserError(
+                f"{path / ADAPTER_WEIGHTS} does not fit the {ADAPTER_CONFIG} and the base model: '{name}' is {state}; "
+                "export the run again"
+            )

@@ -14,6 +14,7 @@ from support.families import build_family_config
 from errors import UserError
 from models.adapters.adapter import adapter_names, inject_adapter
 from models.adapters.engine_check import (
+    Dimensions,
     Finding,
     check_adapter,
     count_problems,
@@ -158,6 +159,15 @@ def drop(tensors: Tensors) -> Tensors:
     return tensors
 
 
+def shorten_inputs(tensors: Tensors) -> Tensors:
+    """A of q_proj is of another hidden size, as another model's."""
+    return {name: tensor[:, :-1] if "q_proj.lora_A" in name else tensor for name, tensor in tensors.items()}
+
+
+def shorten_outputs(tensors: Tensors) -> Tensors:
+    return {name: tensor[:-1] if "o_proj.lora_B" in name else tensor for name, tensor in tensors.items()}
+
+
 def drop_down_proj(tensors: Tensors) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if ".experts.lora_" not in name}
 
@@ -172,6 +182,10 @@ def drop_down_proj(tensors: Tensors) -> Tensors:
         (QWEN, "sglang", rename, {}),  # which reads the last part of a name
         (QWEN, "vllm", drop, {"missing": 1}),
         (QWEN, "sglang", drop, {"missing": 1}),
+        (QWEN, "vllm", shorten_inputs, {"wrong shape": 4}),
+        (QWEN, "sglang", shorten_outputs, {"wrong shape": 4}),
+        (QWEN, "peft", lambda tensors: {}, {"missing": 1}),
+        (QWEN, "vllm", lambda tensors: {}, {"missing": 1}),
         (GPT, "vllm", drop_down_proj, {"missing": 8}),
         (GPT, "peft", drop_down_proj, {"missing": 8}),
     ],
@@ -221,6 +235,13 @@ def test_fields_that_an_engine_refuses(engine: str, fields: dict[str, Any], prob
     assert count_problems(check(serve(QWEN, engine), QWEN, engine, **fields)) == {problem: 1}
 
 
+@pytest.mark.parametrize(("engine", "problems"), [("peft", {}), ("vllm", {"missing": 2}), ("sglang", {"missing": 2})])
+def test_only_peft_has_defaults(engine: str, problems: dict[str, int]) -> None:
+    served = serve(QWEN, engine, r=8)
+    del served.fields["r"], served.fields["lora_alpha"]
+    assert count_problems(check(served, QWEN, engine)) == problems
+
+
 def test_weights_that_are_no_adapter() -> None:
     served = serve(QWEN, "vllm")
     tensors = {**served.tensors, "base_model.model.lm_head.weight": torch.zeros(2, 2)}
@@ -261,3 +282,7 @@ def test_other_releases_and_classes_are_refused() -> None:
     with pytest.raises(UserError, match="adapters of 'llama' in the forms of engines are not in the tables; those are"):
         find_model_class("llama")
     assert read_dimensions({"hidden_size": 4, "intermediate_size": 4}) is None
+    sizes = {"num_hidden_layers": 2, "hidden_size": 4, "intermediate_size": 4, "num_experts": 8}
+    assert read_dimensions(sizes) == Dimensions(2, 4, 8, 4)
+    for wrong in ({"num_experts": "8"}, {"hidden_size": 4.0}, {"num_hidden_layers": None}, {"intermediate_size": -1}):
+        assert read_dimensions({**sizes, **wrong}) is None

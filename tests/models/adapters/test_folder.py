@@ -30,6 +30,7 @@ VALID = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, "lora_alpha"
         ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head'; write a list of names there"),
         ({"target_modules": [1]}, "target_modules=[1]; write a list of names there"),
         ({"use_dora": "no"}, "use_dora='no'; it has to be true or false"),
+        ({"peft_version": 19}, "peft_version=19; write it in quotes, or null"),
         ({"lora_dropout": 1}, "lora_dropout=1; it has to be a number from 0 to below 1"),
         (
             {"megatron_config": {"a": 1}},

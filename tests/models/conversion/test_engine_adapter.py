@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from support.adapters import make_adapter
 from support.families import save_family
 from support.tiny import save_llama, save_tokenizer
@@ -16,7 +18,9 @@ from support.tiny import save_llama, save_tokenizer
 import convert2ckpt
 from scripts import check_adapter
 
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+IN_LAYER = "base_model.model.model.layers.0."
+Tensors = dict[str, torch.Tensor]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, module: object, *arguments: str | Path) -> int:
@@ -80,3 +84,100 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     ):
         assert run(monkeypatch, convert2ckpt, *convert, *arguments) == 1
         assert message in capsys.readouterr().err and not (tmp_path / "served").exists()
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A peft folder of a Qwen3-MoE."""
+    folder = tmp_path_factory.mktemp("sound")
+    save_family(folder / "base", "qwen3_moe")
+    make_adapter(folder / "peft", folder / "base")
+    return folder / "peft"
+
+
+def damage(sound: Path, folder: Path, change: Callable[[Tensors], Tensors] = dict, **fields: object) -> None:
+    """Write a copy of `sound` with changed tensors and fields to `folder`; a field "absent" is removed."""
+    folder.mkdir()
+    save_file(change(load_file(sound / WEIGHTS)), folder / WEIGHTS)
+    changed = {**json.loads((sound / CONFIG).read_text()), **fields}
+    left = {key: value for key, value in changed.items() if value != "absent"}
+    (folder / CONFIG).write_text(json.dumps(left))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "state"),
+    [
+        ("mlp.experts.base_layer.lora_A", None, "missing"),
+        ("mlp.experts.base_layer.lora_A", torch.flatten, "of shape [1536], not [32, 48]"),
+        ("self_attn.q_proj.lora_A", lambda tensor: tensor[:, :-1].contiguous(), "of shape [4, 47], not [4, 48]"),
+        ("", None, "missing"),
+    ],
+    ids=["without one A", "one dimension", "of a smaller model", "without tensors"],
+)
+def test_a_damaged_adapter_is_refused(
+    tmp_path: Path,
+    sound: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor] | None,
+    state: str,
+) -> None:
+    def edit(tensors: Tensors) -> Tensors:
+        hit = [key for key in tensors if key == f"{IN_LAYER}{name}.weight" or not name]
+        return {
+            key: change(t) if change and key in hit else t for key, t in tensors.items() if change or key not in hit
+        }
+
+    damage(sound, tmp_path / "peft", edit)
+    convert = ("--engine", "peft", "--model_name_or_path", tmp_path / "peft", "--output_dir", tmp_path / "served")
+    assert run(monkeypatch, convert2ckpt, *convert) == 1
+    error = capsys.readouterr().err
+    assert f"' is {state}; export the run again" in error and f"'{IN_LAYER}{name}" in error
+
+
+def test_what_peft_has_defaults_for_is_written(
+    tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(sound, tmp_path / "source", lora_alpha="absent")
+    for engine in ("vllm", "sglang", "peft"):
+        convert = ("--engine", engine, "--model_name_or_path", tmp_path / "source", "--output_dir", tmp_path / engine)
+        assert run(monkeypatch, convert2ckpt, *convert) == 0
+        assert json.loads((tmp_path / engine / CONFIG).read_text())["lora_alpha"] == 8
+    damage(sound, tmp_path / "no_r", r="absent")  # of rank 4, and peft's default is 8
+    convert = ("--engine", "vllm", "--model_name_or_path", tmp_path / "no_r", "--output_dir", tmp_path / "served")
+    assert run(monkeypatch, convert2ckpt, *convert) == 1
+    assert "of shape [" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "message"),
+    [
+        ({"r": None}, {}, "has r=None; it has to be a whole number from 1"),
+        ({"r": "8"}, {}, "has r='8'; it has to be a whole number from 1"),
+        ({"rank_pattern": [1]}, {}, "has rank_pattern=[1]; it has to be a mapping of names to numbers"),
+        ({"rank_pattern": {"a": "b"}}, {}, "has rank_pattern.a='b'; it has to be a whole number from 1"),
+        ({"modules_to_save": 3}, {}, "has modules_to_save=3; write a list of names there"),
+        ({"modules_to_save": "lm_head"}, {}, "has modules_to_save='lm_head'; write a list of names there"),
+        ({"peft_version": 19}, {}, "has peft_version=19; write it in quotes, or null"),
+        ({}, {"num_hidden_layers": "absent"}, "lacks the sizes of a mixture; give --base"),
+        ({}, {"num_experts": "8"}, "lacks the sizes of a mixture; give --base"),
+        ({}, {"text_config": []}, ""),
+        ({"target_modules": ".*q_proj"}, {}, ""),  # which peft takes
+    ],
+)
+def test_configs_that_cannot_be_checked(
+    tmp_path: Path,
+    sound: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fields: dict[str, object],
+    config: dict[str, object],
+    message: str,
+) -> None:
+    damage(sound, tmp_path / "peft", **fields)
+    base = {**json.loads((sound.parent / "base" / "config.json").read_text()), **config}
+    left = {key: value for key, value in base.items() if value != "absent"}
+    (tmp_path / "peft" / "config.json").write_text(json.dumps(left))
+    assert run(monkeypatch, check_adapter, tmp_path / "peft", "--engine", "peft") == (2 if message else 0)
+    assert message in capsys.readouterr().err
