@@ -81,7 +81,7 @@ def read_dimensions(config: Mapping[str, Any]) -> Dimensions | None:
     experts, or one of the sizes is not a whole number from 1."""
     count = next((config[key] for key in _COUNTS if config.get(key)), None)
     width = config.get("moe_intermediate_size") or config.get("intermediate_size")
-    sizes = (config.get("num_hidden_layers"), config.get("hidden_size"), count, width)
+    sizes: list[Any] = [config.get("num_hidden_layers"), config.get("hidden_size"), count, width]
     if not all(type(size) is int and size > 0 for size in sizes):
         return None
     return Dimensions(*sizes)

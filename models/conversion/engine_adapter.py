@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from models.adapters.folder import (
     read_fingerprint,
 )
 from models.adapters.peft_export import export_adapter, installed_peft
-from models.adapters.stacks import list_stack_adapters, restore_order
+from models.adapters.stacks import StackAdapter, list_stack_adapters, restore_order
 from models.architecture.lookup import build_layers
 from models.storage.folders import check_output_dir
 from models.storage.tensor_files import load_json
@@ -48,10 +48,11 @@ def export_for_engine(
     class_name = find_model_class(source.config.model_type)
     tensors = restore_order(load_adapter_tensors(path), layers, lora)
     check_all_taken(tensors.keys(), lora, layers)
-    _check_shapes(path, tensors, list_adapter_shapes(lora, layers))
+    stacks = list_stack_adapters(layers, lora)
+    _check_shapes(path, tensors, list_adapter_shapes(lora, layers), stacks)
     own = {"r": lora.r, "lora_alpha": lora.lora_alpha}  # which engines need, and peft has defaults for
     fields = {**load_json(path / ADAPTER_CONFIG), **own, "peft_version": installed_peft()}
-    written = write_for_engine(tensors, fields, list_stack_adapters(layers, lora), engine, class_name)
+    written = write_for_engine(tensors, fields, stacks, engine, class_name)
     shapes = {name: tuple(tensor.shape) for name, tensor in written.tensors.items()}
     dimensions = read_dimensions(source.config.to_dict())
     assert dimensions is not None  # its class has experts
@@ -66,13 +67,29 @@ def export_for_engine(
     return [] if limit is None else [f"start {engine_name} with --max-lora-rank {limit}"]
 
 
-def _check_shapes(path: Path, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> None:
-    """Raise UserError for a matrix of the adapter in `path` that is missing or has another shape than expected."""
+def _check_shapes(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Size],
+    stacks: Sequence[StackAdapter],
+) -> None:
+    """Raise UserError for a matrix of the adapter in `path` that is missing or has another shape than expected. The
+    ranks of stacked experts are compared, as they are split by them; others are left to `check_adapter`: peft matches
+    rank_pattern with "down_proj.weight" where `name_for_peft` has named a module so."""
+    stacked = {name for adapter in stacks for name in (adapter.first, adapter.second)}
     for name, shape in expected.items():
         found = tensors.get(name)
-        if found is None or found.shape != shape:
+        free = None if name in stacked else 0 if ".lora_A." in name else 1  # the dimension of the rank
+        if found is None or not _are_alike(found.shape, shape, free):
             state = "missing" if found is None else f"of shape {list(found.shape)}, not {list(shape)}"
             raise UserError(
                 f"{path / ADAPTER_WEIGHTS} does not fit the {ADAPTER_CONFIG} and the base model: '{name}' is {state}; "
                 "export the run again"
             )
+
+
+def _are_alike(found: Sequence[int], shape: Sequence[int], free: int | None) -> bool:
+    """Return whether two shapes are equal, but for the dimension `free`."""
+    return len(found) == len(shape) and all(
+        dim == free or size == wanted for dim, (size, wanted) in enumerate(zip(found, shape, strict=True))
+    )

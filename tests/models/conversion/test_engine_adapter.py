@@ -95,7 +95,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "peft"
 
 
-def damage(sound: Path, folder: Path, change: Callable[[Tensors], Tensors] = dict, **fields: object) -> None:
+def damage(sound: Path, folder: Path, change: Callable[[Tensors], Tensors] = dict, /, **fields: object) -> None:
     """Write a copy of `sound` with changed tensors and fields to `folder`; a field "absent" is removed."""
     folder.mkdir()
     save_file(change(load_file(sound / WEIGHTS)), folder / WEIGHTS)
@@ -148,6 +148,15 @@ def test_what_peft_has_defaults_for_is_written(
     convert = ("--engine", "vllm", "--model_name_or_path", tmp_path / "no_r", "--output_dir", tmp_path / "served")
     assert run(monkeypatch, convert2ckpt, *convert) == 1
     assert "of shape [" in capsys.readouterr().err
+
+
+def test_ranks_by_name_are_those_that_peft_has_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft does not match "down_proj" with the module that it has by the name of its weight."""
+    save_family(tmp_path / "base", "qwen3_moe")
+    options = {"rank_pattern": {"down_proj": 2}, "target_parameters": ["mlp.experts.down_proj"]}
+    make_adapter(tmp_path / "peft", tmp_path / "base", **options)
+    convert = ("--engine", "vllm", "--model_name_or_path", tmp_path / "peft", "--output_dir", tmp_path / "served")
+    assert run(monkeypatch, convert2ckpt, *convert) == 0
 
 
 @pytest.mark.parametrize(
