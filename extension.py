@@ -41,12 +41,22 @@ class Extension:
     folder: Path  # of the extension: `Path(__file__).parent`
     # Commands of its own, with what each is for, as `--help` lists them: {"python -m extensions.NAME FILE": "..."}
     commands: Mapping[str, str] = field(default_factory=dict)
-    # Groups of keys of its own -> "module:dataclass", whose fields have defaults: {"mine": "mine.keys:MineConfig"} is
-    # the key `mine.alpha`. The module is imported before torch. A run has them as `config.read_group(MineConfig)`
+    # Groups of keys -> "module:dataclass", whose fields have defaults: {"mine": "mine.keys:MineConfig"} is the key
+    # `mine.alpha`; the fields for a group of the project, such as `data`, are further keys of it. The module is
+    # imported before torch. A run has them as `config.read_group(MineConfig)`
     keys: Mapping[str, str] = field(default_factory=dict)
     # "module:name" of what a run needs to read them: {key: `Feature` of training/config/incompatible.py}. A run that is
     # given a key and does not read it says so
     readers: str = ""
+    # "module:name" of kinds of data (`DataKind` in data/encoders/kind.py), each with its choice in `conf/data/`
+    data_kinds: str = ""
+    # "module:name" of objectives (`Objective` in training/objectives/objective.py), which `task` names
+    objectives: str = ""
+    # "module:name" of heads (`Head` in models/heads/head.py)
+    heads: str = ""
+    # Files next to the weights of a model that its runs make, by their paths in its folder: conversions and exports
+    # copy them, and runs that do not make them leave them behind
+    model_files: tuple[str, ...] = ()
     # "module:class" of an `ExportReceiver` (training/export_receiver.py), which takes what a run exports
     receiver: str = ""
     # Values of the key `plan` beyond true and false -> "module:function". The function takes the config and the width
@@ -62,7 +72,7 @@ class Extension:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            kind = {"Path": Path, "str": str}.get(str(each.type), Mapping)
+            kind = {"Path": Path, "str": str, "tuple[str, ...]": tuple}.get(str(each.type), Mapping)
             if not isinstance(value := getattr(self, each.name), kind):
                 raise TypeError(f"{each.name}={value!r} is not a {kind.__name__}")
 
@@ -124,7 +134,7 @@ def _is_elsewhere(name: str, folder: Path) -> bool:
 def _check_offered_once(extensions: Iterable[Extension]) -> None:
     owners: dict[str, str] = {}
     for extension in extensions:
-        offered = [*extension.keys, *(f"plan={value}" for value in extension.plans), *extension.aliases]
+        offered = [*(f"plan={value}" for value in extension.plans), *extension.aliases]
         for each in offered:
             if (owner := owners.setdefault(each, extension.name)) != extension.name:
                 raise UserError(f"{OWN_FOLDERS}: the extensions {owner} and {extension.name} both offer {each}")
@@ -155,6 +165,26 @@ def load_part(place: str) -> Any:
     """Return what an extension names by "module:name"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def load_parts(field: str) -> tuple[Any, ...]:
+    """Return what all extensions name by a field whose value is "module:name" of a sequence, end to end."""
+    places = (getattr(extension, field) for extension in load_extensions())
+    return tuple(part for place in places if place for part in load_part(place))
+
+
+def name_parts(parts: Iterable[Any], words: str) -> dict[str, Any]:
+    """Return parts by their `name`. words: what they are. Raises UserError for two of one name."""
+    named: dict[str, Any] = {}
+    for part in parts:
+        if named.setdefault(part.name, part) is not part:
+            raise UserError(f"{OWN_FOLDERS}: there are two {words} '{part.name}'; give one of them another name")
+    return named
+
+
+def list_model_files() -> list[str]:
+    """Return the files of extensions next to a model's weights, as `Extension.model_files` has them."""
+    return [name for extension in load_extensions() for name in extension.model_files]
 
 
 def list_plans() -> dict[str, str]:

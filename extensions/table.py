@@ -1,8 +1,8 @@
 """The things that each extension of the project offers, so that they are known by their owner where its folder was
 removed.
 
-An entry is a key, the prefix of keys (with a dot at its end), a choice of a config group (GROUP=CHOICE), a config that
-`-cn` takes, or a module under its former name.
+An entry is a key, the prefix of keys (with a dot at its end), a choice of a config group or a value of a key
+(KEY=VALUE), a config that `-cn` takes, or a module under its former name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,15 @@ _TRACKERS = ("comet", "mlflow", "swanlab", "trackio")
 TABLE: dict[str, tuple[str, ...]] = {
     "hub": ("hub", "hub.", "training.hub", "training.hub.upload", "training.hub.model_card"),
     "import_config": (),
+    "retrieval": (
+        *("embedding", "embedding.", "rerank", "rerank."),
+        *("data.query_field", "data.positive_field", "data.negatives_field", "data.num_negatives"),
+        *("data.query_prompt", "data.document_prompt"),
+        *("data=embedding", "data=rerank", "task=embedding", "task=rerank"),
+        *("llama_8b_embedding_pp4", "llama_8b_rerank_pp4"),
+        *("data.encoders.retrieval", "models.heads.embedding", "models.heads.sentence_transformers"),
+        *("models.losses.embeddings", "training.objectives.embedding", "training.objectives.rerank"),
+    ),
     "search": ("plan=search",),
     "trackers": (*(f"logger={name}" for name in _TRACKERS), *(f"training.trackers.{name}" for name in _TRACKERS)),
 }

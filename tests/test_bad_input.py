@@ -17,6 +17,7 @@ from support.configs import CONF
 from support.launching import Ended, run_alone, run_deepspeed, run_torchrun
 from support.tiny import save_llama, save_records, save_tokenizer
 
+from data.encoders.kinds import KINDS
 from errors import UserError
 from models.conversion.convert import convert_to_pipeline
 from models.weights.sources import open_weights
@@ -194,8 +195,7 @@ KEYS = {
     ),
     "no such kind": (
         ("data=dialogue",),
-        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, classification, embedding, "
-        "preference, pretrain, process_reward, rerank, sft, token_classification, unpaired_preference",
+        f"data=dialogue: there is no conf/data/dialogue.yaml; there are {', '.join(sorted(KINDS))}",
     ),
     "no such task": (("task=ppo",), "task=ppo: must be one of classification, cpo, dpo, "),
     "preferences without pairs": (

@@ -16,7 +16,6 @@ from models.adapters.folder import load_adapter_tensors
 from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import WriteOptions, export_hugging_face
 from models.conversion.model_files import write_json
-from models.heads.sentence_transformers import save_sentence_files
 from models.heads.table import find_head
 from models.storage.folders import PROMPT_TEMPLATE, check_disk_space, copy_small_files
 from models.storage.steps import TEMPORARY_PREFIX
@@ -69,8 +68,8 @@ def prepare_folder(
     tokenizer.save_pretrained(staged)
     if setup.adapter is not None:
         save_adapter_config(setup.adapter, staged, get_whole_config(setup.source))
-    if (described := get_objective(config).exports(config, setup.architecture.hidden_size)) is not None:
-        save_sentence_files(described, staged)
+    if (files := get_objective(config).exports(config, setup.architecture.hidden_size)) is not None:
+        files.save(staged)
     if is_resumed:
         for name in _WITH_TOKEN_IDS:
             if (folder.checkpoints / name).is_file():

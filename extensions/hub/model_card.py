@@ -13,19 +13,12 @@ import yaml
 from filesystem import write_atomically
 from masking import mask
 from training.checkpoint.run_folder import RunFolder
+from training.objectives.objective import Objective
+from training.objectives.registry import OBJECTIVES
 from training.observability.run_page import RunHistory, read_history
 
 README, PLOT = "README.md", "loss.png"
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-# How the hub lists models of a task, or of a kind of data; the others write text
-PIPELINE_TAGS = {
-    "reward": "text-classification",
-    "classification": "text-classification",
-    "token_classification": "token-classification",
-    "process_reward": "token-classification",
-    "embedding": "sentence-similarity",
-    "rerank": "text-ranking",
-}
 Facts = Mapping[str, Any]
 
 
@@ -105,13 +98,13 @@ def draw_losses(history: RunHistory, file: Path) -> None:
 
 def _describe_header(config: Facts, base: str | None, license: str | None, is_adapter: bool) -> dict[str, Any]:
     """Return the fields by which the hub lists a model."""
-    task = str(config.get("task") or (config.get("data") or {}).get("name"))
-    library = "sentence-transformers" if task == "embedding" else "peft" if is_adapter else "transformers"
+    objective = OBJECTIVES.get(str(config.get("task") or (config.get("data") or {}).get("name")), Objective())
+    is_plain_adapter = is_adapter and objective.library == Objective.library
     return {
         **({"base_model": base} if base and HUB_ID.fullmatch(base) and not Path(base).exists() else {}),
         **({"license": license} if license else {}),
-        "library_name": library,
-        "pipeline_tag": PIPELINE_TAGS.get(task, "text-generation"),
+        "library_name": "peft" if is_plain_adapter else objective.library,
+        "pipeline_tag": objective.pipeline_tag,
         **({"datasets": datasets} if (datasets := sorted(set(_list_hub_data(config.get("train_file"))))) else {}),
         "tags": ["llm-pipeline", "deepspeed", *([] if not is_adapter else ["lora"])],
     }

@@ -23,9 +23,8 @@ from models.adapters.folder import (
     name_for_peft,
     to_peft_name,
 )
-from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.layer import Layer
-from models.storage.folders import copy_small_files, staged_folder
+from models.storage.folders import copy_model_files, copy_small_files, staged_folder
 
 
 def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig) -> None:
@@ -64,7 +63,7 @@ def export_adapter(
         known = {} if base_fingerprint is None else {BASE_FINGERPRINT: base_fingerprint}
         save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt", **known})
         copy_small_files(checkpoints, folder.path)
-        copy_sentence_files(checkpoints, folder.path)
+        copy_model_files(checkpoints, folder.path)
         for name in ("config.json", "generation_config.json"):  # as the tokenizer, perhaps not the base model's
             if (checkpoints / name).is_file():
                 shutil.copyfile(checkpoints / name, folder.path / name)

@@ -10,9 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from models.conversion.converted import ConvertedWeights
-from models.heads.sentence_transformers import copy_sentence_files
 from models.layers.wrapped import TEXT_CONFIG
-from models.storage.folders import StagedFolder, copy_small_files
+from models.storage.folders import StagedFolder, copy_model_files, copy_small_files
 from models.storage.tensor_files import load_json
 from models.weights.config_file import DTYPE_KEYS, UNPADDED, describe_config
 from models.weights.vocabulary import SpecialTokens, update_token_ids
@@ -51,7 +50,7 @@ def write_model_files(
         tokenizer.save_pretrained(folder.path)
     copy_small_files(source_dir, folder.path, with_tokenizer=tokenizer is None)
     copy_small_files(config_dir, folder.path, with_tokenizer=False)
-    copy_sentence_files(source_dir, folder.path)
+    copy_model_files(source_dir, folder.path)
     if generation_fields is not None:
         write_json(generation_fields, folder.path / generation_file.name)
     write_json(fields, folder.path / "config.json")

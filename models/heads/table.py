@@ -10,20 +10,23 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from errors import UserError
-from models.heads.embedding import EMBEDDING
+from extension import load_parts
 from models.heads.head import Head, Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.heads.token_classification import TOKEN_CLASSIFICATION
 from models.layers.layer import Layer
 
-HEADS = (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, EMBEDDING)
+_OWN = (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION)
 _UNKNOWN_SIZE = 2  # labels of a plan whose data are not there to name them: they take next to nothing
 
 
 def find_head(config: PretrainedConfig) -> Head | None:
     """Return the head that the config names; None for an LM head."""
     names = config.architectures or ()
-    return next((head for head in HEADS if any(re.search(f"{head.ending}$", name) for name in names)), None)
+    return next(
+        (head for head in (*_OWN, *load_parts("heads")) if any(re.search(f"{head.ending}$", name) for name in names)),
+        None,
+    )
 
 
 def list_labels(config: PretrainedConfig) -> tuple[str, ...]:

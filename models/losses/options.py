@@ -22,21 +22,6 @@ class NLLReduction(Enum):
     sum = "sum"
 
 
-class Pooling(Enum):
-    """The hidden state that represents a text: that of its last token, or the mean over its tokens."""
-
-    last = "last"
-    mean = "mean"
-
-
-class RerankLossType(Enum):
-    """The loss of a query's documents: cross entropy of the softmax over their scores, or the mean of each one's binary
-    cross entropy."""
-
-    softmax = "softmax"
-    binary = "binary"
-
-
 class Divergence(Enum):
     """How far a student's distribution is from its teacher's, see `models/losses/divergence.py`."""
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from filelock import BaseFileLock
 
 from errors import UserError
+from extension import list_model_files
 from filesystem import exchange, lock_file, sync_to_disk
 from models.storage.tensor_files import load_json
 
@@ -48,7 +49,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h
 # Files that are written anew, or that are about the folder that they lie in
 _OF_THE_FOLDER = (
     *("config.json", "generation_config.json", "adapter_config.json", "manifest.json", "latest", "README.md"),
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "trainer_state.json"),
+    "trainer_state.json",
 )
 _OF_THE_FOLDER_ENDING = (".py", ".log", ".out", ".lock")
 VOCABULARY_FILES = (
@@ -65,8 +66,7 @@ _ADDED = (LOCK_NAME, RECORD_NAME, "README.md")  # an upload adds the model card
 # What version 1.1 wrote into such folders, which have no record
 _EARLIER = re.compile(
     r"(generation_)?config\.json|adapter_config\.json|adapter_model\.safetensors|latest|carried\.safetensors|manifest\.json"
-    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|modules\.json|sentence_bert_config\.json"
-    r"|config_sentence_transformers\.json|1_Pooling/config\.json"
+    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|(image_|video_)?(pre)?processor_config\.json|feature_extractor_config\.json"
     r"|global_step0/(layer_\d+-model_states\.pt|mp_rank_00_model_states\.pt|manifest\.json)"
 )
@@ -149,7 +149,7 @@ def _find_written(folder: Path) -> Callable[[str], bool]:
         return set(json.loads((folder / RECORD_NAME).read_text())).__contains__
     except (OSError, ValueError, TypeError):
         modules = {f"{name.split('.')[0]}.py" for name in find_custom_tokenizer(folder)}
-        known = {*TOKENIZER_FILES, *modules}
+        known = {*TOKENIZER_FILES, *modules, *list_model_files()}
         return lambda name: name in known or _EARLIER.fullmatch(name) is not None
 
 
@@ -239,11 +239,19 @@ def list_small_files(folder: Path) -> list[Path]:
 
 
 def _is_carried(file: Path) -> bool:
-    if file.name.startswith(".") or file.name in _OF_THE_FOLDER:
+    if file.name.startswith(".") or file.name in (*_OF_THE_FOLDER, *list_model_files()):
         return False
     if file.name.endswith((*_WEIGHT_SUFFIXES, *_OF_THE_FOLDER_ENDING)):
         return False
     return file.is_file() and file.stat().st_size <= _SMALL_FILE
+
+
+def copy_model_files(source_dir: Path, target_dir: Path) -> None:
+    """Copy, byte by byte, the files next to a model's weights that extensions make; those that are there."""
+    for name in list_model_files():
+        if (source_dir / name).is_file():
+            (target_dir / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source_dir / name, target_dir / name)
 
 
 def find_custom_tokenizer(path: Path) -> list[str]:

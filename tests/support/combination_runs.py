@@ -22,9 +22,8 @@ from support.adapters import load_with_head, make_adapter, to_peft_weights
 from support.cases import BOUND, Case, merge, train_case, worst_difference
 from support.combinations import RANKS, Row, list_keys
 from support.families import save_family
-from support.head_runs import load_oracle, save_documents, save_steps, save_words
+from support.head_runs import load_oracle, read_text, save_documents, save_queries, save_steps, save_words
 from support.pair_runs import compute_pair
-from support.retrieval_runs import compare_scores, compare_vectors, read_text, save_queries
 from support.routers import add_router_losses, watch
 from support.tiny import find_tokenized, save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
@@ -32,17 +31,17 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from data.encoders.kinds import ADDED_KINDS, KINDS
 from data.order import GlobalOrder
 from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
 from models.adapters.targets import ALL_LINEAR
-from models.heads.embedding import EMBEDDING
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.heads.token_classification import TOKEN_CLASSIFICATION
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig, StateDtype
 from training.inputs.datasets import build_row_plan
-from training.objectives.registry import get_objective
+from training.objectives.registry import OBJECTIVES
 
 STEPS = 2
 SAVE = {
@@ -57,7 +56,7 @@ LEARNING_RATES = {
 }  # fmt: skip
 HEADS = {
     "classification": SEQUENCE_CLASSIFICATION, "tokens": TOKEN_CLASSIFICATION, "steps": TOKEN_CLASSIFICATION,
-    "embedding": EMBEDDING, "rerank": SEQUENCE_CLASSIFICATION,
+    **{kind.name: head for kind in ADDED_KINDS if (head := OBJECTIVES[kind.task].head) is not None},
 }  # fmt: skip
 NUM_LABELS = {"classification": 3, "tokens": 3, "steps": 2}  # of the records that are saved here
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -345,20 +344,11 @@ def compute_labelled(
         yield loss.item()
 
 
-def compute_queries(
-    config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
-) -> Iterable[float]:
-    """The loss of a step's queries, its gradient left in the parameters."""
-    dataset = TokenizedDataset(folder, True, True)
-    num_queries = len(dataset) // get_objective(config).group_size(config.data)
-    ids = GlobalOrder(num_queries, config.global_batch_size, config.seed).sample_ids(step).tolist()
-    compare = compare_vectors if config.data.name == "embedding" else compare_scores
-    loss = compare(config, policy, dataset, ids)[0].mean()
-    loss.backward()
-    yield loss.item()
-
-
 COMPUTE = {
     "preference": compute_pairs, "classification": compute_labelled, "token_classification": compute_labelled,
-    "process_reward": compute_labelled, "embedding": compute_queries, "rerank": compute_queries,
+    "process_reward": compute_labelled,
 }  # fmt: skip
+if "rerank" in KINDS:
+    from support.retrieval_runs import compute_queries
+
+    COMPUTE |= {"embedding": compute_queries, "rerank": compute_queries}

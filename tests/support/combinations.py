@@ -11,7 +11,8 @@ from itertools import combinations
 
 from support.configs import set_keys
 
-from training.config.incompatible import INCOMPATIBLE, CheckedConfig, Pair
+from data.encoders.kinds import ADDED_KINDS
+from training.config.incompatible import CheckedConfig, Pair, list_pairs
 from training.config.schema import RunConfig
 
 Row = dict[str, str]  # axis -> value
@@ -39,7 +40,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
         "sft": ("data=sft",), "pretrain": ("data=pretrain",),
         "dpo": ("data=preference",), "orpo": ("data=preference", "task=orpo"),
         "classification": ("data=classification",), "tokens": ("data=token_classification",),
-        "steps": ("data=process_reward",), "embedding": ("data=embedding",), "rerank": ("data=rerank",),
+        "steps": ("data=process_reward",), **{kind.name: (f"data={kind.name}",) for kind in ADDED_KINDS},
     },
     "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",), "fp16": ("precision=fp16",)},
     "recompute": {
@@ -111,7 +112,8 @@ def list_keys(row: Mapping[str, str]) -> tuple[str, ...]:
 class Refusals:
     """Which values of two axes the table of incompatible features keeps apart on this machine."""
 
-    def __init__(self, base: RunConfig, table: Sequence[Pair] = INCOMPATIBLE, has_accelerator: bool = False) -> None:
+    def __init__(self, base: RunConfig, table: Sequence[Pair] | None = None, has_accelerator: bool = False) -> None:
+        table = list_pairs() if table is None else table
         self._base, self._table, self._has_accelerator = base, table, has_accelerator
         self._listed = {id(feature): feature for pair in table for feature in (pair.first, pair.second)}
         self._known: dict[Values, bool] = {}

@@ -176,3 +176,32 @@ def check_adapter_steps(result: dict[str, Any], oracle: dict[str, Any]) -> None:
     }
     worst, name = worst_difference({name: result["weights"][name] for name in expected}, expected)
     assert worst < BOUND, name
+
+
+def save_queries(file: Path, count: int, seed: int = 0) -> Path:
+    """Real text of very different lengths: some words of a text as the query, the text, and texts from elsewhere."""
+    words = inspect.getsource(json).split()
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    def cut() -> list[str]:
+        start = draw(0, len(words) - 60)
+        return words[start : start + draw(4, 30)]
+
+    with open(file, "w") as handle:
+        for _ in range(count):
+            text = cut()
+            record = {
+                "query": " ".join(text[: draw(2, len(text))]),
+                "positive": " ".join(text),
+                "negatives": [" ".join(cut()) for _ in range(3)],
+            }
+            handle.write(json.dumps(record) + "\n")
+    return file
+
+
+def read_text(dataset: TokenizedDataset, number: int) -> torch.Tensor:
+    """Return the tokens of a sample, [1, T]."""
+    return torch.from_numpy(dataset.input_ids(number).astype("int64"))[None]

@@ -13,7 +13,7 @@ ASKED_BY = {
     "a machine without a GPU": "",
     "plan=true with hardware=here": "plan=true",
     "a schedule other than 1f1b": "schedule=interleaved",
-    "data other than embedding or rerank": "data=sft",
+    "data with a loss of its own": "data=preference",
     "model=from_checkpoint": "model={}",
     "train_file with shares": "train_file=[{path: a.jsonl, weight: 1}]",
     "loss={_target_: ...}": "loss={_target_: my.Loss}",

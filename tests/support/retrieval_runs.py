@@ -1,20 +1,21 @@
-"""Queries and documents in tests: real text, and what transformers' own classes make of a global batch in one
-process."""
+"""Queries and documents in tests: what transformers' own classes make of a global batch in one process."""
 
 from __future__ import annotations
 
-import inspect
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.cases import Case
+from support.head_runs import read_text
 from support.objective_runs import find_dataset, train_plainly
 
+from data.order import GlobalOrder
 from data.storage.tokenized import TokenizedDataset
+from extensions.retrieval.keys import DataKeys, EmbeddingConfig, RerankConfig
 from training.config.schema import RunConfig
+from training.objectives.registry import get_objective
 
 NUM_QUERIES = 21  # no multiple of a batch
 
@@ -22,38 +23,9 @@ Outcome = tuple[torch.Tensor, list[int]]  # the losses of some queries, [Q], and
 Compare = Callable[[RunConfig, torch.nn.Module, TokenizedDataset, list[int]], Outcome]
 
 
-def save_queries(file: Path, count: int, seed: int = 0) -> Path:
-    """Real text of very different lengths: some words of a text as the query, the text, and texts from elsewhere."""
-    words = inspect.getsource(json).split()
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
-
-    def cut() -> list[str]:
-        start = draw(0, len(words) - 60)
-        return words[start : start + draw(4, 30)]
-
-    with open(file, "w") as handle:
-        for _ in range(count):
-            text = cut()
-            record = {
-                "query": " ".join(text[: draw(2, len(text))]),
-                "positive": " ".join(text),
-                "negatives": [" ".join(cut()) for _ in range(3)],
-            }
-            handle.write(json.dumps(record) + "\n")
-    return file
-
-
-def read_text(dataset: TokenizedDataset, number: int) -> torch.Tensor:
-    """Return the tokens of a sample, [1, T]."""
-    return torch.from_numpy(dataset.input_ids(number).astype("int64"))[None]
-
-
 def compare_vectors(config: RunConfig, model: torch.nn.Module, dataset: TokenizedDataset, ids: list[int]) -> Outcome:
     """Each text alone, and each query with all documents, one by one."""
-    keys, group = config.embedding, 2 + config.data.num_negatives
+    keys, group = config.read_group(EmbeddingConfig), 2 + config.read_group(DataKeys).num_negatives
 
     def embed(number: int) -> torch.Tensor:
         hidden_states = model(read_text(dataset, number), use_cache=False).last_hidden_state[0].float()
@@ -79,7 +51,7 @@ def compare_vectors(config: RunConfig, model: torch.nn.Module, dataset: Tokenize
 
 def compare_scores(config: RunConfig, model: torch.nn.Module, dataset: TokenizedDataset, ids: list[int]) -> Outcome:
     """Each document alone."""
-    group = 1 + config.data.num_negatives
+    group = 1 + config.read_group(DataKeys).num_negatives
     losses, ranks = [], []
     for query in ids:
         scores = torch.cat(
@@ -88,7 +60,7 @@ def compare_scores(config: RunConfig, model: torch.nn.Module, dataset: Tokenized
                 for place in range(group)
             ]
         )
-        if config.rerank.loss_type.value == "softmax":
+        if config.read_group(RerankConfig).loss_type.value == "softmax":
             losses.append(-torch.log(scores.exp()[0] / scores.exp().sum()))
         else:
             answers = torch.sigmoid(scores)
@@ -120,3 +92,16 @@ def evaluate_oracle(case: Case, model: torch.nn.Module, compare: Compare, folder
     with torch.no_grad():
         losses, ranks = compare(case.config(), model.eval(), find_dataset(folder), list(range(NUM_QUERIES)))
     return {"eval_loss": losses.mean().item(), **{f"eval_{name}": value for name, value in summarize(ranks).items()}}
+
+
+def compute_queries(
+    config: RunConfig, folder: Path, step: int, policy: torch.nn.Module, reference: torch.nn.Module
+) -> Iterable[float]:
+    """The loss of a step's queries, its gradient left in the parameters."""
+    dataset = TokenizedDataset(folder, True, True)
+    num_queries = len(dataset) // get_objective(config).group_size(config.data)
+    ids = GlobalOrder(num_queries, config.global_batch_size, config.seed).sample_ids(step).tolist()
+    compare = compare_vectors if config.data.name == "embedding" else compare_scores
+    loss = compare(config, policy, dataset, ids)[0].mean()
+    loss.backward()
+    yield loss.item()

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from errors import UserError
 from models.architecture.lookup import choose_attention, find_sequence_obstacle
 from models.experts.sizes import count_experts
-from training.config.incompatible import INCOMPATIBLE, list_conflicts
+from training.config.incompatible import list_conflicts, list_pairs
 
 BATCH = ("micro_batch_size=2", "global_batch_size=8")
 DENSE, EXPERTS = "llama", "deepseek_v3"
@@ -72,7 +72,7 @@ def test_the_checks_of_a_run_agree_with_the_rows() -> None:
 
 def test_a_refusal_that_the_table_lacks_would_run() -> None:
 
-    fewer = Refusals(build_config(*BATCH), [pair for pair in INCOMPATIBLE if pair.first.words != "freeze"])
+    fewer = Refusals(build_config(*BATCH), [pair for pair in list_pairs() if pair.first.words != "freeze"])
     assert refusals().refuses(("adapter", "lora"), ("freeze", "layer"))
     assert any(row["adapter"] == "lora" and row["freeze"] == "layer" for row in cover(fewer, 2))
 

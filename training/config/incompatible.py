@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from data.encoders.kinds import KINDS, DataKind, find_keys, find_kind
+from data.encoders.kind import DataKind
+from data.encoders.kinds import ADDED_KINDS, OWN_KINDS, find_kind
 from errors import UserError
-from extension import load_extensions, load_part
+from extension import load_parts
 from models.adapters.options import AdapterName, starts_from_base
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations, parse_key
@@ -162,10 +163,8 @@ STARTS_FROM_BASE = _with_lora(
 
 # Data
 DOCUMENTS = _kind("data=pretrain", lambda kind: kind.concatenates)
-NO_QUERIES = _kind("data other than embedding or rerank", lambda kind: "query_field" not in find_keys(kind))
-EMBEDDING = has_value("data.name", "embedding")
 PREFERENCES = has_value("data.name", "preference", "unpaired_preference")
-DEFINES_LOSS = has_value("data.name", *(kind.name for kind in KINDS.values() if kind.task not in ("sft", "pretrain")))
+DEFINES_LOSS = _kind("data with a loss of its own", lambda kind: kind.task not in ("sft", "pretrain"))
 PACKED, SPLIT = has_value("data.packing", "true"), has_value("data.length_policy", "split")
 STREAMED = has_value("data.streaming", "true")
 MIXTURE = Feature(
@@ -189,9 +188,19 @@ NO_CADENCE = Feature(
 )
 
 
-def _kinds(reason: Callable[[DataKind], str], instead: str) -> dict[Feature, str]:
-    """Return the kinds of data that give a reason, each with the text of its pair. reason: reads it from a kind."""
-    return {has_value("data.name", kind.name): f"{reason(kind)}; {instead}" for kind in KINDS.values() if reason(kind)}
+Row = tuple[Feature, dict[Feature, str]]
+
+
+def _refuse_for(kinds: Sequence[DataKind]) -> list[Row]:
+    """Return what these kinds of data refuse by themselves."""
+    return [
+        (has_value("data.name", kind.name), {feature: f"{reason}; give {instead}" for feature, reason, instead in (
+            (PACKED, kind.not_packed, "data.packing=false"),
+            (SPLIT, kind.not_split, "data.length_policy=truncate or drop"),
+            (STREAMED, kind.not_streamed, "data.streaming=false"),
+        ) if reason})
+        for kind in kinds
+    ]  # fmt: skip
 
 
 def _untested(*features: Feature) -> dict[Feature, str]:
@@ -207,7 +216,6 @@ def _untested(*features: Feature) -> dict[Feature, str]:
 
 # (feature, {feature that it does not go together with: "reason; what to write instead"}). A run that has several pairs
 # is refused by the first one, so their order counts.
-Row = tuple[Feature, dict[Feature, str]]
 TABLE: tuple[Row, ...] = (
     # Layers and kernels
     (FP16, {NO_GPU: "DeepSpeed refuses it on a CPU; use precision=bf16 or fp32"}),
@@ -263,7 +271,6 @@ TABLE: tuple[Row, ...] = (
         TIMED_HERE: "it times layers with whole sequences; choose other hardware",
         has_value("data.name", "token_classification"):
             "an entity may lie in the parts of two ranks; give context_parallel_size=1",
-        EMBEDDING: "it is not tested with split sequences; give context_parallel_size=1",
         USER_LOSS: "it would see only a part of each sequence; give context_parallel_size=1",
         has_value("attn_implementation", "flash_attention_2", "flash_attention_3", "flex_attention"):
             "the exchange of heads is tested with sdpa, varlen and eager only; use attn_implementation=auto",
@@ -322,23 +329,11 @@ TABLE: tuple[Row, ...] = (
     }),
     (_given("data.chat_template"), {DOCUMENTS:
         "raw text holds no messages; give data=chat, or data.special_tokens to add tokens only"}),
-    *((kind, {PACKED: text}) for kind, text in _kinds(lambda kind: kind.not_packed, "give data.packing=false").items()),
-    *((kind, {SPLIT: text}) for kind, text in _kinds(
-        lambda kind: kind.not_split, "give data.length_policy=truncate or drop").items()),
-    (has_value("data.name", "rerank"), {has_value("data.num_negatives", "0"):
-        "a document is scored against others for its query; give data.num_negatives=1 or more"}),
-    (_above("data.num_negatives", 0), {NO_QUERIES: "its records have no negatives; give data.num_negatives=0"}),
-    (EMBEDDING, {
-        LORA_DROPOUT: "each text runs twice a step, and both passes must give the same vector; "
-            "give adapter.lora_dropout=0",
-        EMBEDDING_NOISE: "each text runs twice a step, and both passes must give the same vector; "
-            "give neftune_noise_alpha=0",
-    }),
+    *_refuse_for(OWN_KINDS),
     (STREAMED, {
         has_value("max_steps", "null"): "a stream has no epochs of a known length; give max_steps",
         EVAL_EPOCHS: "a stream has no epochs of a known length; give eval_steps",
         SAVE_EPOCHS: "a stream has no epochs of a known length; give save_steps",
-        **_kinds(lambda kind: kind.not_streamed, "give data.streaming=false"),
         MIXTURE: "its shares are those of whole files; give paths without weight and epochs, or data.streaming=false",
         **dict.fromkeys((EVAL_FRACTION, EVAL_SAMPLES),
             "it takes all records, which a stream never has at once; give eval_file, or data.streaming=false"),
@@ -428,13 +423,17 @@ INCOMPATIBLE = read_pairs(TABLE)
 @functools.cache
 def _list_added() -> tuple[Pair, ...]:
     """Return the pairs that extensions add."""
-    places = [extension.refusals for extension in load_extensions() if extension.refusals]
-    return tuple(pair for place in places for pair in read_pairs(load_part(place)))
+    return read_pairs([*_refuse_for(ADDED_KINDS), *load_parts("refusals")])
+
+
+def list_pairs() -> tuple[Pair, ...]:
+    """Return the pairs of the table, then those of extensions."""
+    return (*INCOMPATIBLE, *_list_added())
 
 
 def list_conflicts(run: CheckedConfig) -> list[Pair]:
     """Return the pairs of the table, and of extensions, of which this run has both features."""
-    return [pair for pair in (*INCOMPATIBLE, *_list_added()) if pair.first.holds(run) and pair.second.holds(run)]
+    return [pair for pair in list_pairs() if pair.first.holds(run) and pair.second.holds(run)]
 
 
 def check_together(run: CheckedConfig) -> None:

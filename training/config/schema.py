@@ -7,7 +7,7 @@ differs between its options. Every key is described once, in `conf/base.yaml`; a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache
@@ -35,7 +35,7 @@ from errors import UserError
 from extension import OWN_FOLDERS, list_conf_folders, load_extensions, load_part
 from masking import remember_secrets
 from models.adapters.options import AdapterOptions
-from models.losses.options import Divergence, DPOLossType, NLLReduction, Pooling, RerankLossType
+from models.losses.options import Divergence, DPOLossType, NLLReduction
 from training.config.ranges import (
     at_least,
     below,
@@ -174,12 +174,6 @@ class DataConfig:
     steps_field: str | None = MISSING
     step_separator: str | None = MISSING
     label_all_pieces: bool = MISSING
-    query_field: str | None = MISSING
-    positive_field: str | None = MISSING
-    negatives_field: str | None = MISSING
-    num_negatives: int = zero_or_more()
-    query_prompt: str = MISSING
-    document_prompt: str = MISSING
     problem_type: ProblemType = MISSING
     labels: list[str] | None = MISSING
     train_on: TrainOn = MISSING
@@ -265,19 +259,6 @@ class RewardConfig:
 @dataclass
 class ClassificationConfig:
     class_weights: list[float] | None = MISSING
-
-
-@dataclass
-class EmbeddingConfig:
-    pooling: Pooling = MISSING
-    temperature: float = positive()
-    margin: float = zero_or_more(note="0 turns it off")
-    matryoshka_dims: list[int] | None = MISSING
-
-
-@dataclass
-class RerankConfig:
-    loss_type: RerankLossType = MISSING
 
 
 @dataclass
@@ -417,8 +398,6 @@ class RunConfig:
     cpo: CPOConfig = field(default_factory=CPOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     classification: ClassificationConfig = field(default_factory=ClassificationConfig)
-    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
-    rerank: RerankConfig = field(default_factory=RerankConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
 
@@ -535,20 +514,49 @@ class RunConfig:
 
 @cache
 def build_schema() -> type[RunConfig]:
-    """Return the class of a run's config: `RunConfig` with the groups of keys that extensions add."""
-    added = {name: load_part(place) for extension in load_extensions() for name, place in extension.keys.items()}
-    for name in added.keys() & {each.name for each in fields(RunConfig)}:
+    """Return the class of a run's config: `RunConfig` with the groups of keys that extensions add, and with their keys
+    in its own groups."""
+    added: dict[str, list[type]] = {}
+    for extension in load_extensions():
+        for name, place in extension.keys.items():
+            added.setdefault(name, []).append(load_part(place))
+    own = get_type_hints(RunConfig)
+    for name, parts in added.items():
+        if name not in own and len(parts) > 1:
+            raise UserError(f"{OWN_FOLDERS}: two extensions add the key {name}; give one of them another name")
+    groups = {name: _extend_group(name, own[name], parts) for name, parts in added.items() if name in own}
+    groups |= {name: parts[0] for name, parts in added.items() if name not in own}
+    return _make("ExtendedConfig", (RunConfig,), groups)
+
+
+def _extend_group(name: str, group: Any, parts: Sequence[type]) -> type:
+    """Return a group of the project with the keys that extensions add to it."""
+    if not (isinstance(group, type) and is_dataclass(group)):
         raise UserError(f"{OWN_FOLDERS}: an extension adds the key {name}, which the project has; give it another name")
-    groups = [(name, group, field(default_factory=group)) for name, group in added.items()]
-    extended = make_dataclass("ExtendedConfig", groups, bases=(RunConfig,))
-    extended.__module__ = __name__
-    return extended
+    taken = {each.name for each in fields(group)}
+    for part in parts:
+        names = {each.name for each in fields(part)}
+        for each in sorted(taken & names):
+            raise UserError(f"{OWN_FOLDERS}: an extension adds the key {name}.{each}, which there is already")
+        taken |= names
+    return _make(f"Extended{group.__name__}", (*reversed(parts), group), {})
+
+
+def _make(name: str, bases: tuple[Any, ...], groups: Mapping[str, type]) -> type:
+    made = make_dataclass(
+        name, [(key, group, field(default_factory=group)) for key, group in groups.items()], bases=bases
+    )
+    made.__module__ = __name__
+    return made
 
 
 def __getattr__(name: str) -> type:
-    """Find the class of a config that another process has pickled."""
+    """Find the class of a config, or of a group in it, that another process has pickled."""
     if name == "ExtendedConfig":
         return build_schema()
+    if name.startswith("Extended"):
+        groups = get_type_hints(build_schema()).values()
+        return next(group for group in groups if getattr(group, "__name__", "") == name)
     raise AttributeError(name)
 
 
@@ -633,8 +641,9 @@ def _load_choice(group: str, choice: str) -> DictConfig:
     chosen = OmegaConf.load(file)
     assert isinstance(chosen, DictConfig)
     shared = [name.partition("@")[0] for name in chosen.pop("defaults", [])]  # such as shared/every_kind@_here_
-    files = [OmegaConf.load(file.parent / f"{name}.yaml") for name in shared if name != "_self_"]
-    schema = get_type_hints(RunConfig)[group]
+    places = [find_choice(group, name) for name in shared if name != "_self_"]
+    files = [OmegaConf.load(place) for place in places if place is not None]
+    schema = get_type_hints(build_schema())[group]
     typed = OmegaConf.structured(schema) if is_dataclass(schema) else OmegaConf.create()  # of other projects' keys
     merged = OmegaConf.merge(typed, *files, chosen)
     assert isinstance(merged, DictConfig)

@@ -170,7 +170,7 @@ def prepare_file(
             f"{key}: data={data.name} needs a label of each sample, of as many numbers; data.encoder must set it"
         )
     if get_objective(config).pass_over(config) is PassOver.mismatched:
-        per_record = find_kind(data.name).count_samples(data.num_negatives)
+        per_record = find_kind(data.name).count_samples(data)
         check_labels(path, key, per_record, trains=key == "train_file")
         prepare_mismatched(path, plan, key, per_record, log, compares_bytes)
     return path
@@ -186,7 +186,7 @@ def build_encoding(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBa
         max_seq_length=None if build_row_plan(config, key).packing is Packing.CONCATENATE else config.max_seq_length,
         length_policy=data.length_policy,
         on_bad_record=data.on_bad_record,
-        samples_per_record=find_kind(data.name).count_samples(data.num_negatives),
+        samples_per_record=find_kind(data.name).count_samples(data),
         selection=build_selection(data, key),
     )
 

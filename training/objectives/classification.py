@@ -183,6 +183,7 @@ class Classification(Objective):
     """A sample is a document; packed rows hold several, each with its own label."""
 
     name = "classification"
+    pipeline_tag = "text-classification"
     unit = "documents"
     head = SEQUENCE_CLASSIFICATION
     row_targets = RowTargets.last_tokens

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from data.loading.columns import ReadColumn
 from data.options import MeanOver, RowTargets
 from errors import UserError
 from models.heads.head import Head, Labels
-from models.heads.sentence_transformers import SentenceModel
 from models.losses.cross_entropy import Loss
 from models.losses.distill_loss import TeacherHead
 from models.losses.metric_sums import MetricSums
@@ -123,6 +123,16 @@ class FirstPass:
     by_group: bool = False
 
 
+class ModelFiles(Protocol):
+    """The files of an objective next to a model's weights, whose names are `Extension.model_files`."""
+
+    def save(self, folder: Path) -> None:
+        """Write them into the folder."""
+
+    def check(self, folder: Path) -> None:
+        """Raise UserError where those of the model that a run begins with, in its folder, ask for something else."""
+
+
 class Modifier:
     """A key that changes the loss of the objectives that list it in their `modifiers`; others refuse it."""
 
@@ -164,7 +174,7 @@ class Modifier:
 class Objective:
     """An objective of training: what `task` names.
 
-    Keys of its own are the group of its name in `training/config/schema.py`.
+    Keys of its own are the group of its name in the schema.
     """
 
     name: str  # its value of `task`
@@ -177,6 +187,8 @@ class Objective:
     columns: tuple[ReadColumn, ...] = ()  # what travels with a micro-batch besides tokens and targets
     # What the reference model scores once before training (`training/scoring/scored.py`)
     scored: tuple[Column, ...] = ()
+    # How the hub lists its models, and the library that it names for whole ones
+    pipeline_tag, library = "text-generation", "transformers"
     needs_labels = False  # samples without labels are refused
     head: Head | None = None  # what takes the place of the LM head (`models/heads/`)
     modifiers: tuple[Modifier, ...] = ()
@@ -227,9 +239,8 @@ class Objective:
             for key, value in values.items()
         }
 
-    def exports(self, config: RunConfig, hidden_size: int) -> SentenceModel | None:
-        """Return how an exported model makes vectors of texts, which is written next to its weights; None if it makes
-        none."""
+    def exports(self, config: RunConfig, hidden_size: int) -> ModelFiles | None:
+        """Return the files that are written next to the weights of an exported model; None for none."""
         return None
 
     def count_batch_bytes(self, config: RunConfig, global_batch_size: int, hidden_size: int) -> int:

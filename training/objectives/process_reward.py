@@ -48,6 +48,7 @@ class ProcessReward(Objective):
     """A sample is an answer; its terms are its steps."""
 
     name = "process_reward"
+    pipeline_tag = "token-classification"
     unit = "answers"
     head = TOKEN_CLASSIFICATION
 

@@ -10,6 +10,7 @@ import xxhash
 from data.components import describe_component
 from data.encoders.kinds import KINDS, DataKind, find_kind
 from errors import UserError
+from extension import check_not_removed, load_parts, name_parts
 from masking import fingerprint_hidden, mask
 from models.heads.head import Head
 from training.config.criterion import Criterion
@@ -19,20 +20,17 @@ from training.config.sources import list_evaluations
 from training.objectives.classification import Classification
 from training.objectives.cpo import CPO
 from training.objectives.dpo import DPO
-from training.objectives.embedding import Embedding
 from training.objectives.kto import KTO
 from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Modifier, Objective
 from training.objectives.orpo import ORPO
 from training.objectives.process_reward import ProcessReward
-from training.objectives.rerank import Rerank
 from training.objectives.reward import Reward
 from training.objectives.simpo import SimPO
 from training.objectives.token_classification import TokenClassification
 
-OBJECTIVES: dict[str, Objective] = {
-    objective.name: objective
-    for objective in (
+OBJECTIVES: dict[str, Objective] = name_parts(
+    (
         SFT(),
         Pretraining(),
         DPO(),
@@ -44,10 +42,10 @@ OBJECTIVES: dict[str, Objective] = {
         ProcessReward(),
         Classification(),
         TokenClassification(),
-        Embedding(),
-        Rerank(),
-    )
-}
+        *load_parts("objectives"),
+    ),
+    "objectives",
+)
 
 
 MODIFIERS = tuple({modifier: None for objective in OBJECTIVES.values() for modifier in objective.modifiers})
@@ -57,6 +55,7 @@ def get_objective(config: RunConfig) -> Objective:
     """Return the objective that `task` names, or the default of the data. Raises UserError for an unknown name."""
     name = config.task or find_kind(config.data.name).task
     if name not in OBJECTIVES:
+        check_not_removed(f"task={name}", f"task={name}")
         raise UserError(f"task={name}: must be one of {', '.join(sorted(OBJECTIVES))}")
     return OBJECTIVES[name]
 

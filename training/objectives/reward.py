@@ -59,6 +59,7 @@ class Reward(Objective):
     """A sample is a pair: rows 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer."""
 
     name = "reward"
+    pipeline_tag = "text-classification"
     data_kinds = ("preference",)
     unit = "pairs"
     mean_over = MeanOver.samples

@@ -117,6 +117,7 @@ class TokenClassification(Objective):
     """A sample is a text; its terms are the tokens with a label."""
 
     name = "token_classification"
+    pipeline_tag = "token-classification"
     unit = "texts"
     head = TOKEN_CLASSIFICATION
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 
 from transformers import PretrainedConfig
 
@@ -19,7 +18,6 @@ from models.architecture.lookup import (
     choose_experts,
 )
 from models.further.table import set_trained
-from models.heads.sentence_transformers import check_sentence_files
 from models.heads.table import describe_head, find_head
 from models.weights.source import DescribedModel
 from training.config.precision import DTYPES
@@ -83,8 +81,8 @@ def check_head(config: RunConfig, model: DescribedModel) -> None:
         )
     if head is None:
         return
-    if (described := objective.exports(config, model.config.hidden_size)) is not None:
-        check_sentence_files(Path(model.path), described.pooling)
+    if (files := objective.exports(config, model.config.hidden_size)) is not None:
+        files.check(model.path)
     if config.evaluate_only and own is None and head.has_weights:
         raise UserError(
             f"evaluate_only=true with task={task}: {model.path} is not a {head.words}, its head would be a new one; "

@@ -9,7 +9,7 @@ are seen to read.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
@@ -19,7 +19,7 @@ from extension import load_extensions, load_part
 from models.adapters.options import AdapterName
 from training.config.incompatible import LORA, STREAMED, CheckedConfig, Feature, has_value, write_value
 from training.config.key_table import list_types
-from training.config.schema import DataConfig, find_default
+from training.config.schema import find_default
 from training.config.sources import list_evaluations, parse_key
 from training.objectives.registry import OBJECTIVES, get_objective
 from training.optim.lr_schedule import SCHEDULER_KEYS
@@ -29,10 +29,9 @@ from training.pipeline.schedules import SCHEDULE_KEYS
 # Keys that are read for an adapter that exists (adapter.name_or_path) too; its own config has the others
 NOT_BROUGHT = ("adapter.name_or_path", "adapter.loraplus_lr_ratio", "adapter.load_in_4bit")
 # Keys of `data` that more than the encoder reads, so also with a user-defined one
-BEYOND_THE_ENCODER = ("labels", "problem_type", "query_prompt", "document_prompt")
-# Keys of `data` that are read with any data: for the tokenizer, and to count the samples of a record (`check_together`
-# refuses negatives where records have none)
-WITH_ANY_DATA = {"chat_template", "num_negatives"}
+BEYOND_THE_ENCODER = ("labels", "problem_type")
+# Keys of `data` that are read with any data: for the tokenizer
+WITH_ANY_DATA = {"chat_template"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def _or_searched(reader: Feature) -> Feature:
 def _list_fields() -> list[str]:
     """Return the names of the keys of `data` that encoders read, without those that are read with any data."""
     read = set().union(*map(find_keys, KINDS.values()))
-    return [field.name for field in fields(DataConfig) if field.name in read - WITH_ANY_DATA]
+    return [name for key in _list_under("data") if (name := key.removeprefix("data.")) in read - WITH_ANY_DATA]
 
 
 def _by_encoder(field: str) -> Feature:

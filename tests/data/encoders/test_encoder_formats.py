@@ -78,8 +78,8 @@ def build_encoder(name: str) -> Any:
 def build_encodings() -> dict[str, Encoding]:
     tokenizer = build_tokenizer()
     return {
-        name: Encoding(build_encoder(name), tokenizer, 4096, samples_per_record=kind.count_samples(0))
-        for name, kind in KINDS.items()
+        name: Encoding(encoder, tokenizer, 4096, samples_per_record=KINDS[name].count_samples(encoder))
+        for name, encoder in ((name, build_encoder(name)) for name in KINDS)
     }
 
 
@@ -111,7 +111,8 @@ def test_a_format_changes_with_its_version_alone(name: str) -> None:
 
 
 def test_moving_and_editing_our_files_changes_no_key(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "data", tmp_path / "data", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("data", "extensions"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ROOT.glob("*.py"):
         shutil.copy(file, tmp_path)
     (tmp_path / "data/encoders/chat.py").rename(tmp_path / "data/encoders/conversations.py")
@@ -132,10 +133,10 @@ def test_moving_and_editing_our_files_changes_no_key(tmp_path: Path) -> None:
 
 
 def test_an_option_counts_where_it_is_not_the_default() -> None:
-    kind = KINDS["embedding"]
-    assert describe_encoder(kind.encoder()) == ["embedding", 1, {}]
-    assert describe_encoder(kind.encoder(query_field="text", num_negatives=2)) == [
-        "embedding", 1, {"query_field": '"text"', "num_negatives": "2"}
+    kind = KINDS["preference"]
+    assert describe_encoder(kind.encoder()) == ["preference", 2, {}]
+    assert describe_encoder(kind.encoder(chosen_field="text", prompt_field=None)) == [
+        "preference", 2, {"prompt_field": "null", "chosen_field": '"text"'}
     ]  # fmt: skip
 
 

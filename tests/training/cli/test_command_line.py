@@ -13,6 +13,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 from support.configs import CONF, build_config
 
+from data.encoders.kinds import KINDS
 from errors import UserError
 from models.adapters.options import UNSUPPORTED
 from training.cli.command_line import IN_SWEEP, check_command_line, clean_arguments, compose_command, list_given
@@ -250,7 +251,7 @@ def test_a_user_defined_folder_is_searched_too(tmp_path: Path) -> None:
         check_command_line([*given, "num_stage=2"], CONF, "base")
     with pytest.raises(UserError, match="-cn other: .*; --config-dir has mine, and conf/ [0-9]+ others"):
         check_command_line([*given[:2], "-cn", "other"], CONF, "base")
-    own = "chat, classification, embedding, preference, pretrain, process_reward, quiz, rerank, sft"
+    own = ", ".join(sorted([*KINDS, "quiz"]))
     with pytest.raises(
         UserError, match=f"data=quizz: there is no conf/data/quizz.yaml; did you mean quiz\\? there are {own}"
     ):

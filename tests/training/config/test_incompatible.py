@@ -10,12 +10,12 @@ from support.refusals import list_examples
 
 from errors import UserError
 from training.config.incompatible import (
-    INCOMPATIBLE,
     CheckedConfig,
     Pair,
     Scope,
     check_together,
     list_conflicts,
+    list_pairs,
     render_table,
 )
 from training.config.schema import RunConfig
@@ -29,7 +29,7 @@ def base() -> RunConfig:
     return build_config()
 
 
-@pytest.mark.parametrize("pair", INCOMPATIBLE, ids=lambda pair: f"{pair.first.words} + {pair.second.words}")
+@pytest.mark.parametrize("pair", list_pairs(), ids=lambda pair: f"{pair.first.words} + {pair.second.words}")
 def test_a_pair(base: RunConfig, pair: Pair) -> None:
     for message, overrides in list_examples(pair):
         run = CheckedConfig(set_keys(base, *overrides), has_accelerator=pair.scope is not Scope.run)

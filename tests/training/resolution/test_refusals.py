@@ -15,7 +15,7 @@ from support.tiny import save_llama, save_tokenizer
 
 from errors import UserError
 from training import setup
-from training.config.incompatible import INCOMPATIBLE, Pair, Scope
+from training.config.incompatible import Pair, Scope, list_pairs
 from training.config.ranges import list_ranges
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
@@ -74,7 +74,7 @@ def find_planned_refusal(config: RunConfig) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("pair", INCOMPATIBLE, ids=lambda pair: f"{pair.first.words} + {pair.second.words}")
+@pytest.mark.parametrize("pair", list_pairs(), ids=lambda pair: f"{pair.first.words} + {pair.second.words}")
 def test_who_refuses_a_pair(folder: Path, pair: Pair, request: pytest.FixtureRequest) -> None:
     if pair.scope is not Scope.run:
         request.getfixturevalue("on_gpus")

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from batch import Targets
-from models.losses.options import Pooling
+from extensions.retrieval.keys import Pooling
 
 
 def pool_texts(outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets, pooling: Pooling) -> torch.Tensor:

@@ -22,12 +22,12 @@ from transformers import PreTrainedTokenizerBase
 from batch import Targets
 from data.loading.columns import LABELS
 from data.options import MeanOver, RowTargets
+from extensions.retrieval.keys import DataKeys, RerankConfig, RerankLossType
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.losses.cross_entropy import Loss
 from models.losses.document_scores import score_documents
 from models.losses.metric_sums import MetricSums
-from models.losses.options import RerankLossType
 from models.parallel.shard import NO_CP, ContextParallel
 from training.config.schema import DataConfig, RunConfig
 from training.objectives.objective import LastStage, Objective, check_pad_token
@@ -82,6 +82,7 @@ class Rerank(Objective):
     micro-batch, of which the first holds the document that answers the query. `Objective` explains the fields."""
 
     name = "rerank"
+    pipeline_tag = "text-ranking"
     unit = "queries"
     mean_over = MeanOver.samples  # queries
     head = SEQUENCE_CLASSIFICATION  # with one output, the score
@@ -90,6 +91,7 @@ class Rerank(Objective):
 
     def group_size(self, data: DataConfig) -> int:
         """Return G, the number of rows of a query: its answer and `data.num_negatives` other documents."""
+        assert isinstance(data, DataKeys)
         return 1 + data.num_negatives
 
     def name_labels(self, data: DataConfig) -> Labels:
@@ -103,7 +105,8 @@ class Rerank(Objective):
 
     def loss(self, config: RunConfig, stage: LastStage) -> Loss:
         """Build the loss that `rerank.loss_type` names. stage: the last stage, with the ranks that share sequences."""
-        return RerankLoss(config.rerank.loss_type, self.group_size(config.data), sequence_part=stage.sequence_part)
+        loss_type = config.read_group(RerankConfig).loss_type
+        return RerankLoss(loss_type, self.group_size(config.data), sequence_part=stage.sequence_part)
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
         """Return `METRICS`, which an evaluation reports in addition to the loss."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from data.counts import ContentCounts
 from data.encoders.classification import tokenize_texts
 from data.encoders.control_tokens import Guard
+from data.encoders.kind import DataKind
 from data.encoders.messages import refuse_media
 from data.encoders.segments import CountingEncoder, check_filled, get_fields
 from data.options import ControlTokens
@@ -105,3 +106,30 @@ class RerankEncoder(RetrievalEncoder):
 
     def _list_samples(self, query: str, documents: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
         return [("", [query, document]) for document in documents]
+
+
+_TEXTS_TOGETHER = "the texts of a query are rows of one micro-batch"
+_PART_OF_TEXT = "a part of a text is not what belongs to its query"
+_NEGATIVES = ("negative", "num_negatives")
+KINDS = (
+    DataKind(
+        "embedding",
+        EmbeddingEncoder,
+        task="embedding",
+        together=("query", "positive"),
+        further=_NEGATIVES,
+        not_packed=_TEXTS_TOGETHER,
+        not_split=_PART_OF_TEXT,
+        not_streamed=_TEXTS_TOGETHER,
+    ),
+    DataKind(
+        "rerank",
+        RerankEncoder,
+        task="rerank",
+        together=("positive",),
+        further=_NEGATIVES,
+        not_packed=_TEXTS_TOGETHER,
+        not_split=_PART_OF_TEXT,
+        not_streamed=_TEXTS_TOGETHER,
+    ),
+)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import objective_runs
 from support.cases import CHECKPOINTED, CLIPPED, CONTEXT_PARALLEL, LAYOUTS, ZERO_LAYOUTS, Case, merge
-from support.head_runs import check_adapter_steps, load_oracle, load_with_adapter
+from support.head_runs import check_adapter_steps, load_oracle, load_with_adapter, save_queries
 from support.objective_runs import (
     TENSOR_PARALLEL,
     check_record,
@@ -22,7 +22,7 @@ from support.objective_runs import (
     start_runs,
     train_answers,
 )
-from support.retrieval_runs import NUM_QUERIES, compare_scores, evaluate_oracle, save_queries, train_oracle
+from support.retrieval_runs import NUM_QUERIES, compare_scores, evaluate_oracle, train_oracle
 from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from support import objective_runs
 from support.cases import CHECKPOINTED, CLIPPED, LAYOUTS, ZERO_LAYOUTS, Case, merge
-from support.head_runs import check_adapter_steps
+from support.head_runs import check_adapter_steps, save_queries
 from support.objective_runs import (
     TENSOR_PARALLEL,
     check_record,
@@ -24,16 +24,16 @@ from support.objective_runs import (
     start_runs,
     train_answers,
 )
-from support.retrieval_runs import NUM_QUERIES, compare_vectors, save_queries, train_oracle
+from support.retrieval_runs import NUM_QUERIES, compare_vectors, train_oracle
 from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModel, AutoTokenizer
 
 from batch import Targets
-from models.losses.embeddings import Contrast, pool_texts
-from models.losses.options import Pooling
+from extensions.retrieval.contrast import Contrast, pool_texts
+from extensions.retrieval.embedding import EmbeddingLoss
+from extensions.retrieval.keys import Pooling
 from models.storage.tensor_files import open_safetensors
-from training.objectives.embedding import EmbeddingLoss
 
 NEGATIVES = "data.num_negatives=2"
 MEAN, MARGIN, SIZES = "embedding.pooling=mean", "embedding.margin=0.1", "embedding.matryoshka_dims=[32,16]"

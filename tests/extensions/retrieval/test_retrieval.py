@@ -7,10 +7,10 @@ from support.tiny import save_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from data.encoders.retrieval import EmbeddingEncoder, RerankEncoder, RetrievalEncoder
 from data.options import LengthPolicy
 from data.storage.length import fit_group
 from errors import UserError
+from extensions.retrieval.encoders import EmbeddingEncoder, RerankEncoder, RetrievalEncoder
 
 RECORD = {"query": "which wraps", "positive": "textwrap wraps lines of text", "negatives": ["json", "a calendar"]}
 

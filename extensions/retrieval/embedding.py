@@ -1,4 +1,4 @@
-"""Texts as vectors: queries find their documents among all of a global batch (`models/losses/embeddings.py`).
+"""Texts as vectors: queries find their documents among all of a global batch (`contrast.py`).
 
 The loss of a query depends on the vectors of all micro-batches and replicas. So a pass without gradients comes before
 each step, and makes all vectors; ranks exchange them, and compute the loss of the whole batch and its gradient with
@@ -24,15 +24,15 @@ from batch import Targets
 from data.loading.columns import LABELS
 from data.options import MeanOver, RowTargets
 from errors import UserError
-from models.heads.embedding import EMBEDDING
+from extensions.retrieval.contrast import Contrast, name_sums, pool_texts, summarize_ranks
+from extensions.retrieval.head import HEAD
+from extensions.retrieval.keys import DataKeys, EmbeddingConfig, Pooling
+from extensions.retrieval.sentence_transformers import SentenceModel
 from models.heads.head import Labels
-from models.heads.sentence_transformers import SentenceModel
 from models.layers.random_keys import find_random_key
 from models.losses.cross_entropy import Loss
-from models.losses.embeddings import Contrast, name_sums, pool_texts, summarize_ranks
 from models.losses.metric_sums import MetricSums
-from models.losses.options import Pooling
-from training.config.schema import DataConfig, EmbeddingConfig, RunConfig
+from training.config.schema import DataConfig, RunConfig
 from training.objectives.objective import FirstPass, LastStage, Objective, PassOver
 
 _QUERIES_AT_ONCE = 1024  # in an evaluation: their cosines with all documents are in memory
@@ -116,17 +116,19 @@ def gather_ragged(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Ten
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
-class Embedding(Objective):
+class TextEmbedding(Objective):
     """A sample is a query with its document and negatives, whose rows follow each other in a micro-batch."""
 
     name = "embedding"
+    pipeline_tag, library = "sentence-similarity", "sentence-transformers"
     unit = "queries"
     mean_over = MeanOver.samples
-    head = EMBEDDING
+    head = HEAD
     row_targets = RowTargets.last_tokens
     columns = (LABELS,)
 
     def group_size(self, data: DataConfig) -> int:
+        assert isinstance(data, DataKeys)
         return 2 + data.num_negatives
 
     def count_batch_bytes(self, config: RunConfig, global_batch_size: int, hidden_size: int) -> int:
@@ -135,7 +137,7 @@ class Embedding(Objective):
         group_size = self.group_size(config.data)
         vectors = 3 * global_batch_size * group_size * hidden_size
         cosines = global_batch_size**2 * (group_size - 1)
-        num_sizes = 1 + len(config.embedding.matryoshka_dims or ())
+        num_sizes = 1 + len(config.read_group(EmbeddingConfig).matryoshka_dims or ())
         return 4 * (vectors + (4 * num_sizes + 2) * cosines)
 
     def name_labels(self, data: DataConfig) -> Labels:
@@ -149,12 +151,13 @@ class Embedding(Objective):
             )
 
     def exports(self, config: RunConfig, hidden_size: int) -> SentenceModel:
-        prompts = {"query": config.data.query_prompt, "document": config.data.document_prompt}
-        return SentenceModel(hidden_size, config.embedding.pooling, config.max_seq_length, prompts)
+        data, pooling = config.read_group(DataKeys), config.read_group(EmbeddingConfig).pooling
+        prompts = {"query": data.query_prompt, "document": data.document_prompt}
+        return SentenceModel(hidden_size, pooling, config.max_seq_length, prompts)
 
     def loss(self, config: RunConfig, stage: LastStage) -> Loss:
         """Raises UserError for sizes that the vectors do not have, and for a model whose passes draw random numbers."""
-        keys = config.embedding
+        keys = config.read_group(EmbeddingConfig)
         check_sizes(keys.matryoshka_dims, stage.architecture.hidden_size)
         check_repeatable(stage.architecture)
         return EmbeddingLoss(keys.pooling, build_contrast(keys), self.group_size(config.data))
@@ -166,7 +169,7 @@ class Embedding(Objective):
         return FirstPass(loss.make_vectors, loss.compare_batch, loss.compare_all)
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
-        return name_sums(build_contrast(config.embedding).sizes)[1:]
+        return name_sums(build_contrast(config.read_group(EmbeddingConfig)).sizes)[1:]
 
 
 def build_contrast(keys: EmbeddingConfig) -> Contrast:

@@ -27,7 +27,7 @@ class NoHead(nn.Module):
         return inputs[0], inputs[2]
 
 
-EMBEDDING = Head(
+HEAD = Head(
     words="embedding model",
     loaded_with="AutoModel",
     ending="(?<!LMHead)(?<!DoubleHeads)Model",
@@ -37,3 +37,4 @@ EMBEDDING = Head(
     peft_task="FEATURE_EXTRACTION",
     has_weights=False,
 )
+HEADS = (HEAD,)
