@@ -15,6 +15,7 @@ from support.configs import CONF, build_config
 
 from data.encoders.kinds import KINDS
 from errors import UserError
+from extension import list_conf_folders
 from models.adapters.options import UNSUPPORTED
 from training.cli.command_line import IN_SWEEP, check_command_line, clean_arguments, compose_command, list_given
 from training.config.foreign_keys import FOREIGN_CHOICES
@@ -165,7 +166,8 @@ def test_quotes_as_the_message_shows_them_work() -> None:
 
 
 def test_a_missing_config_or_option_comes_with_the_existing_ones() -> None:
-    others = f"conf/ has {len(list(CONF.glob('*.yaml'))) - 1} others; one in another folder needs --config-dir FOLDER"
+    configs = [file for folder in (CONF, *list_conf_folders()) for file in folder.glob("*.yaml")]
+    others = f"conf/ has {len(configs) - 1} others; one in another folder needs --config-dir FOLDER"
     assert message_of("-cn llama_9b") == (
         f"-cn llama_9b: there is no conf/llama_9b.yaml; did you mean llama_8b_pp1? {others}"
     )

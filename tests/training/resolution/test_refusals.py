@@ -26,7 +26,7 @@ from training.setup import check_run
 
 ROOT = Path(__file__).resolve().parents[3]
 # Of a config that is not composed, and of an installed package
-BEFORE_BOTH = {"build_schema", "to_typed", "check_deepspeed_version"}
+BEFORE_BOTH = {"build_schema", "_extend_group", "to_typed", "check_deepspeed_version"}
 RANKS = Ranks(rank=0, world_size=24, local_rank=0, local_size=8)
 
 
