@@ -56,7 +56,7 @@ class Line:
             return False
         if is_dataclass(value):
             return self.is_in(vars(value), by_shape, depth)
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        parts = value.values() if type(value) is dict else value if isinstance(value, (list, tuple)) else ()
         return any(self.is_in(each, by_shape, depth - 1) for each in islice(parts, _MOST_ITEMS))
 
     def _has_ids(self, numbers: Sequence[int]) -> bool:
@@ -68,10 +68,12 @@ class Line:
 @dataclass(frozen=True)
 class Trace:
     """functions: file and name of each that was passed, in the order of the first passing: on the first stage, then on
-    the others those that are not passed before. stacks: the project's frames above each forward pass of a layer."""
+    the others those that are not passed before. stacks: the project's frames above each forward pass of a layer. step:
+    the files whose functions the first step calls, on any stage."""
 
     functions: list[tuple[str, str]]
     stacks: list[list[str]]
+    step: set[str]
 
     @property
     def files(self) -> list[str]:
@@ -79,14 +81,17 @@ class Trace:
 
 
 class Tracer:
-    """Records until the first backward pass."""
+    """Records the line until the first backward pass, and files until the end of the first step."""
 
     def __init__(self, line: Line) -> None:
         self._line, self._checks = line, Counter[CodeType]()
         self._files: dict[CodeType, str | None] = {}  # None: nothing to record
         self._trains = False  # before that, the plan runs layers on rows of any length
+        self._is_done = self._in_step = False
+        self._in_files: set[CodeType] = set()  # functions of the step whose file is noted
         self.functions: list[tuple[str, str]] = []
         self.stacks: list[list[str]] = []
+        self.step: set[str] = set()
 
     def start(self) -> None:
         threading.setprofile(self.profile)
@@ -96,6 +101,16 @@ class Tracer:
         if event not in ("call", "return"):
             return
         code = frame.f_code
+        if code.co_qualname == "TrainingLoop._take_step":
+            self._in_step = event == "call"
+        if self._in_step and event == "call" and code not in self._in_files:
+            self._in_files.add(code)
+            self.step |= {file} if (file := self._find_file(code)) is not None else set()
+        if self._is_done:
+            if not self._in_step:
+                threading.setprofile(None)  # type: ignore[arg-type]
+                sys.setprofile(None)
+            return
         file = self._files.get(code, "")
         if file == "":
             file = self._files[code] = self._find_file(code)
@@ -106,10 +121,7 @@ class Tracer:
         if self._trains and event == "call" and file.startswith(_LAYERS) and code.co_name == "forward":
             self.stacks.append(list(self._list_frames(frame.f_back)))
         if code.co_qualname == "Runner._backward":
-            threading.setprofile(None)  # type: ignore[arg-type]
-            sys.setprofile(None)
-            self._files.clear()
-            self._find_file = lambda code: None  # type: ignore[method-assign]  # for other threads
+            self._is_done = True
             return
         self._checks[code] += 1
         if self._checks[code] > _MOST_CHECKS:
@@ -160,7 +172,8 @@ def trace_run(line: Line, arguments: Sequence[str], folder: Path, world_size: in
     assert [process.exitcode for process in processes] == [0] * world_size, logs
     found = [json.loads((folder / f"trace_{rank}.json").read_text()) for rank in range(world_size)]
     functions = dict.fromkeys((file, name) for each in found for file, name in each["functions"])
-    return Trace([*functions], [stack for each in found for stack in each["stacks"]])
+    step = {file for each in found for file in each["step"]}
+    return Trace([*functions], [stack for each in found for stack in each["stacks"]], step)
 
 
 def _run_rank(line: Line, arguments: list[str], folder: Path, rank: int, world_size: int, port: str) -> None:
@@ -173,5 +186,5 @@ def _run_rank(line: Line, arguments: list[str], folder: Path, rank: int, world_s
     tracer = Tracer(line)
     tracer.start()
     runpy.run_path(sys.argv[0], run_name="__main__")
-    found = {"functions": tracer.functions, "stacks": tracer.stacks}
+    found = {"functions": tracer.functions, "stacks": tracer.stacks, "step": sorted(tracer.step)}
     (folder / f"trace_{rank}.json").write_text(json.dumps(found))
