@@ -32,7 +32,7 @@ from data.options import (
     TrainOn,
 )
 from errors import UserError
-from extension import OWN_FOLDERS, list_conf_folders, load_extensions, load_part
+from extension import OWN_FOLDERS, list_actions, list_conf_folders, load_extensions, load_part
 from masking import remember_secrets
 from models.adapters.options import AdapterOptions
 from models.losses.options import Divergence, DPOLossType, NLLReduction, Pooling, RerankLossType
@@ -405,7 +405,6 @@ class RunConfig:
     resume: str | None = MISSING
     resume_allow_changes: bool = MISSING
     trust_checkpoint: bool = MISSING
-    inspect_data: bool = MISSING
     evaluate_only: bool = MISSING
 
     freeze: list[str] = MISSING
@@ -535,12 +534,13 @@ class RunConfig:
 
 @cache
 def build_schema() -> type[RunConfig]:
-    """Return the class of a run's config: `RunConfig` with the groups of keys that extensions add."""
-    added = {name: load_part(place) for extension in load_extensions() for name, place in extension.keys.items()}
-    for name in added.keys() & {each.name for each in fields(RunConfig)}:
+    """Return the class of a run's config: `RunConfig` with the keys that extensions add."""
+    groups = {name: load_part(place) for extension in load_extensions() for name, place in extension.keys.items()}
+    for name in (groups.keys() | list_actions().keys()) & {each.name for each in fields(RunConfig)}:
         raise UserError(f"{OWN_FOLDERS}: an extension adds the key {name}, which the project has; give it another name")
-    groups = [(name, group, field(default_factory=group)) for name, group in added.items()]
-    extended = make_dataclass("ExtendedConfig", groups, bases=(RunConfig,))
+    added = [(name, group, field(default_factory=group)) for name, group in groups.items()]
+    added += [(name, bool, field(default=False)) for name in list_actions()]
+    extended = make_dataclass("ExtendedConfig", added, bases=(RunConfig,))
     extended.__module__ = __name__
     return extended
 
