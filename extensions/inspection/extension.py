@@ -9,6 +9,6 @@ from extension import Extension
 EXTENSION = Extension(
     folder=Path(__file__).parent,
     actions={"inspect_data": "extensions.inspection.run:inspect_data"},
-    commands={"trainer_base_ds_mp.py -cn NAME inspect_data=true": "what the model will see; data_report.html"},
+    commands={"trainer_base_ds_mp.py -cn NAME inspect_data=true": "what the model will see of the data"},
     refusals="extensions.inspection.refusals:ROWS",
 )
