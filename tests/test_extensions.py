@@ -316,7 +316,12 @@ def copy_tree(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("inspection", "inspect_data=true"), ("elastic", "--elastic"), ("search", "plan=search"), ("hub", "hub.every=1")],
+    [
+        ("inspection", "inspect_data=true"),
+        ("elastic", "--elastic"),
+        ("hub", "hub.every=1"),
+        pytest.param("search", "plan=search", marks=pytest.mark.full),  # which imports torch
+    ],
 )
 def test_what_belongs_to_a_removed_one_is_named(name: str, words: str, tmp_path: Path) -> None:
     root = copy_tree(tmp_path)

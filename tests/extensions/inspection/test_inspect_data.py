@@ -14,6 +14,7 @@ import torch
 from support.configs import build_config
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 
+from errors import UserError
 from extensions.inspection.run import inspect_data
 from training.distributed.ranks import Ranks
 
@@ -70,6 +71,13 @@ def test_it_prints_what_the_model_will_see(config, tmp_path: Path, capsys: pytes
 def test_one_rank_does_it(config, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     inspect_data(config, Ranks(1, 2, 1, 2))
     assert capsys.readouterr().out == "" and not (tmp_path / "out").exists()
+
+
+def test_a_stream_is_refused(tmp_path: Path) -> None:
+    keys = ("data=pretrain", "data.streaming=true", "eval_file=null", "max_steps=1", "inspect_data=true")
+    config = build_config(f"model_name_or_path={tmp_path}", "train_file=x.txt", f"output_dir={tmp_path}/out", *keys)
+    with pytest.raises(UserError, match="data.streaming=true does not go together with inspect_data=true: it shows"):
+        inspect_data(config, Ranks(0, 1, 0, 1))
 
 
 def test_preferences_come_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
