@@ -59,9 +59,21 @@ class Extension:
     model_files: tuple[str, ...] = ()
     # "module:class" of an `ExportReceiver` (training/export_receiver.py), which takes what a run exports
     receiver: str = ""
+    # Keys that are true or false, and false by default -> "module:function" of what runs in place of training where one
+    # is true. The function takes the config, the ranks (`Ranks`, before they join), and the keys that the command line
+    # gives; it may raise UserError: {"mine_only": "mine.run:run"} is `mine_only=true`
+    actions: Mapping[str, str] = field(default_factory=dict)
     # Values of the key `plan` beyond true and false -> "module:function". The function takes the config and the width
-    # of the screen in characters (None for no limit), and yields texts as soon as it knows them; it may raise UserError
+    # of the screen in characters (None for no limit), and yields texts as soon as it knows them; it may raise
+    # UserError. A line `use: KEY=VALUE ...` is the layout that it proposes (training/cli/plan_process.py)
     plans: Mapping[str, str] = field(default_factory=dict)
+    # Options that it adds to `scripts/supervise.py`, with what each is for: {"--mine": "..."} is a flag, and
+    # {"--mine N": "..."} takes a value
+    options: Mapping[str, str] = field(default_factory=dict)
+    # "module:function" of what changes the command of each start under `scripts/supervise.py`. The function takes the
+    # values of all options (`argparse.Namespace`) and a function that prints a line; it returns None, or a function
+    # that takes the command and returns the one that is started. Both may raise UserError
+    starter: str = ""
     # "module:name" of rows (`Row` in training/config/incompatible.py): features that do not go together
     refusals: str = ""
     # Keys of other trainers -> the key or choice of this extension, for the hint at an unknown key
@@ -134,7 +146,12 @@ def _is_elsewhere(name: str, folder: Path) -> bool:
 def _check_offered_once(extensions: Iterable[Extension]) -> None:
     owners: dict[str, str] = {}
     for extension in extensions:
-        offered = [*(f"plan={value}" for value in extension.plans), *extension.aliases]
+        offered = [
+            *extension.actions,
+            *(f"plan={value}" for value in extension.plans),
+            *list_flags(extension),
+            *extension.aliases,
+        ]
         for each in offered:
             if (owner := owners.setdefault(each, extension.name)) != extension.name:
                 raise UserError(f"{OWN_FOLDERS}: the extensions {owner} and {extension.name} both offer {each}")
@@ -187,6 +204,16 @@ def list_model_files() -> list[str]:
     return [name for extension in load_extensions() for name in extension.model_files]
 
 
+def list_flags(extension: Extension) -> list[str]:
+    """Return the options of `Extension.options` without their values."""
+    return [option.partition(" ")[0] for option in extension.options]
+
+
+def list_actions() -> dict[str, str]:
+    """Return the keys that run something in place of training, with what each runs, as `Extension.actions` has it."""
+    return {key: place for extension in load_extensions() for key, place in extension.actions.items()}
+
+
 def list_plans() -> dict[str, str]:
     """Return the further values of the key `plan`, with what each runs, as `Extension.plans` has it."""
     return {value: place for extension in load_extensions() for value, place in extension.plans.items()}
@@ -203,8 +230,8 @@ def find_plan(value: str) -> str:
 def check_not_removed(named: str, words: str) -> None:
     """Raise UserError for something of an extension of the project whose folder is not there.
 
-    named: a key with its dots, GROUP=CHOICE, the name of a config, or the dotted name of a module. words: what the user
-    has written.
+    named: a key with its dots, GROUP=CHOICE, the name of a config, an option, or the dotted name of a module. words:
+    what the user has written.
     """
     if not (SHIPPED / "table.py").is_file():
         return

@@ -12,6 +12,7 @@ cursor nine tenths through the pass. Memory is anonymous, and that of the stream
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import random
 import sys
@@ -23,22 +24,36 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.anonymous import AnonymousPeak  # noqa: E402
-from benchmarks.data_report import VOCAB_SIZE, list_texts  # noqa: E402
 from benchmarks.data_scale import MB, alone  # noqa: E402
 
 TEXTS, LENGTH, SHARDS, AT_ONCE = 5, 1024, 4, 64
+MOST_CHARACTERS = 600  # of a text
+VOCAB_SIZE = 2000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, nargs="+", default=[20_000, 80_000])
     arguments = parser.parse_args()
-    names = ("records", "text", "tokens", "tokens/s cached", "tokens/s streamed", "streamed / cached", "reading alone")
+    names = ["records", "text", "tokens", "tokens/s cached", "tokens/s streamed", "streamed / cached", "reading alone"]
     names += ("first row", "first row of a resume", "memory")
     print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
     for count in arguments.records:
         with tempfile.TemporaryDirectory(prefix="benchmark-streaming-") as folder:
             print(alone(measure, Path(folder), count), flush=True)
+
+
+def list_texts() -> list[tuple[str, str]]:
+    """Returns the names and docstrings of parts of the standard library."""
+    import calendar
+    import difflib
+    import statistics
+    import textwrap
+
+    modules = (argparse, calendar, difflib, inspect, json, random, statistics, tempfile, textwrap)
+    parts = [(f"{module.__name__}.{name}", thing) for module in modules for name, thing in vars(module).items()]
+    texts = [(name, inspect.getdoc(thing) or "") for name, thing in parts if callable(thing)]
+    return [(name, text[:MOST_CHARACTERS]) for name, text in texts if len(text) > 80]
 
 
 def write_shards(folder: Path, count: int) -> None:

@@ -2,15 +2,17 @@
 removed.
 
 An entry is a key, the prefix of keys (with a dot at its end), a choice of a config group or a value of a key
-(KEY=VALUE), a config that `-cn` takes, or a module under its former name.
+(KEY=VALUE), a config that `-cn` takes, an option of `scripts/supervise.py`, or a module under its former name.
 """
 
 from __future__ import annotations
 
 _TRACKERS = ("comet", "mlflow", "swanlab", "trackio")
 TABLE: dict[str, tuple[str, ...]] = {
+    "elastic": ("--elastic", "--hosts_command"),
     "hub": ("hub", "hub.", "training.hub", "training.hub.upload", "training.hub.model_card"),
     "import_config": (),
+    "inspection": ("inspect_data",),
     "retrieval": (
         *("embedding", "embedding.", "rerank", "rerank."),
         *("data.query_field", "data.positive_field", "data.negatives_field", "data.num_negatives"),

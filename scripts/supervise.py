@@ -4,14 +4,6 @@ fails.
     python scripts/supervise.py --output_dir outputs/llama_7b_pp4 --max_restarts 3 -- \\
         deepspeed trainer_base_ds_mp.py -cn llama_7b_pp4 train_file=data.jsonl
 
-    python scripts/supervise.py --output_dir outputs/X --elastic --hosts_command "cat hostfile" -- \\
-        deepspeed --hostfile {hostfile} trainer_base_ds_mp.py -cn X global_batch_size=64 train_file=data.jsonl
-
-With `--elastic` the command of `--hosts_command` is run before each start: it prints the remaining hosts, one line
-"NAME slots=N" each. The first start takes the given layout. If a later one, also after a restart of this script, finds
-another number of slots, `plan=search` chooses a layout with as many ranks as can be used; the global batch stays. In
-the command, {hostfile} is a file of the hosts that are used and {num_ranks} the number of ranks.
-
 When it is restarted itself, such as by a scheduler, it continues the run, and ends if that has finished. Whether a
 run has finished is read from `completed.json`, not from the launcher's exit code, which hides the ranks'. The
 command runs in its own process group; processes that remain after its launcher has ended are killed before the next
@@ -29,9 +21,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +31,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from errors import UserError
+from errors import UserError, exit_with_message
+from extension import check_not_removed, load_extensions, load_part
 from masking import mask_text
 from models.storage.steps import list_checkpoints
-from scripts.elastic import Elastic, ElasticError
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.timeline import name_start
 
@@ -52,6 +44,8 @@ MARK = b"SUPERVISED_RUN"  # in the environment of each process that the command 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_LEAVE = 10  # for what is left of a run, between SIGTERM and SIGKILL
 TRAINER = "trainer_base_ds_mp.py"
+Starter = Callable[[Sequence[str]], list[str]]
+"""Takes the command of a start and returns the one that is started. Raises UserError where none can be."""
 WATCHED = ("metrics.jsonl", "checkpoints", "logs", "logs/*", "checkpoints/*", "hf*")
 
 
@@ -252,23 +246,23 @@ def supervise(
     output_dir: Path,
     max_restarts: int,
     stuck_minutes: float | None = None,
-    elastic: Elastic | None = None,
+    starters: Sequence[Starter] = (),
 ) -> int:
-    """Runs the command until it has finished or `max_restarts` is reached, and returns the exit code of this script."""
+    """Runs the command until it has finished or `max_restarts` is reached, and returns the exit code of this script.
+    starters: change the command of each start, one after the other. Raises UserError as they do."""
     supervisor = Supervisor(output_dir, None if stuck_minutes is None else 60 * stuck_minutes)
     attempt = build_start(command, output_dir)
     before = list_steps(output_dir).items() if overwrites(command) else set()
     for restarts in range(max_restarts + 1):
         try:
-            fitted = attempt if elastic is None else elastic.fit(attempt)
-        except ElasticError as error:
-            if supervisor.signum:  # Ctrl-C ends the commands of `fit` too
+            started = reduce(lambda words, start: start(words), starters, attempt)
+        except UserError:
+            if supervisor.signum:  # Ctrl-C ends the commands that a starter runs too
                 return 128 + supervisor.signum
-            say(f"cannot start on the hosts that are left: {error}")
-            return 1
-        if supervisor.signum:  # while the hosts were listed, or a layout was searched
+            raise
+        if supervisor.signum:  # while a starter was at work
             return 128 + supervisor.signum
-        code = supervisor.run(fitted)
+        code = supervisor.run(started)
         if supervisor.finished:
             return 0
         if supervisor.signum:
@@ -307,6 +301,24 @@ def open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of extensions. Raises UserError as `load_extensions` does, and argparse.ArgumentError for one
+    that is there already."""
+    for option, purpose in [item for extension in load_extensions() for item in extension.options.items()]:
+        flag, _, value = option.partition(" ")
+        if value:
+            parser.add_argument(flag, metavar=value, help=purpose)
+        else:
+            parser.add_argument(flag, action="store_true", help=purpose)
+
+
+def open_starters(values: argparse.Namespace) -> list[Starter]:
+    """Returns what extensions change each start with. values: of the options. Raises UserError as they do."""
+    places = [extension.starter for extension in load_extensions() if extension.starter]
+    opened = (load_part(place)(values, say) for place in places)
+    return [starter for starter in opened if starter is not None]
+
+
 def main() -> None:
     open_closed_streams()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -317,12 +329,21 @@ def main() -> None:
         type=float,
         help="longer than a step, an evaluation and a save take; without it nothing counts as stuck",
     )
-    parser.add_argument("--elastic", action="store_true", help="continue on the hosts that are left")
-    parser.add_argument("--hosts_command", help="with --elastic: prints the hosts that are left, 'NAME slots=N' a line")
     parser.add_argument("command", nargs="+", help="the training command, after --")
-    arguments = parser.parse_args()
-    if arguments.elastic != (arguments.hosts_command is not None):
-        parser.error("--elastic and --hosts_command go together: the hosts that are left are what the command prints")
+    with exit_with_message():
+        try:
+            add_options(parser)
+        except argparse.ArgumentError as error:
+            parser.error(str(error))
+        arguments, unknown = parser.parse_known_args()
+        for word in unknown:
+            check_not_removed(word, word)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        starters = open_starters(arguments)
+    except UserError as error:
+        parser.error(str(error))
     if arguments.max_restarts < 0:
         parser.error(f"--max_restarts {arguments.max_restarts}: at least 0")
     output_dir = find_output_dir(arguments.command)
@@ -332,11 +353,12 @@ def main() -> None:
             "the checkpoints and the end of the run are looked for there"
         )
         sys.exit(2)
-    elastic = Elastic(arguments.hosts_command, arguments.output_dir, say) if arguments.elastic else None
     try:
         code = supervise(
-            arguments.command, arguments.output_dir, arguments.max_restarts, arguments.stuck_minutes, elastic
+            arguments.command, arguments.output_dir, arguments.max_restarts, arguments.stuck_minutes, starters
         )
+    except UserError as error:
+        sys.exit(f"supervise: {mask_text(str(error))}")
     except OSError as error:
         if error.filename != arguments.command[0]:
             raise

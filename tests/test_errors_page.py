@@ -28,13 +28,13 @@ SAID = {
     "training/distributed/watchdog.py": "self._report",
     "training/distributed/interrupts.py": "_say",
     "scripts/supervise.py": "say",
-    "scripts/elastic.py": "self._say",
+    "extensions/elastic/starter.py": "self._say",
     "training/observability/loggers.py": "self._drop",
 }
 
 
 def list_messages(sources: Sources) -> list[Message]:
-    raised = sources.calls("UserError") + sources.calls("ElasticError") + sources.calls("RawRecord", "problem")
+    raised = sources.calls("UserError") + sources.calls("RawRecord", "problem")
     raised = [
         message
         for message in raised

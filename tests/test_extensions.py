@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from test_structure import IMPORTS, MODULES, ROOT, SOURCES
 
 from data.components import find_component
 from errors import UserError
-from extension import OWN_FOLDERS, Extension, load_extensions, load_part
+from extension import OWN_FOLDERS, Extension, list_flags, load_extensions, load_part
 from training.config.schema import RunConfig
 
 CORE = ("models/", "data/", "training/")
@@ -42,6 +43,8 @@ def list_offered(extension: Extension) -> set[str]:
     return {
         *choices,
         *extension.aliases,
+        *extension.actions,
+        *list_flags(extension),
         *(f"plan={value}" for value in extension.plans),
         *groups,
         *(f"{key}." for key in groups),
@@ -150,7 +153,10 @@ MINE = {
             keys={"mine": "mine.keys:MineConfig"},
             readers="mine.readers:READERS",
             receiver="mine.receiver:Mine",
+            actions={"mine_only": "mine.plan:count"},
             plans={"mine": "mine.plan:plan"},
+            options={"--mine": "adds a word to each start", "--mine_word WORD": "which one"},
+            starter="mine.starts:add_word",
             refusals="mine.readers:ROWS",
             commands={"python -m mine.count RUN": "counts its lines"},
             hints={"use_mine": "logger=mine"},
@@ -196,6 +202,16 @@ MINE = {
     "plan.py": """
         def plan(config, width):
             yield f"mine plans {config.num_stages} stages"
+        def count(config, ranks, given):
+            print(f"mine counts {config.num_stages} stages, {'mine_only' in given}")
+    """,
+    "starts.py": """
+        from errors import UserError
+        def add_word(values, say):
+            if values.mine_word == "never":
+                raise UserError("mine never starts")
+            say(f"mine: {values.mine_word}")
+            return (lambda command: [*command, values.mine_word]) if values.mine else None
     """,
     "tracker.py": """
         class Mine:
@@ -233,6 +249,20 @@ def run(*words: str, root: Path = ROOT, cwd: Path | None = None, own: str = "") 
     )
 
 
+def supervise(*words: str, root: Path = ROOT, own: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs the supervisor of a copy of the project around a command that prints its arguments and fails."""
+    with TemporaryDirectory() as folder:
+        code = "import sys; print('started with', *sys.argv[1:] or ['']); sys.exit(1)"
+        around = ["--output_dir", folder, "--max_restarts", "0", *words, "--", sys.executable, "-c", code]
+        return subprocess.run(
+            [sys.executable, str(root / "scripts" / "supervise.py"), *around],
+            env={**os.environ, OWN_FOLDERS: own},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+
 def test_one_outside_of_the_tree_has_configs_choices_hints_and_commands(tmp_path: Path) -> None:
     mine = str(write_mine(tmp_path))
     composed = run("-cn", "mine_tiny", "--cfg", "job", own=mine)
@@ -268,6 +298,8 @@ def replace_in(old: str, new: str) -> Callable[[Path], object]:
         (replace_in("hints={", "hints=None and {"), "(TypeError: hints=None is not a Mapping); correct it"),
         (replace_in('"mine": "mine.plan', '"search": "mine.plan'), "search and mine both offer plan=search"),
         (replace_in('"mine": "mine.keys', '"seed": "mine.keys'), "adds the key seed, which the project has"),
+        (replace_in('"mine_only": ', '"seed": '), "adds the key seed, which the project has"),
+        (replace_in('"--mine": ', '"--elastic": '), "the extensions elastic and mine both offer --elastic"),
     ],
 )
 def test_a_folder_that_is_none_ends_in_one_line(change: Callable[[Path], object], message: str, tmp_path: Path) -> None:
@@ -301,6 +333,39 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("inspection", "inspect_data=true"),
+        ("elastic", "--elastic"),
+        ("hub", "hub.every=1"),
+        pytest.param("search", "plan=search", marks=pytest.mark.full),  # which imports torch
+    ],
+)
+def test_what_belongs_to_a_removed_one_is_named(name: str, words: str, tmp_path: Path) -> None:
+    root = copy_tree(tmp_path)
+    shutil.rmtree(root / "extensions" / name)
+    if words.startswith("--"):
+        done = supervise(words, root=root)
+    else:
+        done = run("-cn", "llama_tiny_pp2", words, "world_size=2", f"output_dir={tmp_path / 'out'}", root=root)
+    named = f"belongs to the extension '{name}', and the folder extensions/{name} is not there"
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and named in last and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_supervisor_has_options_of_extensions(tmp_path: Path) -> None:
+    mine = str(write_mine(tmp_path))
+    assert "--mine_word WORD" in supervise("--help", own=mine).stdout
+    started = supervise("--mine", "--mine_word", "given", own=mine)
+    assert "started with given" in started.stdout and "supervise: mine: given" in started.stderr, started.stderr
+    assert "started with \n" in supervise("--mine_word", "given", own=mine).stdout
+    for words in (["--mine_word", "never"], ["--mine_words_of_none"]):
+        refused = supervise(*words, own=mine)
+        message = "mine never starts" if "never" in words else "unrecognized arguments: --mine_words_of_none"
+        assert refused.returncode == 2 and message in refused.stderr and "started" not in refused.stdout
+
+
 def test_a_run_without_extensions_is_planned_and_what_belongs_to_one_is_named(tmp_path: Path) -> None:
     root = copy_tree(tmp_path)
     shutil.rmtree(root / "extensions" / "trackers")
@@ -328,6 +393,8 @@ def test_one_outside_of_the_tree_has_keys_plans_and_refusals(tmp_path: Path) -> 
     assert "mine.every=0: at least 1" in run("-cn", "mine_tiny", "plan=mine", "mine.every=0", own=mine).stderr
     planned = run("-cn", "mine_tiny", "plan=mine", "model=llama_7b", own=mine)
     assert planned.stdout.splitlines()[-1:] == ["mine plans 2 stages"], planned.stderr
+    keys = ("model_name_or_path=/x", "train_file=/x", "output_dir=/x", "mine_only=true")
+    assert run("-cn", "mine_tiny", *keys, own=mine).stdout.splitlines()[-1:] == ["mine counts 2 stages, True"]
     refused = run("-cn", "mine_tiny", "plan=mine", "model=llama_7b", "mine.file=x", "precision=fp16", own=mine)
     assert "error: mine.file does not go together with precision=fp16: it is too small" in refused.stderr
     unread = run("-cn", "mine_tiny", "plan=mine", "model=llama_7b", "mine.every=3", own=mine)

@@ -36,7 +36,7 @@ DATA = (
     ("data.encoders", "data.sources"),
     ("data.storage",),
     ("data.streaming",),
-    ("data.loading", "data.inspection"),
+    ("data.loading",),
 )
 TRAINING = (
     ("training.config",),

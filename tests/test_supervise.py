@@ -183,19 +183,6 @@ def test_a_signal_goes_to_the_ranks_and_not_to_their_launcher(tmp_path: Path, ow
     assert process.wait(timeout=30) == 143 and not (tmp_path / "killed").exists()
 
 
-def test_a_signal_before_the_start_starts_nothing(tmp_path: Path) -> None:
-    """With --elastic a layout is searched first, for minutes; no process is there yet to pass the signal to."""
-    for ending in ("echo localhost slots=1", "exit 1"):  # Ctrl-C ends the command too
-        (tmp_path / "asked").unlink(missing_ok=True)
-        hosts = f"touch {tmp_path}/asked; sleep 0.5; {ending}"
-        process = subprocess.Popen(command(tmp_path, "finish", "--elastic", "--hosts_command", hosts))
-        while not (tmp_path / "asked").exists():
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 143
-        assert not (tmp_path / "starts.jsonl").exists()
-
-
 def test_a_supervisor_that_is_started_again_continues_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "global_step1").mkdir(parents=True)  # without `latest`, as after a copy
     assert run(tmp_path, "confirm", arguments=("x=1",)) == (0, "", [["x=1", KEPT, "resume=auto"]])

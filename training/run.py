@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -12,13 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.inspection.files import save_skipped
+from data.storage.file_report import save_skipped
+from extension import list_actions, load_part
 from training.build import build_engine, build_eval_loaders, build_loaders, build_online_teacher, prepare_teacher
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.checkpoint.timeline import announce_start, drop_shared, find_abandoned, record_start, set_aside
-from training.config.incompatible import CheckedConfig
 from training.config.schema import Init, RunConfig, to_typed
-from training.config.validate import check_config
 from training.distributed import process
 from training.distributed.interrupts import discard_requests, exit_code, leave_on_signals
 from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks
@@ -31,23 +30,20 @@ from training.host_files import check_same_files
 from training.inputs.datasets import (
     check_ids,
     check_same_tokens,
-    complete_labels,
     find_prompt_template,
     list_trained_stops,
     load_tokenizer,
     tokenize,
 )
-from training.inputs.inspection import print_inspection
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
 from training.loop import TrainingLoop, build_loop
-from training.objectives.registry import check_objective, get_objective
+from training.objectives.registry import get_objective
 from training.observability.loggers import IsolatedReporter
 from training.observability.metrics import Event, Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
 from training.observability.telemetry import Telemetry
-from training.resolution.readers import check_read
 from training.scoring.first_pass import build_first_pass
 from training.setup import (
     Run,
@@ -55,13 +51,15 @@ from training.setup import (
     describe_identity,
     find_run_machine,
     load_resumed,
-    open_source,
     predict_run,
 )
 from training.summary import RunEnd, RunTotals, list_warnings, show_end, show_evaluation, show_start
 
 # Ranks wait this long for rank 0 of their host to tokenize.
 PREPARATION_TIMEOUT = timedelta(hours=12)
+Action = Callable[[RunConfig, Ranks, Collection[str]], None]
+"""Takes a config, the ranks before they join, and the keys that the command line gives and the groups that it
+chooses."""
 
 
 def run(composed: Any, given: Collection[str] = ()) -> None:
@@ -71,8 +69,8 @@ def run(composed: Any, given: Collection[str] = ()) -> None:
     process.buffer_library_logs()
     with exit_on_user_error(ranks, reports=ranks.is_main):
         config = to_typed(composed, unread=find_unread(composed))
-        if config.inspect_data:
-            inspect_data(config, ranks, given)
+        if (action := find_action(config)) is not None:
+            action(config, ranks, given)
             return
         kinds = list_receivers() if ranks.is_main and not config.evaluate_only else ()
         for kind in kinds:
@@ -101,19 +99,10 @@ def find_unread(composed: Any) -> list[str]:
     return [key for key, is_unread in unread.items() if is_unread]
 
 
-def inspect_data(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> None:
-    """Print the rows as the model will see them. One process is enough: it needs no layout, device or process group.
-    Raises UserError."""
-    if not ranks.is_main:
-        return
-    check_config(config, has_accelerator=True)
-    check_objective(config)
-    for text in check_read(CheckedConfig(config), given, continues=config.resume is not None):
-        ranks.say(text)
-    source = open_source(config, None)
-    config = complete_labels(config, source.config)
-    tokenizer = load_tokenizer(config, source)
-    print_inspection(config, tokenize(config, tokenizer, ranks.say, compares_bytes=True), tokenizer)
+def find_action(config: RunConfig) -> Action | None:
+    """Return what an extension runs in place of training, where its key is true."""
+    places = (place for key, place in list_actions().items() if getattr(config, key))
+    return next(map(load_part, places), None)
 
 
 def train(run: Run, receivers: Sequence[ExportReceiver] = ()) -> int:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from console import pluralize, say, show_panel
-from data.inspection.files import describe_files
+from data.storage.file_report import describe_files
 from data.storage.tokenized import load_summary
 from models.adapters.options import AdapterName
 from models.adapters.targets import describe_targets

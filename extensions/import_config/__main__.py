@@ -19,8 +19,8 @@ from errors import UserError, exit_with_message
 from extensions.import_config.importer import PROJECTS, Imported, import_config, take_layout, write_config
 from filesystem import check_new_file
 from interpreter import check_interpreter
-from scripts.elastic import search_layout
 from training.cli.command_line import check_command_line
+from training.cli.plan_process import ask_plan
 from training.config.incompatible import CheckedConfig, check_together
 from training.config.schema import CONF, register_schema, to_typed
 from training.config.validate import check_config
@@ -46,8 +46,8 @@ def propose_layout(imported: Imported, num_gpus: int, hardware: str) -> tuple[Im
     """Return the config at the fastest layout that fits by `plan=search`, and a line that says so; as it is where none
     is found."""
     with TemporaryDirectory() as folder:
-        command = ["python", str(CONF.parent / "trainer_base_ds_mp.py"), *write_config(imported, folder)]
-        overrides, reason = search_layout([*command, f"hardware={hardware}"], num_gpus)
+        words = [str(CONF.parent / "trainer_base_ds_mp.py"), *write_config(imported, folder), f"hardware={hardware}"]
+        overrides, reason = ask_plan(words, "search", num_gpus)
     if not overrides:
         return imported, f"no layout for {num_gpus} x {hardware} was found: {reason}"
     return take_layout(imported, overrides), f"for {num_gpus} x {hardware}, by plan=search: {' '.join(overrides)}"

@@ -18,7 +18,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "optimization": ("learning_rate", "num_train_epochs", "max_steps", "warmup_ratio", "optimizer", "adapter"),
     "evaluate, save, follow": ("eval_steps", "save_steps", "keep_last", "load_best_model_at_end", "resume", "logger"),
     "memory": ("precision", "zero_stage", "activation_checkpoint_interval", "offload_optimizer"),
-    "instead of training": ("plan", "inspect_data", "evaluate_only"),
+    "instead of training": ("plan", "evaluate_only"),
 }  # fmt: skip
 USAGE = """\
 Fine-tunes a language model on pipeline stages. conf/NAME.yaml is a run; any key can be overridden.

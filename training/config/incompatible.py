@@ -338,8 +338,6 @@ TABLE: tuple[Row, ...] = (
         **dict.fromkeys((EVAL_FRACTION, EVAL_SAMPLES),
             "it takes all records, which a stream never has at once; give eval_file, or data.streaming=false"),
         _set("data.max_samples"): "a stream ends at max_steps; give data.streaming=false for a first try",
-        has_value("inspect_data", "true"): "it shows what is tokenized before the first step; "
-            "give data.streaming=false data.max_samples=1000",
     }),
 
     # The loss

@@ -32,7 +32,7 @@ from data.options import (
     TrainOn,
 )
 from errors import UserError
-from extension import OWN_FOLDERS, list_conf_folders, load_extensions, load_part
+from extension import OWN_FOLDERS, list_actions, list_conf_folders, load_extensions, load_part
 from masking import remember_secrets
 from models.adapters.options import AdapterOptions
 from models.losses.options import Divergence, DPOLossType, NLLReduction
@@ -386,7 +386,6 @@ class RunConfig:
     resume: str | None = MISSING
     resume_allow_changes: bool = MISSING
     trust_checkpoint: bool = MISSING
-    inspect_data: bool = MISSING
     evaluate_only: bool = MISSING
 
     freeze: list[str] = MISSING
@@ -521,12 +520,15 @@ def build_schema() -> type[RunConfig]:
         for name, place in extension.keys.items():
             added.setdefault(name, []).append(load_part(place))
     own = get_type_hints(RunConfig)
+    for name in sorted(list_actions().keys() & own.keys()):
+        raise UserError(f"{OWN_FOLDERS}: an extension adds the key {name}, which the project has; give it another name")
     for name, parts in added.items():
         if name not in own and len(parts) > 1:
             raise UserError(f"{OWN_FOLDERS}: two extensions add the key {name}; give one of them another name")
     groups = {name: _extend_group(name, own[name], parts) for name, parts in added.items() if name in own}
     groups |= {name: parts[0] for name, parts in added.items() if name not in own}
-    return _make("ExtendedConfig", (RunConfig,), groups)
+    actions = [(name, bool, field(default=False)) for name in list_actions()]
+    return _make("ExtendedConfig", (RunConfig,), groups, actions)
 
 
 def _extend_group(name: str, group: Any, parts: Sequence[type]) -> type:
@@ -542,10 +544,9 @@ def _extend_group(name: str, group: Any, parts: Sequence[type]) -> type:
     return _make(f"Extended{group.__name__}", (*reversed(parts), group), {})
 
 
-def _make(name: str, bases: tuple[Any, ...], groups: Mapping[str, type]) -> type:
-    made = make_dataclass(
-        name, [(key, group, field(default_factory=group)) for key, group in groups.items()], bases=bases
-    )
+def _make(name: str, bases: tuple[Any, ...], groups: Mapping[str, type], actions: Sequence[Any] = ()) -> type:
+    added = [(key, group, field(default_factory=group)) for key, group in groups.items()]
+    made = make_dataclass(name, [*added, *actions], bases=bases)
     made.__module__ = __name__
     return made
 

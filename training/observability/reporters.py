@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from data.inspection.files import shorten_source
+from data.storage.file_report import shorten_source
 from data.storage.tokenized import load_summary
 from filesystem import write_atomically
 from masking import mask

@@ -26,11 +26,11 @@ from support.tiny import save_tokenizer
 
 import filesystem
 from data.encoders.sft import SFTEncoder
-from data.inspection.files import save_skipped
 from data.options import LengthPolicy, OnBadRecord
 from data.storage import disk, tokenizing
 from data.storage.disk import estimate_size
 from data.storage.encoding import Encoding
+from data.storage.file_report import save_skipped
 from data.storage.tokenized import TokenizedDataset, load_summary, read_skipped
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError

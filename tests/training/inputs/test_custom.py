@@ -24,36 +24,13 @@ from data.options import MixtureUnit
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from training.config.sources import parse_files
-from training.distributed.ranks import Ranks
 from training.inputs.custom import build_collator
-from training.run import inspect_data
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "add_your_data.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
-def test_user_defined_records_and_encoder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    code, command = blocks("python")[0], blocks("bash")[1]
-    (tmp_path / "my_data.py").write_text(code)
-    (tmp_path / "quiz.txt").write_text("Legs of a spider?\neight\nLegs of a bee?\nsix\nAnd a snake?\n\n")
-    save_llama(tmp_path / "model", num_hidden_layers=1)
-    save_tokenizer(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
-    overrides = [argument for argument in shlex.split(command) if "=" in argument]
-    assert len(overrides) == 5
-    config = build_config("model_name_or_path=model", "output_dir=out", "data.on_bad_record=skip", *overrides)
-    inspect_data(config, Ranks(0, 1, 0, 1))
-    printed = capsys.readouterr().out
-    assert (
-        "Question: Legs of a spider? A:[[ eight</s>]]" in printed
-        and "Question: Legs of a bee? A:[[ six</s>]]" in printed
-    )
-    assert "skipped: my_data.read_quiz: record 3: no answer; fix or remove it" in printed
 
 
 @pytest.mark.parametrize("override", [line.split("' ")[0].strip("'") for line in blocks("text")[0].splitlines()])

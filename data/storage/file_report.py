@@ -1,4 +1,4 @@
-"""Describes what became of the records of each file: for the screen before the first step, and for `inspect_data`.
+"""Describes what became of the records of each file, for the screen before the first step.
 
 Counts come from the summaries of the tokenized folders; only the hashes of records are read, 8 bytes each. Memory: 30
 bytes per evaluation record, whatever the training files hold.

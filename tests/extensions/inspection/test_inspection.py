@@ -9,12 +9,12 @@ import pytest
 from data.encoders.chat import ChatEncoder
 from data.encoders.preference import UnpairedEncoder
 from data.encoders.sft import SFTEncoder
-from data.inspection.files import describe_files
-from data.inspection.report import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
 from data.options import LengthPolicy, OnBadRecord, Packing
 from data.storage.encoding import Encoding
+from data.storage.file_report import describe_files
 from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
+from extensions.inspection.report import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
 
 PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BEST_FIT)}
 

@@ -1,21 +1,39 @@
-"""`scripts/supervise.py --elastic`: fits a command to the remaining hosts, by `plan=search`."""
+"""`scripts/supervise.py --elastic`: fits a command to the remaining hosts, by `plan=search`.
+
+    python scripts/supervise.py --output_dir outputs/X --elastic --hosts_command "cat hostfile" -- \\
+        deepspeed --hostfile {hostfile} trainer_base_ds_mp.py -cn X global_batch_size=64 train_file=data.jsonl
+
+The command of `--hosts_command` is run before each start: it prints the remaining hosts, one line "NAME slots=N" each.
+The first start takes the given layout. If a later one, also after a restart of the supervisor, finds another number of
+slots, `plan=search` chooses a layout with as many ranks as can be used; the global batch stays. In the command,
+{hostfile} is a file of the hosts that are used and {num_ranks} the number of ranks.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from errors import UserError
 from filesystem import write_atomically
+from training.cli.plan_process import ask_plan
 from training.pipeline.schedules import SCHEDULE_KEYS
 
 FIRST_SLOTS = "first_slots"  # in output_dir
+Starter = Callable[[Sequence[str]], list[str]]
 
 
-class ElasticError(Exception):
-    """A run cannot be started on the remaining hosts; the message says why."""
+def open_elastic(values: Namespace, say: Callable[[str], None]) -> Starter | None:
+    """Returns what fits each start to the remaining hosts; None without `--elastic`. values: of the options. Raises
+    UserError."""
+    if values.elastic != (values.hosts_command is not None):
+        raise UserError(
+            "--elastic and --hosts_command go together: the hosts that are left are what the command prints"
+        )
+    return Elastic(values.hosts_command, values.output_dir, say).fit if values.elastic else None
 
 
 class Elastic:
@@ -27,8 +45,13 @@ class Elastic:
         self._num_slots: int | None = None  # of the first start
 
     def fit(self, command: Sequence[str]) -> list[str]:
-        """Returns the command for the remaining hosts. Raises ElasticError when there are none, or no layout fits
-        them."""
+        """Returns the command for the remaining hosts. Raises UserError when there are none, or no layout fits them."""
+        try:
+            return self._fit(command)
+        except UserError as error:
+            raise UserError(f"cannot start on the hosts that are left: {error}") from None
+
+    def _fit(self, command: Sequence[str]) -> list[str]:
         hosts = read_hosts(self._hosts_command)
         num_slots = sum(hosts.values())
         if self._num_slots is None:
@@ -44,7 +67,7 @@ class Elastic:
                     f"{' '.join(keys)}"
                 )
                 return self._fill_in(change_keys(command, keys), hosts, num_ranks)
-        raise ElasticError(f"no layout fits the slots that are left, {num_slots} of {self._num_slots}: {reason}")
+        raise UserError(f"no layout fits the slots that are left, {num_slots} of {self._num_slots}: {reason}")
 
     def _recall_slots(self, command: Sequence[str], num_slots: int) -> int:
         """Returns the slots of the run's first start, read from `output_dir` if this script was restarted since."""
@@ -61,7 +84,7 @@ class Elastic:
         keys, reason = search_layout(command, num_slots)
         batch = next((key for key in keys if key.startswith("global_batch_size=")), None)
         if batch is None:
-            raise ElasticError(f"the global batch of the first start, on {num_slots} slots, is not known: {reason}")
+            raise UserError(f"the global batch of the first start, on {num_slots} slots, is not known: {reason}")
         return [batch, "micro_batch_size=1", "gradient_accumulation_steps=null"]
 
     def _fill_in(self, command: Sequence[str], hosts: Mapping[str, int], num_ranks: int) -> list[str]:
@@ -80,19 +103,19 @@ def _read_slots(file: Path) -> int:
     try:
         return int(file.read_text())
     except ValueError:
-        raise ElasticError(
+        raise UserError(
             f"{file} does not hold the number of slots of the first start; write it there, or delete the file to start "
             "from the slots that are left"
         ) from None
 
 
 def read_hosts(hosts_command: str) -> dict[str, int]:
-    """Returns host -> slots, as the command prints them. Raises ElasticError when it fails or prints none."""
+    """Returns host -> slots, as the command prints them. Raises UserError when it fails or prints none."""
     ended = subprocess.run(hosts_command, shell=True, capture_output=True, text=True)
     found = re.findall(r"^\s*([^\s#]+)\s+slots=(\d+)", ended.stdout, re.MULTILINE)
     hosts = {name: int(slots) for name, slots in found if int(slots)}
     if ended.returncode or not hosts:
-        raise ElasticError(
+        raise UserError(
             f"--hosts_command '{hosts_command}' ended with code {ended.returncode} and named {len(hosts)} hosts; it "
             "prints a line 'NAME slots=N' for each host that is left"
         )
@@ -100,17 +123,11 @@ def read_hosts(hosts_command: str) -> dict[str, int]:
 
 
 def search_layout(command: Sequence[str], num_ranks: int) -> tuple[list[str], str]:
-    """Returns the keys of the fastest layout for `num_ranks` by `plan=search`, or no keys and the reason."""
+    """Returns the keys of the fastest layout for `num_ranks`, or no keys and the reason."""
     script = next((place for place, word in enumerate(command) if word.endswith(".py")), None)
     if script is None:
-        raise ElasticError("--elastic: the command names no .py file whose plan could be asked for")
-    planned = ["overwrite_output_dir=false", "plan=search", f"world_size={num_ranks}"]
-    ended = subprocess.run([sys.executable, *command[script:], *planned], capture_output=True, text=True)
-    used = re.search(r"^use: (.*)$", ended.stdout, re.MULTILINE)
-    lines = (
-        ended.stderr.strip() or ended.stdout.strip() or f"the plan ended with code {ended.returncode}"
-    ).splitlines()
-    return (used[1].split(), "") if used else ([], lines[-1])
+        raise UserError("--elastic: the command names no .py file whose plan could be asked for")
+    return ask_plan(command[script:], "search", num_ranks)
 
 
 def change_keys(command: Sequence[str], keys: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from data.inspection.files import shorten_source
+from data.storage.file_report import shorten_source
 from data.storage.tokenized import TokenizedDataset, load_summary
 
 EXAMPLES = 5  # of each finding

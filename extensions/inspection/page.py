@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.inspection.files import FileReport, list_files, merge_rest
-from data.inspection.report import describe_label
 from data.sample import IGNORE_INDEX
+from data.storage.file_report import FileReport, list_files, merge_rest
 from data.storage.tokenized import TokenizedDataset
+from extensions.inspection.report import describe_label
 from filesystem import write_page
 
 NAME = "data_report.html"

@@ -12,13 +12,13 @@ from data.encoders.chat import ChatEncoder
 from data.encoders.kinds import find_kind
 from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.sft import SFTEncoder
-from data.inspection import page
-from data.inspection.page import SPECIAL, TARGET, save_page, split_parts
-from data.inspection.report import render_row
 from data.options import Packing
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
+from extensions.inspection import page
+from extensions.inspection.page import SPECIAL, TARGET, save_page, split_parts
+from extensions.inspection.report import render_row
 
 
 def prepare(tokenizer, folder: Path, files: dict[str, list[dict]], encoder=None, **options) -> Path:

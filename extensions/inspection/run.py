@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +11,39 @@ from transformers import PreTrainedTokenizerBase
 
 from console import indent_lines
 from data.encoders.kinds import find_kind
-from data.inspection.files import describe_files, save_skipped
-from data.inspection.findings import Inspected, describe_findings
-from data.inspection.page import NAME as page_name
-from data.inspection.page import save_page
-from data.inspection.report import choose_rows, describe_dataset, render_row, save_histogram
+from data.storage.file_report import describe_files, save_skipped
 from data.storage.rows import Rows, list_rows
+from extensions.inspection.findings import Inspected, describe_findings
+from extensions.inspection.page import NAME as page_name
+from extensions.inspection.page import save_page
+from extensions.inspection.report import choose_rows, describe_dataset, render_row, save_histogram
 from training.checkpoint.run_folder import RunFolder
+from training.config.incompatible import CheckedConfig
 from training.config.schema import RunConfig
-from training.inputs.datasets import build_row_plan, list_entries
-from training.objectives.registry import get_objective
+from training.config.validate import check_config
+from training.distributed.ranks import Ranks
+from training.inputs.datasets import build_row_plan, complete_labels, list_entries, load_tokenizer, tokenize
+from training.objectives.registry import check_objective, get_objective
+from training.resolution.readers import check_read
+from training.setup import open_source
 
 ROWS_SHOWN = 3
 TOKENS_NAMED = 12  # of a sample that looks wrong
+
+
+def inspect_data(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> None:
+    """Print the rows as the model will see them. One process is enough: it needs no layout, device or process group.
+    Raises UserError."""
+    if not ranks.is_main:
+        return
+    check_config(config, has_accelerator=True)
+    check_objective(config)
+    for text in check_read(CheckedConfig(config), given, continues=config.resume is not None):
+        ranks.say(text)
+    source = open_source(config, None)
+    config = complete_labels(config, source.config)
+    tokenizer = load_tokenizer(config, source)
+    print_inspection(config, tokenize(config, tokenizer, ranks.say, compares_bytes=True), tokenizer)
 
 
 def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:

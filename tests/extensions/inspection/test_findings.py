@@ -7,9 +7,9 @@ from support.corpora import write_corpus
 
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
-from data.inspection.findings import Inspected, describe_findings
 from data.storage.encoding import Encoding
 from data.storage.tokenizing import prepare_dataset
+from extensions.inspection.findings import Inspected, describe_findings
 
 
 def find(tokenizer, folder: Path, names: dict[str, dict[str, list[tuple[str, str]]]]) -> str:

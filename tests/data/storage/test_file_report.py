@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from data.encoders.sft import SFTEncoder
-from data.inspection.files import MOST_FILES, describe_files, list_files
 from data.options import OnBadRecord
 from data.storage.encoding import Encoding
+from data.storage.file_report import MOST_FILES, describe_files, list_files
 from data.storage.tokenizing import prepare_dataset
 
 

@@ -1,6 +1,6 @@
 """Measures the report on the data: its time beyond tokenization, and its memory, from few records to many.
 
-    python benchmarks/data_report.py [--records 25000 100000]
+    python -m extensions.inspection.benchmark [--records 25000 100000]
 
 Each size is a file of conversations of one to three turns, made of the docstrings of Python's standard library, and an
 evaluation file of a hundredth of it. In a process of its own the files are tokenized, and then the report is made as
@@ -11,49 +11,33 @@ What the hashes of records add to tokenization is measured again, apart. Memory 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.anonymous import AnonymousPeak  # noqa: E402
-from benchmarks.data_scale import MB, alone  # noqa: E402
-
-MOST_CHARACTERS = 600  # of an answer
-VOCAB_SIZE = 2000
+from benchmarks.anonymous import AnonymousPeak
+from benchmarks.data_scale import MB, alone
+from benchmarks.streaming import VOCAB_SIZE, list_texts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m extensions.inspection.benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--records", type=int, nargs="+", default=[25_000, 100_000])
     arguments = parser.parse_args()
-    names = ("records", "tokens", "tokenized in", "of it hashes", "files", "findings", "histograms", "page")
+    names = ["records", "tokens", "tokenized in", "of it hashes", "files", "findings", "histograms", "page"]
     names += ("beyond tokenization", "memory", "size of the page")
     print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
     for count in arguments.records:
         with tempfile.TemporaryDirectory(prefix="benchmark-data-report-") as folder:
             print(alone(measure, Path(folder), count), flush=True)
-
-
-def list_texts() -> list[tuple[str, str]]:
-    """Returns the names and docstrings of parts of the standard library."""
-    import calendar
-    import difflib
-    import statistics
-    import textwrap
-
-    modules = (argparse, calendar, difflib, inspect, json, random, statistics, tempfile, textwrap)
-    parts = [(f"{module.__name__}.{name}", thing) for module in modules for name, thing in vars(module).items()]
-    texts = [(name, inspect.getdoc(thing) or "") for name, thing in parts if callable(thing)]
-    return [(name, text[:MOST_CHARACTERS]) for name, text in texts if len(text) > 80]
 
 
 def write_conversations(file: Path, count: int, seed: int) -> None:
@@ -71,15 +55,15 @@ def measure(folder: Path, count: int) -> str:
     """Returns a row of the table."""
     from data.encoders.chat import ChatEncoder
     from data.encoders.chat_templates import load_chat_template
-    from data.inspection.files import describe_files
-    from data.inspection.findings import Inspected, describe_findings
-    from data.inspection.page import NAME, save_page
-    from data.inspection.report import save_histogram
     from data.sources.selection import hash_record
     from data.storage.encoding import Encoding
+    from data.storage.file_report import describe_files
     from data.storage.rows import RowPlan
     from data.storage.tokenized import load_summary
     from data.storage.tokenizing import prepare_dataset
+    from extensions.inspection.findings import Inspected, describe_findings
+    from extensions.inspection.page import NAME, save_page
+    from extensions.inspection.report import save_histogram
     from scripts.make_demo import train_tokenizer
 
     tokenizer = train_tokenizer([{"text": text} for _, text in list_texts()], VOCAB_SIZE)
@@ -100,11 +84,11 @@ def measure(folder: Path, count: int) -> str:
             key: prepare_dataset([str(folder / key)], key=key, encoding=encoding, cache_dir=folder, log=None)
             for key in files
         }
-    records = [json.loads(line) for key in files for line in (folder / key).open()]
+    parsed = [json.loads(line) for key in files for line in (folder / key).open()]
     with timed("hashes"):
-        for record in records:
+        for record in parsed:
             hash_record(record)
-    del records
+    del parsed
     with AnonymousPeak() as peak:
         with timed("files"):
             describe_files(datasets)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +14,12 @@ import torch
 from support.configs import build_config
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 
+from errors import UserError
+from extensions.inspection.run import inspect_data
 from training.distributed.ranks import Ranks
-from training.run import inspect_data
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "add_your_data.md").read_text()
 
 
 @pytest.fixture
@@ -65,6 +73,13 @@ def test_one_rank_does_it(config, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert capsys.readouterr().out == "" and not (tmp_path / "out").exists()
 
 
+def test_a_stream_is_refused(tmp_path: Path) -> None:
+    keys = ("data=pretrain", "data.streaming=true", "eval_file=null", "max_steps=1", "inspect_data=true")
+    config = build_config(f"model_name_or_path={tmp_path}", "train_file=x.txt", f"output_dir={tmp_path}/out", *keys)
+    with pytest.raises(UserError, match="data.streaming=true does not go together with inspect_data=true: it shows"):
+        inspect_data(config, Ranks(0, 1, 0, 1))
+
+
 def test_preferences_come_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     save_llama(tmp_path / "model", num_hidden_layers=1)
     save_tokenizer(tmp_path / "model")
@@ -109,3 +124,32 @@ def test_documents_for_which_a_query_leaves_no_room_are_counted(tmp_path: Path, 
     lines = capsys.readouterr().out.splitlines()
     without = "2 samples without a token of their own text, since what comes before it fills the row"
     assert "  2 samples truncated" in lines and f"  {without}: raise max_seq_length" in lines
+
+
+def test_user_defined_records_and_encoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Those of docs/add_your_data.md, with its command."""
+    code, command = (re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL) for language in ("python", "bash"))
+    (tmp_path / "my_data.py").write_text(code[0])
+    (tmp_path / "quiz.txt").write_text("Legs of a spider?\neight\nLegs of a bee?\nsix\nAnd a snake?\n\n")
+    save_llama(tmp_path / "model", num_hidden_layers=1)
+    save_tokenizer(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    overrides = [argument for argument in shlex.split(command[1]) if "=" in argument]
+    assert len(overrides) == 5
+    config = build_config("model_name_or_path=model", "output_dir=out", "data.on_bad_record=skip", *overrides)
+    inspect_data(config, Ranks(0, 1, 0, 1))
+    printed = capsys.readouterr().out
+    assert (
+        "Question: Legs of a spider? A:[[ eight</s>]]" in printed
+        and "Question: Legs of a bee? A:[[ six</s>]]" in printed
+    )
+    assert "skipped: my_data.read_quiz: record 3: no answer; fix or remove it" in printed
+
+
+@pytest.mark.full
+def test_the_benchmark_prints_a_row() -> None:
+    command = [sys.executable, "-m", "extensions.inspection.benchmark", "--records", "200"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0 and re.search(r"^\| 200 \| [\d,]+ \| [\d.]+ s \|", ended.stdout, re.M), ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,8 +15,11 @@ from support.launching import ROOT, Ended, Launch, run, run_deepspeed
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import free_port
 
-from scripts.elastic import Elastic, ElasticError, change_keys, read_hosts
+from errors import UserError
+from extensions.elastic.starter import Elastic, change_keys, read_hosts
 from scripts.supervise import say
+
+SUPERVISE = str(ROOT / "scripts" / "supervise.py")
 
 
 def list_arguments(root: Path, out: Path) -> list[str]:
@@ -78,14 +82,14 @@ def test_a_run_that_loses_a_rank_goes_on_without_it(tmp_path: Path, num_ranks: i
 
 
 def supervise(command: list[str], hosts_command: str, out: Path, while_running: object = None) -> Ended:
-    script = [sys.executable, str(ROOT / "scripts" / "supervise.py"), "--output_dir", str(out)]
+    script = [sys.executable, SUPERVISE, "--output_dir", str(out)]
     return run([*script, "--elastic", "--hosts_command", hosts_command, "--", *command], out.parent, while_running)
 
 
 def test_hosts_are_what_the_command_prints() -> None:
     assert read_hosts("printf '# all\\na slots=2\\n  b slots=1\\nc slots=0\\n'") == {"a": 2, "b": 1}
     for command in ("true", "echo a slots=2; exit 3"):
-        with pytest.raises(ElasticError, match="prints a line 'NAME slots=N' for each host that is left"):
+        with pytest.raises(UserError, match="prints a line 'NAME slots=N' for each host that is left"):
             read_hosts(command)
 
 
@@ -131,7 +135,7 @@ def test_the_largest_layout_that_fits_is_taken(tmp_path: Path, capsys: pytest.Ca
     assert elastic.fit(command) == ["launch", "--hostfile", file, "-n", "4", *command[5:]]
     hosts.write_text("a slots=1\nb slots=2\n")
     if fewest == 3:
-        with pytest.raises(ElasticError, match="no layout fits the slots that are left, 3 of 4: error: nothing fits"):
+        with pytest.raises(UserError, match="no layout fits the slots that are left, 3 of 4: error: nothing fits"):
             elastic.fit(command)
         return
     fitted = elastic.fit(command)
@@ -157,5 +161,38 @@ def test_the_slots_of_the_first_start_are_written_at_once(tmp_path: Path, monkey
             elastic.fit(["python", "run.py"])
     assert not (tmp_path / "first_slots").exists()
     (tmp_path / "first_slots").write_text("")
-    with pytest.raises(ElasticError, match=f"{tmp_path}/first_slots does not hold the number of slots"):
+    with pytest.raises(UserError, match=f"{tmp_path}/first_slots does not hold the number of slots"):
         elastic.fit(["python", "run.py", "resume=latest"])
+
+
+@pytest.mark.parametrize("ending", ["echo localhost slots=1", "exit 1"])  # Ctrl-C ends the command too
+def test_a_signal_before_the_start_starts_nothing(tmp_path: Path, ending: str) -> None:
+    """A layout is searched first, for minutes; no process is there yet to pass the signal to."""
+    hosts = f"touch {tmp_path}/asked; sleep 0.5; {ending}"
+    options = ["--output_dir", str(tmp_path), "--elastic", "--hosts_command", hosts]
+    process = subprocess.Popen([sys.executable, SUPERVISE, *options, "--", "touch", str(tmp_path / "started")])
+    while not (tmp_path / "asked").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--elastic"],
+            "--elastic and --hosts_command go together: the hosts that are left are what",
+        ),
+        (
+            ["--elastic", "--hosts_command", "exit 3"],
+            "supervise: cannot start on the hosts that are left: --hosts",
+        ),
+    ],
+)
+def test_what_cannot_start_is_said(tmp_path: Path, options: list[str], message: str) -> None:
+    command = ["--output_dir", str(tmp_path), *options, "--", "touch", str(tmp_path / "started")]
+    ended = subprocess.run([sys.executable, SUPERVISE, *command], capture_output=True, text=True)
+    assert ended.returncode and message in ended.stderr and "Traceback" not in ended.stderr
+    assert not (tmp_path / "started").exists()

@@ -1,0 +1,1 @@
+"""Elastic supervision: a run that has lost hosts continues on those that are left."""
