@@ -32,7 +32,8 @@ test: venv-dev
 
 # Everything, in two halves, which can be run apart: what is held against one process (an hour on 2 cores), and the rest
 # (checkpoints, plans, launchers, all pairs of keys: 1 h 40)
-AGAINST_ONE_PROCESS := tests/models $(addprefix tests/training/,engine objectives optim parity)
+AGAINST_ONE_PROCESS := tests/models tests/test_without_extensions.py \
+	$(addprefix tests/training/,engine objectives optim parity)
 TEST_FULL = python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 test-full: test-full-parity test-full-rest

@@ -11,23 +11,29 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from support.launching import run_deepspeed
+import yaml
+from support.launching import SECONDS, Ended, run_deepspeed
 from support.tiny import save_llama, save_records, save_tokenizer
-from test_structure import IMPORTS, MODULES, ROOT, SOURCES
+from test_structure import IMPORTS, MODULES, ROOT, SOURCES, read_imports
 
 from data.components import find_component
 from errors import UserError
 from extension import OWN_FOLDERS, Extension, list_flags, load_extensions, load_part
 from training.config.schema import RunConfig
 
-CORE = ("models/", "data/", "training/")
+# Of an extension: words that mean something else in the core, with what that is
+HOMONYMS: dict[str, dict[str, str]] = {
+    "retrieval": dict.fromkeys(("embedding", ".embedding"), "the layer that looks tokens up"),
+}
+COMMANDS = {"benchmarks/heads.py"}  # trains what an extension adds
 
 
 def list_shipped() -> list[Extension]:
@@ -69,59 +75,103 @@ def test_the_table_has_what_is_declared() -> None:
     }
 
 
+def list_keys(extension: Extension) -> set[str]:
+    """Returns the keys of a run that an extension adds, groups by their names alone."""
+    others = {*extension.aliases, *(file.stem for file in extension.conf.glob("*.yaml"))}
+    offered = list_offered(extension) - others
+    return {each for each in offered if "=" not in each and not each.endswith(".") and not each.startswith("--")}
+
+
+def list_names(value: object) -> Iterator[str]:
+    """Yields the names in the value of a seam: of a mapping or a sequence, or of the one that "module:name" names."""
+    part = load_part(value) if isinstance(value, str) and ":" in value else value
+    if isinstance(part, Mapping):
+        yield from part
+    elif isinstance(part, list | tuple):
+        yield from (each if isinstance(each, str) else getattr(each, "name", "") for each in part)
+
+
 def list_words(extension: Extension) -> set[str]:
-    """Returns the names by which a source could mean an extension: what it offers, the values in that (`search` of
-    `plan=search`), its own name and its classes."""
+    """Returns the names by which a source could mean an extension: its own, what it offers, the values in that
+    (`search` of `plan=search`), its keys as attributes (`.hub`), the names in each of its seams, and its classes."""
     offered = list_offered(extension)
+    keys = {each.rpartition(".")[2] for each in list_keys(extension)}
+    seams = {name for each in fields(Extension) for name in list_names(getattr(extension, each.name))}
     trees = (ast.parse(file.read_text()) for file in extension.folder.rglob("*.py"))
     classes = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    return {f"extensions.{extension.name}", *offered, *(each.partition("=")[2] or each for each in offered), *classes}
+    words = {f"extensions.{extension.name}", *offered, *(each.partition("=")[2] for each in offered)}
+    words |= keys | {f".{key}" for key in keys} | seams | classes
+    return (
+        words - {each.name for each in fields(RunConfig)} - {""}
+    )  # a key of the core's, which an extension may extend
 
 
-def list_named(source: str) -> Iterator[str]:
-    """Yields the imported names, classes and words of texts of a source, without docstrings and comments."""
-    tree = ast.parse((ROOT / source).read_text())
-    yield from IMPORTS[source]
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {
-        node.body[0].value
-        for node in ast.walk(tree)
-        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
-    }
+@cache
+def list_named(file: Path) -> frozenset[str]:
+    """Returns what a source names: imports, classes and what is set in them, attributes, keywords, and texts other than
+    docstrings; of a config its keys and texts."""
+    if file.suffix == ".yaml":
+        return frozenset(list_yaml(yaml.safe_load(file.read_text())))
+    tree = ast.parse(file.read_text())
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    named = set(read_imports(file))
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            yield node.name
+            set_in = (each for item in node.body for each in getattr(item, "targets", [getattr(item, "target", None)]))
+            named |= {node.name, *(each.id for each in set_in if isinstance(each, ast.Name))}
+        elif isinstance(node, ast.Attribute):
+            named.add(f".{node.attr}")
+        elif isinstance(node, ast.keyword):
+            named.add(node.arg or "")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-            yield node.value
+            named.add(node.value)
+    return frozenset(named)
 
 
-def find_named(text: str, words: set[str]) -> set[str]:
-    """Returns the words that a name or a text is, and those with a `=` or a dot that it holds, `hub.` before a name."""
-    ends = {word: r"\w" if word.endswith(".") else r"\b" for word in words if re.search(r"[=.]", word)}
-    held = {word for word, end in ends.items() if re.search(rf"(?<![\w.]){re.escape(word)}{end}", text)}
-    return held | ({text} & words)
+def list_yaml(value: object) -> Iterator[str]:
+    """Yields the keys and texts in a YAML value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from list_yaml(each)
 
 
-def test_a_name_is_found() -> None:
-    words = {"search", "plan=search", "extensions.search", "Candidate", "hub."}
-    assert find_named("give hub.every=5", words) == {"hub."}
-    assert find_named("models.storage.hub.find", words) == find_named("of the hub. It is", words) == set()
-    assert find_named("or let plan=search look", words) == {"plan=search"}
-    assert find_named("extensions.search.run", words) == {"extensions.search"}
-    assert find_named("Candidate", words) == {"Candidate"} and find_named("search", words) == {"search"}
-    assert find_named("the search for the best starts again", words) == find_named("plan=searching", words) == set()
+def find_named(texts: Iterable[str], words: set[str]) -> set[str]:
+    """Returns the words that a name or a text is, and those with a `=` or a dot within that it holds, `hub.` before a
+    name."""
+    held = [re.escape(word) + (r"\w" if word.endswith(".") else r"\b") for word in words if re.search(r"\w[=.]", word)]
+    holds = re.compile(rf"(?<![\w.])({'|'.join(held)})")
+    return {text for text in texts if text in words or holds.search(text)}
 
 
-# Words of an extension that mean something else in the core
-HOMONYMS = {"embedding"}  # the layer that looks tokens up
+def test_a_name_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"search", "plan=search", "extensions.search", "Candidate", "hub.", ".hub"}
+    found = {"give hub.every=5", "or let plan=search look", "extensions.search.run", "Candidate", "search", ".hub"}
+    others = {"models.hub.find", "of the hub. It is", "the search starts again", "plan=searching", ".hubs", "re.search"}
+    assert find_named(found | others, words) == found
+
+    monkeypatch.setattr("test_structure.ROOT", tmp_path)
+    source, config = tmp_path / "a.py", tmp_path / "a.yaml"
+    source.write_text(
+        '"""Not read."""\nfrom b import C  # not read\nclass D:\n    "Not read."\n    e: int = 1\n    f = C.g(h="i")\n'
+        '    """Not read."""\n'
+    )
+    assert list_named(source) == {"b.C", "D", "e", "f", ".g", "h", "i"}
+    config.write_text("defaults: [base, override j: k]\nl: {m: [n, 1]}  # not read\n")
+    assert list_named(config) == {"defaults", "base", "override j", "k", "l", "m", "n"}
 
 
 @pytest.mark.parametrize("extension", list_shipped(), ids=lambda each: each.name)
 def test_the_core_does_not_name_it(extension: Extension) -> None:
-    core = [source for source in SOURCES if source.startswith(CORE)]
-    words = list_words(extension) - HOMONYMS
-    named = {source: {word for text in list_named(source) for word in find_named(text, words)} for source in core}
-    assert len(core) > 300 and {source: found for source, found in named.items() if found} == {}
+    sources = [source for source in SOURCES if not source.startswith("extensions/") and source not in COMMANDS]
+    core = [*(ROOT / source for source in sources), *(ROOT / "conf").rglob("*.yaml")]
+    homonyms = HOMONYMS.get(extension.name, {})
+    words = list_words(extension)
+    assert homonyms.keys() <= words and len(core) > 400
+    named = {file: find_named(list_named(file), words - homonyms.keys()) for file in core}
+    assert {str(file.relative_to(ROOT)): found for file, found in named.items() if found} == {}
+    assert all(any(word in list_named(file) for file in core) for word in homonyms)
 
 
 def test_nothing_imports_an_extension_and_none_another() -> None:
@@ -150,8 +200,12 @@ MINE = {
         from extension import Extension
         EXTENSION = Extension(
             folder=Path(__file__).parent,
-            keys={"mine": "mine.keys:MineConfig"},
+            keys={"mine": "mine.keys:MineConfig", "data": "mine.keys:MineData"},
             readers="mine.readers:READERS",
+            data_kinds="mine.kinds:KINDS",
+            objectives="mine.objectives:OBJECTIVES",
+            heads="mine.head:HEADS",
+            model_files=("mine.json",),
             receiver="mine.receiver:Mine",
             actions={"mine_only": "mine.plan:count"},
             plans={"mine": "mine.plan:plan"},
@@ -170,7 +224,46 @@ MINE = {
         class MineConfig:
             file: str | None = None
             every: int = at_least(1, default=2)
+        @dataclass
+        class MineData:
+            mine_field: str = "completion"
     """,
+    "kinds.py": """
+        from dataclasses import dataclass
+        from data.encoders.kind import DataKind
+        from data.encoders.sft import SFTEncoder
+        @dataclass(frozen=True)
+        class MineEncoder(SFTEncoder):
+            mine_field: str = "completion"
+            def encode(self, record, location, tokenizer, counts=None):
+                completion = record[self.mine_field]
+                return super().encode({**record, "completion": completion}, location, tokenizer, counts)
+        KINDS = (DataKind("mine", MineEncoder, task="mine"),)
+    """,
+    "objectives.py": """
+        from mine.keys import MineData
+        from training.objectives.next_token import SFT
+        class Files:
+            def __init__(self, field): self.field = field
+            def save(self, folder): (folder / "mine.json").write_text(self.field)
+            def check(self, folder): pass
+        class Mine(SFT):
+            name = "mine"
+            def exports(self, config, hidden_size): return Files(config.read_group(MineData).mine_field)
+        OBJECTIVES = (Mine(),)
+    """,
+    "head.py": """
+        from transformers import LlamaConfig, LlamaForSequenceClassification
+        from models.heads.head import Head, ProjectionHead
+        HEADS = (
+            Head(
+                words="model of mine", loaded_with="AutoModel", ending="ForMine", module=ProjectionHead,
+                classes={LlamaConfig: LlamaForSequenceClassification}, prefix="mine.", peft_task="SEQ_CLS",
+            ),
+        )
+    """,
+    "conf/data/mine.yaml": "defaults: [shared/every_kind@_here_, _self_]\nname: mine\nprompt_field: prompt\n"
+    'completion_field: completion\nprompt_template: "{prompt}"\n',
     "readers.py": """
         from mine.keys import MineConfig
         from training.config.incompatible import FP16, Feature
@@ -237,15 +330,15 @@ def write_mine(folder: Path) -> Path:
     return folder / "mine"
 
 
-def run(*words: str, root: Path = ROOT, cwd: Path | None = None, own: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs the training command of a copy of the project."""
+def run(*words: str, own: str = "", script: str = "trainer_base_ds_mp.py") -> subprocess.CompletedProcess[str]:
+    """Runs a command of the project with the extensions of `own`."""
     return subprocess.run(
-        [sys.executable, str(root / "trainer_base_ds_mp.py"), *words],
-        cwd=cwd or root,
+        [sys.executable, str(ROOT / script), *words],
+        cwd=ROOT,
         env={**os.environ, OWN_FOLDERS: own, "PYTHONPATH": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
 
 
@@ -324,36 +417,6 @@ def test_several_in_one_folder_named_twice_by_a_link_and_on_the_path(tmp_path: P
     assert done.stdout == "['mine', 'other', 'linked']\n", done.stderr
 
 
-def copy_tree(folder: Path) -> Path:
-    """Returns a copy of what a clone has, without tests and pages."""
-    for name in ("conf", "data", "models", "training", "extensions", "scripts"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
-        shutil.copy(file, folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("inspection", "inspect_data=true"),
-        ("elastic", "--elastic"),
-        ("hub", "hub.every=1"),
-        pytest.param("search", "plan=search", marks=pytest.mark.full),  # which imports torch
-    ],
-)
-def test_what_belongs_to_a_removed_one_is_named(name: str, words: str, tmp_path: Path) -> None:
-    root = copy_tree(tmp_path)
-    shutil.rmtree(root / "extensions" / name)
-    if words.startswith("--"):
-        done = supervise(words, root=root)
-    else:
-        done = run("-cn", "llama_tiny_pp2", words, "world_size=2", f"output_dir={tmp_path / 'out'}", root=root)
-    named = f"belongs to the extension '{name}', and the folder extensions/{name} is not there"
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and named in last and "Traceback" not in done.stderr, done.stderr
-
-
 def test_a_supervisor_has_options_of_extensions(tmp_path: Path) -> None:
     mine = str(write_mine(tmp_path))
     assert "--mine_word WORD" in supervise("--help", own=mine).stdout
@@ -366,20 +429,6 @@ def test_a_supervisor_has_options_of_extensions(tmp_path: Path) -> None:
         assert refused.returncode == 2 and message in refused.stderr and "started" not in refused.stdout
 
 
-def test_a_run_without_extensions_is_planned_and_what_belongs_to_one_is_named(tmp_path: Path) -> None:
-    root = copy_tree(tmp_path)
-    shutil.rmtree(root / "extensions" / "trackers")
-    done = run("-cn", "llama_tiny_pp2", "logger=comet", root=root)
-    assert (done.returncode, done.stderr.strip()) == (
-        1,
-        "error: logger=comet belongs to the extension 'trackers', and the folder extensions/trackers is not there",
-    )
-    shutil.rmtree(root / "extensions")
-    planned = ("plan=true", "world_size=2", "hardware=l40s", "model=llama_7b", f"output_dir={tmp_path / 'out'}")
-    done = run("-cn", "llama_7b_pp4", *planned, "num_stages=2", root=root)
-    assert done.returncode == 0 and "tokens/s" in done.stdout, done.stderr
-
-
 @pytest.mark.parametrize("name", ["extensions.gone.tracker.Gone", "gone_before.Gone"])
 def test_a_target_in_a_removed_one_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extensions.table.TABLE", {"gone": ("gone_before",)})
@@ -387,38 +436,143 @@ def test_a_target_in_a_removed_one_is_named(name: str, monkeypatch: pytest.Monke
         find_component(name, "logger.trackers.x")
 
 
-@pytest.mark.full
-def test_one_outside_of_the_tree_has_keys_plans_and_refusals(tmp_path: Path) -> None:
-    mine = str(write_mine(tmp_path))
-    assert "mine.every=0: at least 1" in run("-cn", "mine_tiny", "plan=mine", "mine.every=0", own=mine).stderr
-    planned = run("-cn", "mine_tiny", "plan=mine", "model=llama_7b", own=mine)
-    assert planned.stdout.splitlines()[-1:] == ["mine plans 2 stages"], planned.stderr
-    keys = ("model_name_or_path=/x", "train_file=/x", "output_dir=/x", "mine_only=true")
-    assert run("-cn", "mine_tiny", *keys, own=mine).stdout.splitlines()[-1:] == ["mine counts 2 stages, True"]
-    refused = run("-cn", "mine_tiny", "plan=mine", "model=llama_7b", "mine.file=x", "precision=fp16", own=mine)
-    assert "error: mine.file does not go together with precision=fp16: it is too small" in refused.stderr
-    unread = run("-cn", "mine_tiny", "plan=mine", "model=llama_7b", "mine.every=3", own=mine)
-    assert "mine.every=3: this run does not read it, only one with mine.file does" in unread.stderr
+@dataclass(frozen=True)
+class Life:
+    """What was seen of the extension `mine`, from its start to its removal. Texts are what commands printed."""
+
+    folder: Path
+    help: str
+    hint: str
+    plan: str
+    refused: str
+    unread: str
+    out_of_range: str
+    acted: str
+    restarted: str
+    supervisor: str
+    described: str
+    begun: Ended
+    resumed: Ended
+    recorded: dict[str, str]  # the extensions in run.json
+    after_removal: dict[str, subprocess.CompletedProcess[str]]  # its folder named, not named, an export
+    continued: Ended
+    of_its_kind: Ended  # trained on its data, by its objective
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text()
 
 
-@pytest.mark.full
-def test_a_run_is_resumed_with_its_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_llama(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    save_records(tmp_path / "train.jsonl", 40)
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """Trains with an extension from outside of the tree, resumes with it, removes it, and continues without."""
+    folder = tmp_path_factory.mktemp("life")
+    save_llama(folder / "model")
+    save_tokenizer(folder / "model")
+    save_records(folder / "train.jsonl", 40)
+    mine, out = str(write_mine(folder)), folder / "out"
+    planned = ("-cn", "mine_tiny", "plan=mine", "model=llama_7b")
     words = [
-        "-cn", "mine_tiny", f"model_name_or_path={tmp_path / 'model'}", f"train_file={tmp_path / 'train.jsonl'}",
-        "eval_file=null", f"output_dir={tmp_path / 'out'}", "stop_after_steps=1",
+        f"model_name_or_path={folder / 'model'}", f"train_file={folder / 'train.jsonl'}", "eval_file=null",
+        f"output_dir={out}", f"data.cache_dir={folder / 'cache'}", "logging_steps=1",
     ]  # fmt: skip
-    monkeypatch.setenv(OWN_FOLDERS, str(write_mine(tmp_path)))
-    first = run_deepspeed([*words, f"mine.file={tmp_path / 'taken.txt'}", "mine.every=1"], tmp_path)
-    assert (tmp_path / "taken.txt").read_text() == "step 1: True\nstep 1: True\n", first.output
-    assert first.code == 0 and (tmp_path / "mine.txt").read_text().split()[0] == "1", first.output
-    recorded = json.loads((tmp_path / "out" / "run.json").read_text())["environment"]["extensions"]
-    assert recorded == {"mine": str(tmp_path / "mine")}
-    words = ["-cn", "llama_tiny_pp2", *words[2:], "max_steps=3", "resume=latest"]
-    monkeypatch.delenv(OWN_FOLDERS)
-    refused = run_deepspeed(words, tmp_path)
-    assert refused.code and "was trained with the extensions mine; name their folders in" in refused.output
-    went_on = run_deepspeed([*words, "resume_allow_changes=true"], tmp_path)
-    assert went_on.code == 0 and "global_step2" in {each.name for each in (tmp_path / "out/checkpoints").iterdir()}
+    taking = ["-cn", "mine_tiny", *words, f"mine.file={folder / 'taken.txt'}", "mine.every=1"]
+    without = ["-cn", "llama_tiny_pp2", *words, "max_steps=3", "resume=latest"]
+    texts = {
+        "help": run("--help", own=mine).stdout,
+        "hint": run("use_mine=1", own=mine).stderr,
+        "plan": run(*planned, own=mine).stdout,
+        "refused": run(*planned, "mine.file=x", "precision=fp16", own=mine).stderr,
+        "unread": run(*planned, "mine.every=3", own=mine).stderr,
+        "out_of_range": run(*planned, "mine.every=0", own=mine).stderr,
+        "acted": run("-cn", "mine_tiny", *words, "mine_only=true", own=mine).stdout,
+        "restarted": supervise("--mine", "--mine_word", "given", own=mine).stdout,
+        "supervisor": supervise("--help", own=mine).stdout,
+        "described": describe_head("LlamaForMine", own=mine),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OWN_FOLDERS, mine)
+        begun = run_deepspeed([*taking, "stop_after_steps=1"], folder)
+        resumed = run_deepspeed([*taking, "stop_after_steps=1", "resume=latest"], folder)
+        recorded = json.loads((out / "run.json").read_text())["environment"]["extensions"]
+        own = (f"output_dir={folder / 'kind'}", "data=mine", "data.mine_field=prompt", "max_steps=1")
+        of_its_kind = run_deepspeed(["-cn", "mine_tiny", *words, *own], folder)
+        patch.delenv(OWN_FOLDERS)
+        shutil.rmtree(mine)
+        to_hf = ("--to_hf", "--model_name_or_path", f"{out}/checkpoints", "--output_dir", f"{folder}/exported")
+        after_removal = {
+            "named": run("--help", own=mine),
+            "not named": run(*without, "num_stages=1"),
+            "export": run(*to_hf, script="convert2ckpt.py"),
+        }
+        continued = run_deepspeed([*without, "resume_allow_changes=true"], folder)
+    return Life(
+        folder,
+        **texts,
+        begun=begun,
+        resumed=resumed,
+        recorded=recorded,
+        after_removal=after_removal,
+        continued=continued,
+        of_its_kind=of_its_kind,
+    )
+
+
+def describe_head(architecture: str, own: str) -> str:
+    """Returns what the head is called of a model whose config.json names this class."""
+    code = (
+        "from transformers import LlamaConfig; from models.heads.table import find_head; "
+        f"print(find_head(LlamaConfig(architectures=['{architecture}'])).words)"
+    )
+    environment = {**os.environ, OWN_FOLDERS: own, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
+
+
+# What is seen of each field of `Extension`
+SEAMS: dict[str, Callable[[Life], bool]] = {
+    "folder": lambda life: life.recorded == {"mine": str(life.folder / "mine")},
+    "commands": lambda life: "python -m mine.count RUN" in life.help,
+    "keys": lambda life: "mine.every=0: at least 1" in life.out_of_range,
+    "readers": lambda life: "mine.every=3: this run does not read it, only one with mine.file does" in life.unread,
+    "data_kinds": lambda life: json.loads(life.read("kind/run.json"))["config"]["data"]["name"] == "mine",
+    "objectives": lambda life: life.of_its_kind.code == 0 and "kind" in life.of_its_kind.output,
+    "heads": lambda life: life.described.splitlines()[-1:] == ["model of mine"],
+    "model_files": lambda life: life.read("kind/checkpoints/mine.json") == life.read("kind/hf/mine.json") == "prompt",
+    "actions": lambda life: life.acted.splitlines()[-1:] == ["mine counts 2 stages, True"],
+    "options": lambda life: "--mine_word WORD" in life.supervisor,
+    "starter": lambda life: "started with given" in life.restarted,
+    "receiver": lambda life: life.read("taken.txt").split("\n")[:2] == ["step 1: True", "step 1: True"],
+    "plans": lambda life: life.plan.splitlines()[-1:] == ["mine plans 2 stages"],
+    "refusals": lambda life: "mine.file does not go together with precision=fp16: it is too small" in life.refused,
+    "hints": lambda life: "did you mean 'logger=mine'" in life.hint,
+    "aliases": lambda life: set(life.read("mine.txt").split()) >= {"1", "2"},  # conf/logger/ names the former place
+}
+
+
+def test_no_seam_is_forgotten() -> None:
+    seams = {each.name for each in fields(Extension)}
+    (call,) = (
+        node for node in ast.walk(ast.parse(textwrap.dedent(MINE["extension.py"]))) if isinstance(node, ast.Assign)
+    )
+    assert isinstance(call.value, ast.Call) and {each.arg for each in call.value.keywords} == seams == SEAMS.keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seam", SEAMS)
+def test_one_outside_of_the_tree_uses_a_seam(life: Life, seam: str) -> None:
+    assert SEAMS[seam](life), life
+
+
+@pytest.mark.full
+def test_one_outside_of_the_tree_trains_resumes_exports_and_is_removed(life: Life) -> None:
+    assert [each.code for each in (life.begun, life.resumed, life.continued)] == [0, 0, 0], life
+    assert life.read("taken.txt").endswith("step 2: True\n") and "3" not in life.read("mine.txt").split()
+    named, not_named, export = life.after_removal.values()
+    gone = rf"error: {OWN_FOLDERS}: \S+/mine has no extension.py; .*"
+    unnamed = r"error: resume: \S+ was trained with the extensions mine; name their folders in .*"
+    for ended, message in ((named, gone), (not_named, unnamed)):
+        (error,) = (line for line in ended.stderr.splitlines() if line.startswith("error"))
+        assert ended.returncode == 1 and re.fullmatch(message, error) and "Traceback" not in ended.stderr, ended.stderr
+    assert export.returncode == 0, export.stderr
+    steps = {each.name for each in (life.folder / "out/checkpoints").glob("global_step*")}
+    assert steps >= {"global_step2", "global_step3"}
+    assert all((life.folder / name / "model.safetensors").is_file() for name in ("exported", "out/hf"))

@@ -38,10 +38,15 @@ class Ended:
 
 
 def run_deepspeed(
-    arguments: Sequence[str], cwd: Path, num_gpus: int = 2, while_running: Callable[[Launch], None] | None = None
+    arguments: Sequence[str],
+    cwd: Path,
+    num_gpus: int = 2,
+    while_running: Callable[[Launch], None] | None = None,
+    root: Path = ROOT,
 ) -> Ended:
+    """root: the project, or a copy of it."""
     launcher = ["deepspeed", "--num_gpus", str(num_gpus), "--master_port", str(free_port())]
-    return run([*launcher, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd, while_running)
+    return run([*launcher, str(root / "trainer_base_ds_mp.py"), *arguments], cwd, while_running)
 
 
 def run_supervised(
@@ -103,8 +108,9 @@ def run_slurm(arguments: Sequence[str], cwd: Path, while_running: Callable[[Laun
     return run(["env", *words, "bash", str(ROOT / "scripts" / "slurm.sh"), *arguments], cwd, while_running)
 
 
-def run_alone(arguments: Sequence[str], cwd: Path) -> Ended:
-    return run([sys.executable, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd)
+def run_alone(arguments: Sequence[str], cwd: Path, root: Path = ROOT) -> Ended:
+    """root: the project, or a copy of it."""
+    return run([sys.executable, str(root / "trainer_base_ds_mp.py"), *arguments], cwd)
 
 
 def run_forked(arguments: Sequence[str], cwd: Path) -> Ended:

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from errors import UserError
@@ -150,13 +150,13 @@ def _describe_yaml_error(error: yaml.MarkedYAMLError) -> str:
 
 
 def _check_base(composed: DictConfig, config_name: str) -> None:
-    """Raise UserError for a config that does not start from conf/base.yaml, and so lacks keys."""
+    """Raise UserError for a config that does not start from conf/base.yaml, and so lacks keys or, as a run's
+    config.yaml, their types."""
     known = list(composed)
-    if missing := [item.name for item in fields(RunConfig) if item.name not in known]:
-        raise UserError(
-            f"-cn {config_name}: it lacks the key '{missing[0]}' and {len(missing) - 1} others; begin the file with "
-            "'defaults: [base, _self_]'"
-        )
+    missing = [item.name for item in fields(RunConfig) if item.name not in known]
+    if missing or not issubclass(OmegaConf.get_type(composed) or dict, RunConfig):
+        lacking = f"the key '{missing[0]}' and {len(missing) - 1} others" if missing else "the types of the keys"
+        raise UserError(f"-cn {config_name}: it lacks {lacking}; begin the file with 'defaults: [base, _self_]'")
 
 
 def _check_override(override: str) -> None:

@@ -18,6 +18,7 @@ from errors import UserError
 from extension import list_conf_folders
 from models.adapters.options import UNSUPPORTED
 from training.cli.command_line import IN_SWEEP, check_command_line, clean_arguments, compose_command, list_given
+from training.config.changed_keys import write_config
 from training.config.foreign_keys import FOREIGN_CHOICES
 from training.config.schema import RunConfig, register_schema
 
@@ -230,6 +231,16 @@ def test_a_config_that_cannot_be_read(text: str, message: str, tmp_path: Path) -
         check_command_line(["--config-dir", str(tmp_path), "-cn", "mine"], CONF, "base")
     others = len(dataclasses.fields(RunConfig)) - 2
     assert str(caught.value) == message.format(file=file, others=others)
+
+
+def test_the_config_of_a_run_starts_from_base(tmp_path: Path) -> None:
+    """It has all keys, and no schema."""
+    (tmp_path / "config.yaml").write_text(text := write_config(build_config()))
+    given = ["--config-dir", str(tmp_path), "-cn", "config"]
+    with pytest.raises(UserError, match="^-cn config: it lacks the types of the keys; begin the file with 'defaults: "):
+        check_command_line(given, CONF, "base")
+    (tmp_path / "config.yaml").write_text(BASE + text)
+    check_command_line(given, CONF, "base")
 
 
 def test_multirun_is_refused_inside_a_launch() -> None:
