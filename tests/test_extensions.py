@@ -438,7 +438,7 @@ def test_a_target_in_a_removed_one_is_named(name: str, monkeypatch: pytest.Monke
 
 @dataclass(frozen=True)
 class Life:
-    """What was seen of the extension `mine`, from its start to its removal. Texts are what commands printed."""
+    """The outcomes of commands with the extension `mine`, from its start to its removal. Texts are what commands printed."""
 
     folder: Path
     help: str
@@ -456,7 +456,7 @@ class Life:
     recorded: dict[str, str]  # the extensions in run.json
     after_removal: dict[str, subprocess.CompletedProcess[str]]  # its folder named, not named, an export
     continued: Ended
-    of_its_kind: Ended  # trained on its data, by its objective
+    with_its_data: Ended  # trained on its data, by its objective
 
     def read(self, name: str) -> str:
         return (self.folder / name).read_text()
@@ -495,7 +495,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
         resumed = run_deepspeed([*taking, "stop_after_steps=1", "resume=latest"], folder)
         recorded = json.loads((out / "run.json").read_text())["environment"]["extensions"]
         own = (f"output_dir={folder / 'kind'}", "data=mine", "data.mine_field=prompt", "max_steps=1")
-        of_its_kind = run_deepspeed(["-cn", "mine_tiny", *words, *own], folder)
+        with_its_data = run_deepspeed(["-cn", "mine_tiny", *words, *own], folder)
         patch.delenv(OWN_FOLDERS)
         shutil.rmtree(mine)
         to_hf = ("--to_hf", "--model_name_or_path", f"{out}/checkpoints", "--output_dir", f"{folder}/exported")
@@ -513,7 +513,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
         recorded=recorded,
         after_removal=after_removal,
         continued=continued,
-        of_its_kind=of_its_kind,
+        with_its_data=with_its_data,
     )
 
 
@@ -534,7 +534,7 @@ SEAMS: dict[str, Callable[[Life], bool]] = {
     "keys": lambda life: "mine.every=0: at least 1" in life.out_of_range,
     "readers": lambda life: "mine.every=3: this run does not read it, only one with mine.file does" in life.unread,
     "data_kinds": lambda life: json.loads(life.read("kind/run.json"))["config"]["data"]["name"] == "mine",
-    "objectives": lambda life: life.of_its_kind.code == 0 and "kind" in life.of_its_kind.output,
+    "objectives": lambda life: life.with_its_data.code == 0 and "kind" in life.with_its_data.output,
     "heads": lambda life: life.described.splitlines()[-1:] == ["model of mine"],
     "model_files": lambda life: life.read("kind/checkpoints/mine.json") == life.read("kind/hf/mine.json") == "prompt",
     "actions": lambda life: life.acted.splitlines()[-1:] == ["mine counts 2 stages, True"],
