@@ -99,6 +99,7 @@ KEYS = {
         ("moe.aux_loss_coef=0.01",),
         "moe.aux_loss_coef=0.01: this 'llama' model has no experts; leave it at 0",
     ),
+    "no such precision of routers": (("moe.router_dtype=fp8",), "moe.router_dtype=fp8: must be one of fp32, null"),
     "routers of a dense model": (
         ("moe.router_dtype=fp32",),
         "moe.router_dtype=fp32: this 'llama' model has no experts; leave it at null",

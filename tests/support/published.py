@@ -42,6 +42,21 @@ _STEP3P7 = {
     "swiglu_limits": [0.0] * 6 + [7.0] * 2,
     "swiglu_limits_shared": [0.0] * 6 + [16.0] * 2,
 }
+# Of each four layers the last has the keys and values of the one before
+_MISTRAL_LARGE4 = {
+    "num_hidden_layers": 8,
+    "kv_source_layers": [0, 1, 2, 2, 4, 5, 6, 6],
+    "indexer_types": ["full", "full", "full", "shared"] * 2,
+}
+_QWEN4_EXP = {
+    "ple_layer_ids": [2],
+    "eos_token_id": 2,
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+}
 _HALF_ROPE = {"rope_type": "default", "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
 _GLM4V = {"text_config": {"rope_parameters": _HALF_ROPE}}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -128,6 +143,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _SECTIONS,
     "qwen2_vl": _SECTIONS,
     "ministral": {"head_dim": 128},
+    "mistral_large4": {"text_config": _MISTRAL_LARGE4},
     "mixtral": {"sliding_window": 4096},
     "nemotron": {"num_key_value_heads": 8},
     "olmo": {"clip_qkv": 2.0},
@@ -139,6 +155,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": [0], "norm_topk_prob": False},
     "qwen3": {"attention_bias": True},
     "qwen3_moe": {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen4_exp": {"text_config": _QWEN4_EXP},
+    "qwen4_exp_text": _QWEN4_EXP,
     "seed_oss": {"attention_bias": True},
     "solar_open": {"routed_scaling_factor": 2.5},
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
