@@ -26,7 +26,7 @@ from errors import UserError
 
 OWN_FOLDERS = "LLM_PIPELINE_EXTENSIONS"  # in the environment: folders of users' extensions, separated by `:`
 ROOT = Path(__file__).resolve().parent
-SHIPPED = ROOT / "extensions"
+SHIPPED, CONF = ROOT / "extensions", ROOT / "conf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +155,19 @@ def _check_offered_once(extensions: Iterable[Extension]) -> None:
         for each in offered:
             if (owner := owners.setdefault(each, extension.name)) != extension.name:
                 raise UserError(f"{OWN_FOLDERS}: the extensions {owner} and {extension.name} both offer {each}")
+    _check_configs_once(extensions)
+
+
+def _check_configs_once(extensions: Iterable[Extension]) -> None:
+    """Raise UserError for a config or a choice of a group in two places: Hydra would take the first and say nothing."""
+    known: dict[Path, Path] = {}
+    for extension in extensions:
+        for file in sorted(extension.conf.rglob("*.yaml")):
+            path = file.relative_to(extension.conf)
+            first = known.setdefault(path, CONF / path if (CONF / path).is_file() else file)
+            if not first.samefile(file):
+                group = "-cn " if path.parent == Path() else f"{path.parent.as_posix()}="
+                raise UserError(f"{OWN_FOLDERS}: {first} and {file} are both {group}{path.stem}; rename one")
 
 
 def _read(file: Path, package: str) -> Extension:

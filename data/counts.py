@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from console import pluralize
 from data.options import DEFAULT_DATE
 
 MAX_PLACES = 3
@@ -73,22 +74,28 @@ class ContentCounts:
             "the chat template rewrites them later": self.num_lost_turns,
             "cut by data.length_policy": self.num_cut_turns,
         }
-        turns = [f"{self.num_turns:,} assistant turns"] if self.num_turns else []
-        return turns + [f"{number:,} turns without targets: {reason}" for reason, number in reasons.items() if number]
+        turns = [f"{pluralize(self.num_turns, 'turn')} of the assistant"] if self.num_turns else []
+        return turns + [
+            f"{pluralize(number, 'turn')} without targets: {reason}" for reason, number in reasons.items() if number
+        ]
 
     def describe(self) -> list[str]:
         """Return what a user should know of the content, one line each; empty where there is nothing to say."""
         parts = []
         if self.num_split:
             parts.append(
-                f"{self.num_split:,} conversations are {self.num_split + self.num_extra_samples:,} samples, since the "
-                f"chat template rewrites earlier turns ({self.num_repeated_tokens:,} tokens twice)"
+                f"{pluralize(self.num_split, 'conversation')} became "
+                f"{self.num_split + self.num_extra_samples:,} samples, since "
+                f"the chat template rewrites earlier turns ({pluralize(self.num_repeated_tokens, 'token')} twice)"
             )
         if self.num_hidden_thoughts:
-            parts.append(f"the chat template does not show the reasoning of {self.num_hidden_thoughts:,} turns")
+            parts.append(
+                f"the chat template does not show the reasoning of {pluralize(self.num_hidden_thoughts, 'turn')}"
+            )
         if self.num_other_masks:
             parts.append(
-                f"in {self.num_other_masks:,} turns the chat template's generation tags, which decide, mark something "
+                f"in {pluralize(self.num_other_masks, 'turn')} the chat template's generation tags, which "
+                "decide, mark something "
                 "else than what the model generates"
             )
         if self.num_default_dates:

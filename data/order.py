@@ -32,7 +32,7 @@ class GlobalOrder:
             raise UserError(f"seed={self.seed} is negative; give 0 or more")
         if self.steps_per_epoch == 0:
             raise UserError(
-                f"train_file holds {self.num_samples} {self.unit}, fewer than one global batch"
+                f"train_file holds fewer {self.unit} ({self.num_samples}) than one global batch"
                 f" (global_batch_size={self.global_batch_size}); lower global_batch_size (micro_batch_size x"
                 " gradient_accumulation_steps x data-parallel size) or give more data"
             )

@@ -100,6 +100,7 @@ KEYS = {
         ("moe.aux_loss_coef=0.01",),
         "moe.aux_loss_coef=0.01: this 'llama' model has no experts; leave it at 0",
     ),
+    "no such precision of routers": (("moe.router_dtype=fp8",), "moe.router_dtype=fp8: must be one of fp32, null"),
     "routers of a dense model": (
         ("moe.router_dtype=fp32",),
         "moe.router_dtype=fp32: this 'llama' model has no experts; leave it at null",
@@ -390,22 +391,22 @@ DATA: dict[str, tuple[str | bytes, tuple[str, ...], str]] = {
     "too few": (
         json.dumps(RECORD) + "\n",
         (),
-        "train_file holds 1 samples, fewer than one global batch (global_batch_size=4); lower global_batch_size",
+        "train_file holds fewer samples (1) than one global batch (global_batch_size=4); lower global_batch_size",
     ),
     "too few to pack": (
         json.dumps(RECORD) + "\n" * 9,
         ("data.packing=true",),
-        "train_file holds 1 packed rows, fewer than one global batch (global_batch_size=4)",
+        "train_file holds fewer packed rows (1) than one global batch (global_batch_size=4)",
     ),
     "too long": (
         json.dumps({**RECORD, "prompt": "word " * 99}) + "\n",
         ("data.length_policy=drop",),
-        "train_file: none of its 1 records is left: 0 skipped as bad, 1 dropped",
+        "train_file: none of its 1 record is left: 0 skipped as bad, 1 dropped",
     ),
     "all skipped": (
         "{}\n",
         ("data.on_bad_record=skip",),
-        "train_file: none of its 1 records is left: 1 skipped as bad",
+        "train_file: none of its 1 record is left: 1 skipped as bad",
     ),
     "other fields": (
         '{"question": "a", "answer": "b"}\n',
@@ -456,7 +457,7 @@ DATA: dict[str, tuple[str | bytes, tuple[str, ...], str]] = {
     "too few pairs": (
         json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n",
         ("data=preference",),
-        "train_file holds 1 pairs, fewer than one global batch",
+        "train_file holds fewer pairs (1) than one global batch",
     ),
     "cut away": (json.dumps({**RECORD, "prompt": "word " * 99}) + "\n", (), "{file}:1: the prompt has"),
 }
@@ -530,7 +531,7 @@ def test_too_few_samples_through_torchrun(root: Path, tmp_path: Path) -> None:
     """Only the first rank counts them; the other one waits, and must not bury the message in a stack trace."""
     ended = run_torchrun(arguments(root, tmp_path, "global_batch_size=12"), tmp_path)
     assert_one_message(
-        ended, "error (rank 0): train_file holds 10 samples, fewer than one global batch (global_batch_size=12)"
+        ended, "error (rank 0): train_file holds fewer samples (10) than one global batch (global_batch_size=12)"
     )
 
 

@@ -403,6 +403,27 @@ def test_a_folder_that_is_none_ends_in_one_line(change: Callable[[Path], object]
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("first", "choice"),
+    [("conf/logger/wandb.yaml", "logger=wandb"), ("conf/llama_tiny_pp2.yaml", "-cn llama_tiny_pp2")],
+)
+def test_a_config_that_there_is_already_is_named_with_both_files(first: str, choice: str, tmp_path: Path) -> None:
+    file = write_mine(tmp_path) / first
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("{}\n")
+    done = run("--help", own=str(tmp_path / "mine"))
+    assert done.returncode == 1 and f"{ROOT / first} and {file} are both {choice}; rename one" in done.stderr
+
+
+def test_two_of_a_users_extensions_with_one_choice_are_named(tmp_path: Path) -> None:
+    mine = write_mine(tmp_path)
+    other = shutil.copytree(mine, tmp_path / "other")
+    declared = "from pathlib import Path\nfrom extension import Extension\n"
+    (other / "extension.py").write_text(f"{declared}EXTENSION = Extension(folder=Path(__file__).parent)\n")
+    done = run("--help", own=f"{mine}{os.pathsep}{other}")
+    assert done.returncode == 1 and f" and {other}/conf/" in done.stderr and "; rename one" in done.stderr
+
+
 def test_several_in_one_folder_named_twice_by_a_link_and_on_the_path(tmp_path: Path) -> None:
     mine = write_mine(tmp_path)
     other = tmp_path / "other"
@@ -438,7 +459,7 @@ def test_a_target_in_a_removed_one_is_named(name: str, monkeypatch: pytest.Monke
 
 @dataclass(frozen=True)
 class Life:
-    """The outcomes of commands with the extension `mine`, from its start to its removal. Texts are what commands printed."""
+    """The outcomes of commands with the extension `mine`, from its start to its removal. Texts are what they printed."""
 
     folder: Path
     help: str

@@ -175,7 +175,7 @@ def test_the_worst_step_counts() -> None:
     expected = build_records((2.0, 1.0), (1.0, 1.0))
     figures = compare_records(build_records((2.0, 1.0), (1.1, 0.5)), expected)
     assert figures == {"loss": pytest.approx(0.1), "gradient norm": pytest.approx(0.5)}
-    with pytest.raises(RowFailed, match="1 steps were reported, not 2"):
+    with pytest.raises(RowFailed, match="1 step reported, not 2"):
         compare_records(expected[:1], expected)
 
 

@@ -213,7 +213,7 @@ class TrainingLoop:
             self._first_pass.prepare(self._first_batches, accumulated, totals.num_samples)
         self._telemetry.start_step(profiled)
         loss, self._learning_rate = self.engine.train_step(
-            micro_batches, self.state.step, self.budget.total_steps, totals
+            micro_batches, self.state.step, self.budget.total_steps, totals, is_last=number == self.budget.last_step
         )
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))
         spans = self._telemetry.finish_step()

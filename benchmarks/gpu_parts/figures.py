@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.gpu_parts.processes import RowFailed
 from benchmarks.gpu_parts.training_runs import Record
+from console import pluralize
 
 
 def find_skipped_steps(records: Sequence[Record]) -> tuple[int, ...]:
@@ -26,7 +27,7 @@ def compare_records(
     """The largest relative difference of the losses, and of the norms but for skipped steps. Raises RowFailed where
     steps are missing."""
     if len(records) != len(expected) or len(skipped) == len(expected):
-        raise RowFailed(f"{len(records)} steps were reported, not {len(expected)}, and {len(skipped)} skipped")
+        raise RowFailed(f"{pluralize(len(records), 'step')} reported, not {len(expected)}, and {len(skipped)} skipped")
     pairs = list(zip(records, expected, strict=True))
     norms = [(a["grad_norm"], b["grad_norm"]) for a, b in pairs if a["step"] not in skipped]
     return {

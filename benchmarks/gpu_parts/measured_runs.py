@@ -18,6 +18,7 @@ from benchmarks.gpu_parts.processes import Deadline, RowFailed, run_python
 from benchmarks.gpu_parts.rows import NotRun
 from benchmarks.gpu_parts.shapes import find_shape
 from benchmarks.gpu_parts.training_runs import Record, read_metrics, train
+from console import pluralize
 
 WARM_UP, STEPS = 2, 4
 TRACED_STEP = WARM_UP + 2  # from 1
@@ -166,7 +167,7 @@ def read_speed(records: Sequence[Record]) -> Speed:
     """Raises RowFailed where no step is left to measure."""
     steps = records[WARM_UP:]
     if not steps:
-        raise RowFailed(f"{len(records)} steps were reported, and {WARM_UP} of them warm up")
+        raise RowFailed(f"{pluralize(len(records), 'step')} reported, and {WARM_UP} of them warm up")
     mfus = [record["mfu"] for record in steps if "mfu" in record]
     return Speed(
         tokens_per_second=statistics.median(record["tokens_per_second"] for record in steps),

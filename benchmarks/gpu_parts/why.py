@@ -16,6 +16,7 @@ from benchmarks.gpu_parts.measured_runs import TRACED_STEP, MeasuredRuns
 from benchmarks.gpu_parts.processes import Deadline, RowFailed
 from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status, check_needs
 from benchmarks.gpu_parts.training_runs import write_name
+from console import pluralize
 
 if TYPE_CHECKING:
     from training.observability.trace_summary import StepProfile
@@ -60,7 +61,7 @@ class Why:
 
     def _trace(self, case: Case, deadline: Deadline) -> tuple[Status, Cells]:
         if case.world_size > max(1, len(self.machine.gpus)) and not self.machine.is_cpu:
-            raise NotRun(f"needs {case.world_size} GPUs")
+            raise NotRun(f"needs {pluralize(case.world_size, 'GPU')}")
         if "compile=true" in case.overrides:
             check_needs(("compiler",), self.machine)
         name = write_name(case.name)

@@ -73,7 +73,7 @@ class TokenClassificationEncoder(CountingEncoder):
         texts = _check_words(words, where)
         names = name_classes(labels, ProblemType.multi_label_classification, f"{location}: field '{self.label_field}'")
         if len(texts) != len(names):
-            raise UserError(f"{location}: {len(texts)} words and {len(names)} labels; fix or remove the record")
+            raise UserError(f"{location}: words: {len(texts)}, labels: {len(names)}; fix or remove the record")
         known = list(self.labels or ())
         classes = [find_class(name, known, f"{location}: field '{self.label_field}'") for name in names]
         options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
@@ -133,7 +133,7 @@ class ProcessRewardEncoder(CountingEncoder):
                 "remove the record"
             )
         if len(texts) != len(labels):
-            raise UserError(f"{location}: {len(texts)} steps and {len(labels)} labels; fix or remove the record")
+            raise UserError(f"{location}: steps: {len(texts)}, labels: {len(labels)}; fix or remove the record")
         parts = [self.prompt_template.replace(PROMPT_SLOT, question), self.step_separator, *texts]
         begin, separator, *pieces = encoded = tokenize_plain(parts, tokenizer)
         for text, ids in zip(parts, encoded, strict=True):

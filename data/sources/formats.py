@@ -25,6 +25,7 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from console import pluralize
 from errors import UserError
 
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -219,7 +220,7 @@ def _check_header(names: list[str], location: str) -> list[str]:
 def _build_row(row: list[str], names: list[str], location: str) -> RawRecord:
     if len(row) != len(names):
         problem = (
-            f"{location}: {len(row)} columns, but the first line names {len(names)} ({', '.join(names)}); "
+            f"{location}: {pluralize(len(row), 'column')}, but the first line names {len(names)} ({', '.join(names)}); "
             "fix or remove the row"
         )
         return RawRecord(location, problem=problem)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from console import pluralize
 from data.sample import IGNORE_INDEX
 from data.storage.cache import lock_folder
 from data.storage.rows import RowPlan, copy_rows
@@ -57,7 +58,8 @@ def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool)
     if trains and (desirable.all() or not desirable.any()):
         which = "true" if desirable.all() else "false"
         raise UserError(
-            f"{key}: the labels of all {len(desirable):,} samples are {which}; task=kto learns from desirable and "
+            f"{key}: all labels are {which}, of {pluralize(len(desirable), 'sample')}; task=kto learns from "
+            "desirable and "
             "undesirable answers: add the others, or use task=sft with data=sft"
         )
 
@@ -93,7 +95,8 @@ def _choose_others(dataset: TokenizedDataset, key: str, samples_per_record: int)
     starts = _find_runs(dataset, samples_per_record)  # in records
     if len(starts) == 1:
         raise UserError(
-            f"{key}: all {num_records:,} records have the same prompt, so there is no answer to another one, which "
+            f"{key}: there is one prompt alone, of {pluralize(num_records, 'record')}, so there is no answer to "
+            "another one, which "
             "task=kto compares with; add records"
         )
     ends = [*starts[1:], num_records]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from console import pluralize
 from data.options import Packing
 from data.sample import IGNORE_INDEX
 from data.sources.mixture import Mixture
@@ -104,7 +105,10 @@ def copy_rows(path: Path, other: Path, plan: RowPlan, compares_bytes: bool = Tru
 def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], *, names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
     if plan.group_size > 1:
-        log(f"{key}: {len(rows) // plan.group_size:,} records, of each {plan.group_size} samples that stay together")
+        log(
+            f"{key}: {pluralize(len(rows) // plan.group_size, 'record')}, of each {plan.group_size} samples "
+            "that stay together"
+        )
     if plan.mixture is not None:
         dataset, size = TokenizedDataset(path, False, False), plan.group_size
         described = plan.mixture.describe(
@@ -113,7 +117,7 @@ def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], Non
         log(f"{key}: {described}")
     if plan.packing is not Packing.NONE:
         log(
-            f"{key}: packed into {len(rows):,} rows of {plan.max_seq_length:,} tokens, "
+            f"{key}: packed into {pluralize(len(rows), 'row')} of {plan.max_seq_length:,} tokens, "
             f"{compute_fill(rows, plan):.1%} full"
         )
 

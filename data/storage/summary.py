@@ -132,16 +132,18 @@ def check_any_taken(counts: BatchCounts, selection: Selection, key: str) -> None
     if selection.takes_held_out and not counts.num_records:
         assert selection.hold_out is not None
         raise UserError(
-            f"{key}: none of its {counts.num_read:,} records is held out for evaluation; raise {selection.hold_out.key}"
+            f"{key}: none of its {pluralize(counts.num_read, 'record')} is held out for evaluation; raise "
+            f"{selection.hold_out.key}"
         )
     if counts.num_filtered == counts.num_records:
         raise UserError(
-            f"{key}: data.filter keeps none of its {counts.num_records:,} records; change the function or its fields"
+            f"{key}: data.filter keeps none of its {pluralize(counts.num_records, 'record')}; change the "
+            "function or its fields"
         )
     if counts.num_filtered + counts.num_held_out == counts.num_records:
         assert selection.hold_out is not None
         raise UserError(
-            f"{key}: all of its {counts.num_held_out:,} records are held out for evaluation; lower "
+            f"{key}: all of its {pluralize(counts.num_held_out, 'record')} would be held out for evaluation; lower "
             f"{selection.hold_out.key}"
         )
 
@@ -151,7 +153,8 @@ def check_any_left(summary: Summary, key: str) -> None:
     if summary.num_samples == 0:
         reason = f"; the first: {summary.examples[0]}" if summary.examples else ""
         raise UserError(
-            f"{key}: none of its {summary.num_records:,} records is left: {summary.num_skipped:,} skipped as bad,"
+            f"{key}: none of its {pluralize(summary.num_records, 'record')} is left: {summary.num_skipped:,} "
+            "skipped as bad,"
             f" {summary.lengths.num_dropped:,} dropped as too long{reason}; "
             "fix the data, data.length_policy or max_seq_length"
         )

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from console import progress
+from console import pluralize, progress
 from data.sources.formats import RawRecord
 from data.sources.records import read_records, resolve_sources
 from data.storage.cache import lock_folder
@@ -133,7 +133,7 @@ def _announce(
         return None
     free = check_room(estimate.num_bytes, folder, key)
     say(
-        f"{key}: tokenizing about {estimate.num_records:,} records; "
+        f"{key}: tokenizing about {pluralize(estimate.num_records, 'record')}; "
         f"they will need about {describe_bytes(estimate.num_bytes)} of disk in {folder}"
         f" ({describe_bytes(free)} are free)"
     )

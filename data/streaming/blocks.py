@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from console import pluralize
 from data.order import permute
 from data.sources.formats import RawRecord
 from data.sources.offsets import RecordOffset, read_from
@@ -84,7 +85,7 @@ def read_blocks(
             found = True
             yield block
         if not found and position == Position(position.pass_number):
-            raise UserError(f"{key} holds no records ({len(shards):,} shards); give files that do")
+            raise UserError(f"{key} holds no records ({pluralize(len(shards), 'shard')}); give files that do")
         position = position.next_pass
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from console import pluralize
 from data.order import permute
 from data.storage.encoding import Encoding, encode_batch
 from data.storage.rows import RowPlan
@@ -138,8 +139,9 @@ class RowStream:
         if not self._has_rows.get(number - 1, True):
             reason = f"; the first: {self.counts.examples[0]}" if self.counts.examples else ""
             raise UserError(
-                f"{self._plan.key}: none of the {self.counts.num_records:,} records of its {len(self._plan.shards):,} "
-                f"shards is left to train on{reason}; fix the data, data.filter, data.length_policy or max_seq_length"
+                f"{self._plan.key}: none of the {pluralize(self.counts.num_records, 'record')} of its "
+                f"{pluralize(len(self._plan.shards), 'shard')} is left to train on{reason}; fix the data, "
+                "data.filter, data.length_policy or max_seq_length"
             )
         self._has_rows[number] = self._has_rows.get(number, False) or block.rows is not None
 

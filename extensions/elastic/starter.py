@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from console import pluralize
 from errors import UserError
 from filesystem import write_atomically
 from training.cli.plan_process import ask_plan
@@ -116,7 +117,8 @@ def read_hosts(hosts_command: str) -> dict[str, int]:
     hosts = {name: int(slots) for name, slots in found if int(slots)}
     if ended.returncode or not hosts:
         raise UserError(
-            f"--hosts_command '{hosts_command}' ended with code {ended.returncode} and named {len(hosts)} hosts; it "
+            f"--hosts_command '{hosts_command}' ended with code {ended.returncode} and named "
+            f"{pluralize(len(hosts), 'host')}; it "
             "prints a line 'NAME slots=N' for each host that is left"
         )
     return hosts

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from console import pluralize
 from errors import UserError, exit_with_message
 from extensions.import_config.importer import PROJECTS, Imported, import_config, take_layout, write_config
 from filesystem import check_new_file
@@ -102,7 +103,10 @@ def main() -> None:
                 print(note, file=sys.stderr)
             return
         arguments.output.write_text(text, encoding="utf-8")
-    print(f"{arguments.output}: {len(imported.keys) + len(imported.groups)} keys, from a config of {imported.project}")
+    print(
+        f"{arguments.output}: {pluralize(len(imported.keys) + len(imported.groups), 'key')}, from a config of "
+        f"{imported.project}"
+    )
     for key, why in imported.left.items():
         print(f"  not carried over: {key}: {why}")
     for note in list_notes(refusal, proposal):

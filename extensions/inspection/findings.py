@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from console import pluralize
 from data.storage.file_report import shorten_source
 from data.storage.tokenized import TokenizedDataset, load_summary
 
@@ -54,7 +55,9 @@ def describe_findings(files: Sequence[Inspected], shown: Callable[[np.ndarray], 
     for file in files:
         dataset = opened[file.key]
         if len(empty := np.flatnonzero(np.asarray(dataset.num_targets) == 0)):
-            lines.append(f"{file.key}: {len(empty):,} of {len(dataset):,} samples have no target, so they add no loss")
+            lines.append(
+                f"{file.key}: {len(empty):,} of {pluralize(len(dataset), 'sample')} without a target, which add no loss"
+            )
             lines += [f"  {name(file, int(sample) // file.group_size)}" for sample in empty[:EXAMPLES]]
         lines += _describe_lengths(file, dataset.lengths, name)
     return "\n".join(lines) or "no duplicates, no samples without targets, no outliers in length"
@@ -118,8 +121,8 @@ def _describe_lengths(file: Inspected, lengths: np.ndarray, name: Name) -> list[
         far = far[np.argsort(lengths[far], kind="stable")]
         shown = far[:EXAMPLES] if word == "shorter" else far[::-1][:EXAMPLES]
         lines.append(
-            f"{file.key}: {len(far):,} samples are far {word} than the others ({np.exp(low):,.0f} to "
+            f"{file.key}: {pluralize(len(far), 'sample')} far {word} than the others ({np.exp(low):,.0f} to "
             f"{np.exp(high):,.0f} tokens for half of them)"
         )
-        lines += [f"  {lengths[s]:,} tokens: {name(file, int(s) // file.group_size)}" for s in shown]
+        lines += [f"  {pluralize(lengths[s], 'token')}: {name(file, int(s) // file.group_size)}" for s in shown]
     return lines

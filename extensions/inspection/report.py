@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from console import pluralize
 from data.options import Packing
 from data.sample import IGNORE_INDEX
 from data.storage.packing import pack_best_fit
@@ -71,12 +72,12 @@ def _compare(rows: Rows, lengths: np.ndarray, plan: RowPlan) -> str:
     """Return how full the rows would be if they were packed, in words; for samples that stay together the number of
     records."""
     if plan.group_size > 1:
-        return f", in {len(rows) // plan.group_size:,} records of {plan.group_size} samples"
+        return f", in {pluralize(len(rows) // plan.group_size, 'record')} of {plan.group_size} samples"
     if plan.packing is not Packing.NONE:
         return " (packing efficiency)"
     packed = pack_best_fit(rows.sample_ids, lengths, plan.max_seq_length)
     fill = rows.lengths.sum(dtype=np.int64) / (packed.num_rows * plan.max_seq_length)
-    return f"; data.packing=true would make {packed.num_rows:,} rows, {fill:.1%} filled"
+    return f"; data.packing=true would make {pluralize(packed.num_rows, 'row')}, {fill:.1%} filled"
 
 
 def save_histogram(path: Path, plan: RowPlan, title: str, file: Path) -> None:
@@ -121,9 +122,9 @@ def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colo
         # Data may hold terminal escape sequences.
         text += _mark(tokenizer.decode(tokens[begin:end]).replace("\x1b", "\\x1b"), is_trained, in_colour)
         if num_cut.get(end):
-            text += f"\n... {num_cut[end]:,} tokens truncated"
+            text += f"\n... {pluralize(num_cut[end], 'token')} truncated"
     left = len(input_ids) - MAX_TOKENS_SHOWN
-    return f"{text}\n... and {left:,} tokens more" if left > 0 else text
+    return f"{text}\n... and {pluralize(left, 'token')} more" if left > 0 else text
 
 
 def _changes(labels: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from console import indent_lines
+from console import indent_lines, pluralize
 from data.encoders.kinds import find_kind
 from data.storage.file_report import describe_files, save_skipped
 from data.storage.rows import Rows, list_rows
@@ -66,7 +66,7 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
         for row in list_rows(np.array(choose_rows(len(rows) // plan.group_size, ROWS_SHOWN)), plan.group_size).tolist():
             num_documents = len(rows.pieces(row))
             documents = f", {num_documents:,} documents" if num_documents > 1 else ""
-            counts = f"{rows.lengths[row]:,} tokens, {rows.num_targets[row]:,} of them targets{documents}"
+            counts = f"{pluralize(rows.lengths[row], 'token')}, {rows.num_targets[row]:,} of them targets{documents}"
             print(f"\n--- {_name_row(row, together)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
     page = Path(config.output_dir) / page_name
     title = f"{page.parent.name}: data"

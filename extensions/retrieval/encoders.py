@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
+from console import pluralize
 from data.counts import ContentCounts
 from data.encoders.classification import tokenize_texts
 from data.encoders.control_tokens import Guard
@@ -75,7 +76,7 @@ class RetrievalEncoder(CountingEncoder):
             negatives = value if isinstance(value, list) else [value]
             if len(negatives) < self.num_negatives:
                 raise UserError(
-                    f"{location}: field '{self.negatives_field}' has {len(negatives)} texts, and "
+                    f"{location}: field '{self.negatives_field}' has {pluralize(len(negatives), 'text')}, and "
                     f"data.num_negatives={self.num_negatives}; give a lower number, or remove the record"
                 )
             where = f"{location}: field '{self.negatives_field}', text"

@@ -230,8 +230,8 @@ def fill_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor | None
 
 @torch.no_grad()
 def merge_adapter(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Add the adapters of a layer's module to its weights. Returns the changed weights, by their names without
-    adapters, in fp32 except for stacked experts: what is added is never rounded before the sum."""
+    """Add the adapters of a layer's module to its weights, in the dtype of these. Returns the changed weights, by their
+    names without adapters: what is added is never rounded before the sum."""
     for adapted in _list_adapted(module):
         adapted.merge()
     return {

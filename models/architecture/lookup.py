@@ -38,7 +38,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from errors import UserError
 from models.architecture.disk_names import name_pieces, name_wrapped_pieces
@@ -67,6 +68,8 @@ ARCHITECTURES: dict[str, str] = {
     "qwen2": "models.families.qwen2",
     "qwen3": "models.families.qwen3",
 }
+# model_type -> the release of transformers that has it first, of those that train with it
+LATER_RELEASES = dict.fromkeys(("apertus1p5", "apertus1p5_text", "exaone", "sarvam_mla"), "5.24.0")
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", VARLEN, "eager", *FLASH, "flex_attention")
 
 
@@ -250,6 +253,11 @@ def is_supported(config: PretrainedConfig) -> bool:
 
 def unsupported(model_type: str | None, within: str = "") -> str:
     """Return the message for a `model_type` that is not supported. within: what wraps it, in words."""
+    if (release := LATER_RELEASES.get(model_type or "")) and model_type not in CONFIG_MAPPING:
+        return (
+            f"model_type {model_type!r}{within} needs transformers {release} or newer, and "
+            f"{transformers.__version__} is installed"
+        )
     return (
         f"model_type {model_type!r}{within} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, "
         "and causal language models of transformers. docs/add_a_model.md says how to add one"

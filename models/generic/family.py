@@ -19,6 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from errors import UserError
 from models.generic.assembly import assemble, read_backbone_spec
 from models.generic.backbone import Backbone
+from models.generic.obstacles import list_obstacles
 from models.generic.packing import compare_with_documents_alone
 from models.generic.padding import compare_with_rows_alone
 from models.generic.proof import BOUND, compare_with_transformers, run_layers
@@ -120,8 +121,10 @@ def _find_leak(config: PretrainedConfig) -> str | None:
 
 
 def find_fault(config: PretrainedConfig) -> str | None:
-    """Return why a pipeline of a model's layers does not compute what the model does, as a small model of the same
-    config shows; None where it does."""
+    """Return why a pipeline of a model's layers does not compute what the model does, as its config says, or a small
+    model of the same config shows; None where it does."""
+    if obstacles := list_obstacles(config):
+        return f"it has {'; '.join(obstacles)}"
     try:
         small = shrink(config)
         small._attn_implementation = list_attention(config)[0]

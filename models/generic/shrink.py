@@ -35,6 +35,7 @@ _SIZES: dict[str, int] = {
     r"vocab_size.*|.*_vocab_size|n_token|n_words|unpadded_vocab_size": _VOCAB,
     r"kv_lora_rank|.*_rank|.*_lowrank": 16,
     r"q_lora_rank": 24,
+    r"moe_hidden_size": 48,
     r".*state_size|.*d_state|linear_.*head_dim|mamba_(head_?dim|d_head)": _HEAD_DIM,
     r"mamba_d_ssm": _HIDDEN,
     r"index_topk": 5,
@@ -100,10 +101,21 @@ def _shrink(config: PretrainedConfig, keep: re.Pattern[str]) -> PretrainedConfig
     fields = cut_layers(config, choose_layers(config))
     small = _fit_state_space(_Sizes(config.to_dict(), keep).shrink(fields))
     for rope in (small.get("rope_parameters"), small.get("rope_scaling")):
-        if rope and rope.get("mrope_section"):
+        if rope and (sections := rope.get("mrope_section") or _find_sections(type(config)(**small))):
             scale = _get_head_dim(small) / _get_head_dim(config.to_dict())
-            rope["mrope_section"] = _shrink_sections(rope["mrope_section"], scale)
+            rope["mrope_section"] = _shrink_sections(sections, scale)
     return type(config)(**small)
+
+
+def _find_sections(small: PretrainedConfig) -> list[int] | None:
+    """Return the sections of a rotary embedding, in full size, that the model takes if its config names none; None if
+    it has none."""
+    if "mrope_section" not in getattr(small, "ignore_keys_at_rope_validation", ()):
+        return None
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(small)](small)
+    found = (getattr(part, "mrope_section", None) for part in model.modules())
+    return next((sections for sections in found if isinstance(sections, list)), None)
 
 
 def _get_head_dim(fields: Mapping[str, Any]) -> int:
@@ -111,10 +123,14 @@ def _get_head_dim(fields: Mapping[str, Any]) -> int:
 
 
 def _shrink_sections(sections: Sequence[int], scale: float) -> list[int]:
-    """Return the parts of a rotary embedding that Qwen-VL's three kinds of positions use, in their proportions."""
-    total = round(sum(sections) * scale)
-    rest = [max(1, int(section * scale)) for section in sections[1:]]
-    return [total - sum(rest), *rest]
+    """Return the parts of a rotary embedding that Qwen-VL's three kinds of positions use, in their proportions: equal
+    ones stay as equal as their sum allows."""
+    exact = [section * scale for section in sections]
+    whole = [max(1, int(size)) for size in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda place: whole[place] - exact[place])
+    for place in by_remainder[: round(sum(exact)) - sum(whole)]:
+        whole[place] += 1
+    return whole
 
 
 class _Sizes:

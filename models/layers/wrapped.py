@@ -226,7 +226,8 @@ def find_text_class(config: PretrainedConfig, base_class: type[PreTrainedModel] 
 
 
 class _WithHead:
-    """Mixin before a class of `transformers`: a text model with a head."""
+    """Mixin before a class of `transformers`: a text model with a head. Its logits are multiplied, then capped, where
+    the config says so, as the model around it does (Muse, Mistral Large 4)."""
 
     _base_class: type[PreTrainedModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers reads it)
@@ -239,6 +240,9 @@ class _WithHead:
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> CausalLMOutput:
         logits = self.lm_head(self.model(input_ids, **options).last_hidden_state)
-        size = logits.shape[-1]
+        config, size = self.config, logits.shape[-1]  # type: ignore[attr-defined]
+        logits = logits * getattr(config, "output_multiplier", 1.0)
+        if cap := getattr(config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=size)  # type: ignore[attr-defined]
         return CausalLMOutput(loss=loss, logits=logits)

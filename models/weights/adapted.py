@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 class MergedAdapter(Edit):
     """Merges an adapter into a model, one layer at a time.
 
-    Merged weights are read in fp32 or wider, so that they are rounded once, to the dtype in which they are used; those
-    of stacked experts in the dtype of their base, since a copy in fp32 would take twice the memory. They are described
-    in the dtype of their base, in which they are written where no other is asked for.
+    Merged weights are read in fp32 or wider, so that they are rounded once, to the dtype in which they are used. They
+    are described in the dtype of their base, in which they are written where no other is asked for.
     """
 
     order = EditOrder.ADAPTER
@@ -53,7 +52,7 @@ class MergedAdapter(Edit):
         check_all_taken(self._names, self._lora, layers)
 
     def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
-        tensors = read(index, layer)
+        tensors = dict(read(index, layer))
         if any(tensor.is_meta for tensor in tensors.values()):  # merging keeps shapes
             return tensors
         module = layer.build_on_meta()
@@ -68,9 +67,9 @@ class MergedAdapter(Edit):
         if not tensors or not targets:
             return tensors
         changed = targets.weights
-        wide = {name: _widen(tensors[name]) for name in changed - set(targets.stacks)}
-        stacks = {name: tensors[name].clone() for name in targets.stacks}  # as large as they are, summed by expert
-        module.load_state_dict(tensors | wide | stacks, assign=True)
+        # One at a time, since the experts of a layer may be most of a host's memory
+        wide = {name: _widen(tensors.pop(name)) for name in changed}
+        module.load_state_dict(tensors | wide, assign=True)
         inject_adapter(self._lora, module, layer)
         for name in adapter_names(module):
             parameter = module.get_parameter(name)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from console import pluralize
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.architecture.unused import find_unread
@@ -101,7 +102,7 @@ class HuggingFaceFolder:
             extra.discard(head)
         if extra:
             raise UserError(
-                f"{self.path}: {len(extra)} tensors belong to no layer of a '{self.config.model_type}', "
+                f"{self.path}: {pluralize(len(extra), 'tensor')} of no layer of a '{self.config.model_type}', "
                 f"first '{min(extra)}'; the weights are of another architecture than config.json says"
             )
 
@@ -236,7 +237,9 @@ def _find_tensors(path: Path) -> dict[str, Path]:
         raise UserError(f"{path / chosen}: weight_map gives '{wrong[0]}' no file; fetch the index again")
     shards = sorted(set(weight_map.values()))
     if missing := [file for file in shards if not (path / file).is_file()]:
-        raise UserError(f"{path}/{chosen} names {missing[0]}, which is not there ({len(missing)} shards missing)")
+        raise UserError(
+            f"{path}/{chosen} names {missing[0]}, which is not there ({pluralize(len(missing), 'shard')} missing)"
+        )
     indexed = {name: path / file for name, file in weight_map.items()}
     if chosen in INDEX_FILES[1:]:
         return indexed

@@ -29,6 +29,36 @@ _GEMMA4 = {
     "moe_intermediate_size": 704,
 }
 _SECTIONS = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}}
+# Step-3.7-Flash: of each four layers the first sees all tokens, with a rope of half its heads; the last two are clamped
+_STEP3P7 = {
+    "num_hidden_layers": 8,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 2,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5,
+    "sliding_window": 512,
+    "num_sliding_attention_heads": 96,
+    "moe_router_scaling_factor": 3.0,
+    "rope_theta": [5000000.0, 10000.0, 10000.0, 10000.0] * 2,
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 2,
+    "swiglu_limits": [0.0] * 6 + [7.0] * 2,
+    "swiglu_limits_shared": [0.0] * 6 + [16.0] * 2,
+}
+# Of each four layers the last has the keys and values of the one before
+_MISTRAL_LARGE4 = {
+    "num_hidden_layers": 8,
+    "kv_source_layers": [0, 1, 2, 2, 4, 5, 6, 6],
+    "indexer_types": ["full", "full", "full", "shared"] * 2,
+}
+_QWEN4_EXP = {
+    "ple_layer_ids": [2],
+    "eos_token_id": 2,
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+}
+_HALF_ROPE = {"rope_type": "default", "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+_GLM4V = {"text_config": {"rope_parameters": _HALF_ROPE}}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "apertus": {"attention_bias": True},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
@@ -65,6 +95,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
     "ernie4_5": {"use_bias": True},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [22, 22, 20]}}},
     "falcon_h1": {
         "embedding_multiplier": 5.65,
         "lm_head_multiplier": 0.5,
@@ -81,6 +112,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": _GEMMA4},
     "gemma4_text": _GEMMA4,
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    "glm46v": _GLM4V,
+    "glm4v": _GLM4V,
+    "glm4v_moe": {"text_config": {"rope_parameters": _HALF_ROPE, "head_dim": 128, "routed_scaling_factor": 2.5}},
+    "glmga": _GLM4V,
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "granite": _GRANITE,
     "granite_swa": _GRANITE,
@@ -104,9 +139,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         "use_expert_bias": True,
     },
+    "qwen2_5_omni_thinker": _SECTIONS,
     "qwen2_5_vl": _SECTIONS,
     "qwen2_vl": _SECTIONS,
     "ministral": {"head_dim": 128},
+    "mistral_large4": {"text_config": _MISTRAL_LARGE4},
     "mixtral": {"sliding_window": 4096},
     "nemotron": {"num_key_value_heads": 8},
     "olmo": {"clip_qkv": 2.0},
@@ -118,10 +155,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": [0], "norm_topk_prob": False},
     "qwen3": {"attention_bias": True},
     "qwen3_moe": {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen4_exp": {"text_config": _QWEN4_EXP},
+    "qwen4_exp_text": _QWEN4_EXP,
     "seed_oss": {"attention_bias": True},
     "solar_open": {"routed_scaling_factor": 2.5},
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": 4096},
+    "step3p7": {"text_config": _STEP3P7},
     "xmod": {**_DECODER, "default_language": "en_XX"},
     **dict.fromkeys(
         (

@@ -42,8 +42,36 @@ _TEXT = {
     "eos_token_id": 2,
     "initializer_range": 0.15,
 }
+_GLM_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_MUSE = {
+    "head_dim": 16,
+    "sliding_window": 8,
+    "final_logit_softcapping": 2.0,
+    "output_multiplier": 0.3,
+    # Of normed queries: with the 5.5 of Muse Spark attention is so sharp that the order of sums shows within five steps
+    "qk_scale_factor": 1.5,
+}
+_MUSE_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
 _KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_PARTS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_MROPE = {**_PARTS, "mrope_interleaved": True}
+_HALF_MROPE = {**_PARTS, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}
 
 
 def _family(model_type: str, **fields: Any) -> dict[str, Any]:
@@ -138,6 +166,90 @@ WRAPPED: dict[str, dict[str, Any]] = {
             "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
         },
         "vision_config": {name: value for name, value in _QWEN_VISION.items() if name != "deepstack_visual_indexes"},
+        "tie_word_embeddings": False,
+    },
+    "glm4v": {
+        "text_config": {**_TEXT, "model_type": "glm4v_text", "rope_parameters": _HALF_MROPE},
+        "vision_config": _GLM_VISION,
+        "tie_word_embeddings": False,
+    },
+    "glm4v_moe": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "glm4v_moe_text",
+            "head_dim": 16,
+            "rope_parameters": {**_HALF_MROPE, "mrope_section": [1, 2, 1]},
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 2.5,
+        },
+        "vision_config": _GLM_VISION,
+        "tie_word_embeddings": False,
+    },
+    "glm_ocr": {
+        "text_config": {**_TEXT, "model_type": "glm_ocr_text", "head_dim": 16, "rope_parameters": _PARTS},
+        "vision_config": _GLM_VISION,
+        "tie_word_embeddings": True,
+    },
+    "muse_glimmer": {
+        "text_config": {**_TEXT, **_MUSE, "model_type": "muse_glimmer_text"},
+        "vision_config": _MUSE_VISION,
+        "out_hidden_size": 48,
+        "projector_hidden_size": 40,
+        "tie_word_embeddings": False,
+    },
+    "muse_spark": {
+        "text_config": {
+            **_TEXT,
+            **_MUSE,
+            "model_type": "muse_spark_text",
+            "moe_intermediate_size": 24,
+            "moe_hidden_size": 40,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+        "vision_config": _MUSE_VISION,
+        "audio_config": {
+            "patch_sizes": [4, 2],
+            "hidden_sizes": [16, 32],
+            "depths": [1, 1],
+            "num_hidden_layers": 2,
+            "out_hidden_size": 48,
+        },
+        "out_hidden_size": 48,
+        "projector_hidden_size": 40,
+        "tie_word_embeddings": False,
+    },
+    "step3p7": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "step3p5",
+            "head_dim": 16,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "sliding_window": 8,
+            "num_sliding_attention_heads": 6,
+            "moe_intermediate_size": 24,
+            "share_expert_dim": 40,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_router_scaling_factor": 3.0,
+            "rope_theta": [100000.0, 10000.0, 10000.0, 10000.0],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+            "swiglu_limits": [0.0, 0.0, 0.0, 0.5],
+            "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.7],
+        },
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 8,
+            "mlp_ratio": 1.5,
+            "max_position_embeddings": 4,
+        },
         "tie_word_embeddings": False,
     },
     "idefics3": {

@@ -47,11 +47,13 @@ class Engine:
     def __init__(self) -> None:
         self.rates: list[float] = []
         self.totals: list[StepTotals] = []
+        self.last_steps: list[int] = []  # those that it was told to be the last
         self.module = SimpleNamespace(loss_fn=None, routers=None)
 
     def train_step(
-        self, micro_batches: Any, step: int, total_steps: int, totals: StepTotals
+        self, micro_batches: Any, step: int, total_steps: int, totals: StepTotals, is_last: bool
     ) -> tuple[torch.Tensor, float]:
+        self.last_steps += [step] * is_last
         self.rates.append(learning_rate_at(step, total_steps, self.loop.config))
         self.totals.append(totals)
         return torch.tensor(LOSSES[next(micro_batches)]), self.rates[-1]
@@ -220,6 +222,7 @@ def test_evaluation_and_saving_come_at_their_steps_and_at_the_end(run) -> None:
 def test_each_step_is_run_with_what_the_host_knows_of_it(run) -> None:
     _, engine, _ = run()
     assert engine.totals == [Loader().step_totals(step) for step in range(5)]
+    assert engine.last_steps == [4]
 
 
 def test_saving_is_not_counted_as_training(run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +250,7 @@ def test_stopping_early_leaves_the_schedule(run) -> None:
     events, stopped, final = run("logging_steps=10", last=2)
     assert stopped.rates == whole.rates[:2] and final.step == 2
     assert events[-1] == "save 2" and events[0]["step"] == 2
+    assert stopped.last_steps == [1]  # its figures are in the last line, whatever logging_steps is
 
 
 def test_a_request_takes_effect_after_its_step(run) -> None:
@@ -427,7 +431,7 @@ def test_a_signal_during_the_last_callback_ends_the_run(run) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_a_save_under_way_is_finished_whatever_ends_the_run(run, error: type[BaseException]) -> None:
     class Broken(Engine):
-        def train_step(self, *_: Any) -> tuple[torch.Tensor, float]:
+        def train_step(self, *_: Any, **named: Any) -> tuple[torch.Tensor, float]:
             raise error
 
     engine = Broken()

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -19,6 +19,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from console import pluralize
 from errors import UserError
 from extension import check_not_removed, list_conf_folders
 from models.adapters.options import UNSUPPORTED
@@ -155,7 +156,9 @@ def _check_base(composed: DictConfig, config_name: str) -> None:
     known = list(composed)
     missing = [item.name for item in fields(RunConfig) if item.name not in known]
     if missing or not issubclass(OmegaConf.get_type(composed) or dict, RunConfig):
-        lacking = f"the key '{missing[0]}' and {len(missing) - 1} others" if missing else "the types of the keys"
+        lacking = (
+            f"the key '{missing[0]}' and {pluralize(len(missing) - 1, 'other')}" if missing else "the types of the keys"
+        )
         raise UserError(f"-cn {config_name}: it lacks {lacking}; begin the file with 'defaults: [base, _self_]'")
 
 
@@ -216,8 +219,17 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
         if match := re.match(pattern, reason):
             given = match.groupdict()
             value = f"={given['value']}" if "value" in given else ""
-            return f"{full_key}{value}: must be {wanted.format(**given)}"
+            null = ", null" if "options" in given and _allows_null(full_key) else ""
+            return f"{full_key}{value}: must be {wanted.format(**given)}{null}"
     return f"{full_key}: {reason}"
+
+
+def _allows_null(key: str) -> bool:
+    """Return whether null is a value of a key of the schema, by its dotted name."""
+    hint: Any = build_schema()
+    for part in key.split("."):
+        hint = get_type_hints(hint).get(part) if is_dataclass(hint) else None
+    return type(None) in get_args(hint)
 
 
 def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
@@ -236,7 +248,8 @@ def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
         shipped = (CONF, *list_conf_folders())
         own = [each for each in known if not any((folder / f"{each}.yaml").is_file() for folder in shipped)]
         if own:
-            return f"{missing}; {meant}--config-dir has {', '.join(own)}, and conf/ {len(known) - len(own)} others"
+            others = pluralize(len(known) - len(own), "other")
+            return f"{missing}; {meant}--config-dir has {', '.join(own)}, and conf/ {others}"
         return f"{missing}; {meant}conf/ has {len(known)} others; one in another folder needs --config-dir FOLDER"
     return f"{missing}; {meant}there are {', '.join(known)}"
 

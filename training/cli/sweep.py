@@ -26,6 +26,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from console import pluralize
 from errors import UserError
 from filesystem import hash_ends, write_atomically
 from masking import mask, mask_text
@@ -231,7 +232,11 @@ def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
                     flush=True,
                 )
                 continue
-            print(f"\nrun {number} of {len(jobs)} on {num_gpus} ranks: {job.name}", file=sys.stderr, flush=True)
+            print(
+                f"\nrun {number} of {len(jobs)} on {pluralize(num_gpus, 'rank')}: {job.name}",
+                file=sys.stderr,
+                flush=True,
+            )
             before = job.files
             launch(job.arguments)
             job.note_files(before)

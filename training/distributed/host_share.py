@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from console import pluralize
 from errors import UserError
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # the last two: older
@@ -44,7 +45,8 @@ def choose_gpu(local_rank: int, local_size: int, device_count: int, may_share: b
     if may_share and device_count > 0:
         return local_rank % device_count
     raise UserError(
-        f"{local_size} ranks were started on this host, and {device_count} GPUs are visible; start one rank per GPU "
+        f"{pluralize(local_size, 'rank')} started on this host, with "
+        f"{pluralize(device_count, 'GPU')} visible; start one rank per GPU "
         f"(deepspeed --num_gpus {device_count}, torchrun --nproc_per_node {device_count}), or train on the CPU with "
         "DS_ACCELERATOR=cpu. A launcher of your own also sets LOCAL_WORLD_SIZE, to the ranks of one host"
     )

@@ -54,7 +54,7 @@ class DeepSpeedBacked(Engine):
         self.device, self.rank = wrapped.device, dist.get_rank()
         self._held = build_partition_view(wrapped.optimizer, kept)
 
-    def start_step(self, step: int, total_steps: int, totals: StepTotals | None) -> float:
+    def start_step(self, step: int, total_steps: int, totals: StepTotals | None, is_last: bool = False) -> float:
         """Set what follows from a step's number and its global batch: the learning rate, which is returned, random
         numbers, and what layers and routers know of documents and tokens. Arguments as in `train_step`."""
         learning_rate = learning_rate_at(step, total_steps, self._config)
@@ -64,7 +64,7 @@ class DeepSpeedBacked(Engine):
         self.module.seed_noise(hash((self._config.seed, step)))
         if self.module.routers is not None:
             loss_scale = self.read_loss_scaler().get("cur_scale", 1.0)
-            is_logged = (step + 1) % self._config.logging_steps == 0
+            is_logged = is_last or (step + 1) % self._config.logging_steps == 0
             self.module.routers.start_step(totals, loss_scale * self.layout.num_weight_replicas, compares=is_logged)
         torch.manual_seed(choose_seed(self._config, self.layout.topology, self.rank, step))
         return learning_rate

@@ -77,7 +77,12 @@ class Engine(ABC):
 
     @abstractmethod
     def train_step(
-        self, micro_batches: Iterator[Any], step: int, total_steps: int, totals: StepTotals | None = None
+        self,
+        micro_batches: Iterator[Any],
+        step: int,
+        total_steps: int,
+        totals: StepTotals | None = None,
+        is_last: bool = False,
     ) -> tuple[torch.Tensor, float]:
         """Run optimizer step `step` (from 0) of a schedule of `total_steps`, over the next
         `layout.gradient_accumulation_steps` micro-batches.
@@ -87,7 +92,8 @@ class Engine(ABC):
 
         micro_batches: from this rank's loader; a rank in the middle of the pipeline does not read them. totals: of the
         step's global batch; None if they are not known, and documents have to be read from each micro-batch. Router
-        losses need them.
+        losses need them. is_last: whether the run is to end with this step, which is logged whatever `logging_steps`
+        is.
         """
 
     @abstractmethod

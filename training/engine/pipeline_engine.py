@@ -168,9 +168,14 @@ class PipelineStage(DeepSpeedBacked):
         self._loss_stage = schedule.find_stage(schedule.last_chunk)
 
     def train_step(
-        self, micro_batches: Iterator[Any], step: int, total_steps: int, totals: StepTotals | None = None
+        self,
+        micro_batches: Iterator[Any],
+        step: int,
+        total_steps: int,
+        totals: StepTotals | None = None,
+        is_last: bool = False,
     ) -> tuple[torch.Tensor, float]:
-        learning_rate = self.start_step(step, total_steps, totals)
+        learning_rate = self.start_step(step, total_steps, totals, is_last)
         if self._config.data.pad_to is PadTo.longest:
             self._transfers.forget_shapes()  # they are sent once a step
         losses = self._runner.run(self._runner.start_step(), micro_batches)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from console import pluralize
 from training.config.schema import DecayType, RunConfig, SchedulerType
 
 DEFAULT_WARMUP_RATIO = 0.03  # where neither key is given
@@ -60,7 +61,8 @@ def warn_of_warmup(total_steps: int, config: RunConfig) -> str | None:
     if key is None or steps == 0 or steps < total_steps - decays:
         return None
     last = learning_rate_at(total_steps - 1, total_steps, config)
-    return f"{key} is a warm-up of {steps} steps, and the run has {total_steps}: its learning rate ends at {last:.3g}"
+    warm_up = pluralize(steps, "step")
+    return f"{key} is a warm-up of {warm_up}, and the run has {total_steps}: its learning rate ends at {last:.3g}"
 
 
 def count_decay_steps(total_steps: int, config: RunConfig) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from console import pluralize
 from errors import UserError
 from models.architecture.alike import map_alike
 from models.layers.layer import Layer
@@ -192,7 +193,8 @@ def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int, num_chun
     if len(sizes) != num_stages * num_chunks or sum(sizes) != num_layers or min(sizes) < 1:
         virtual = f" x {num_chunks} chunks" if num_chunks > 1 else ""
         raise UserError(
-            f"partition_method={sizes} gives {sum(sizes)} layers to {len(sizes)} stages; it must give "
+            f"partition_method={sizes} gives {pluralize(sum(sizes), 'layer')} to "
+            f"{pluralize(len(sizes), 'stage')}; it must give "
             f"{num_layers} layers (embedding, norm and head count as one each) to num_stages={num_stages}{virtual}, "
             "at least one each"
         )

@@ -79,7 +79,7 @@ def test_turns_without_a_target_have_their_reason(chat_tokenizer, tmp_path: Path
     turns = count(ChatEncoder(train_on=TrainOn.last_turn), chat_tokenizer, tmp_path, file)["a.jsonl"].content
     assert (turns.num_turns, turns.num_marked_turns, turns.num_earlier_turns) == (8, 2, 2)
     assert turns.describe_turns() == [
-        "8 assistant turns",
+        "8 turns of the assistant",
         "2 turns without targets: their own train or weight",
         "2 turns without targets: they are not the last one (data.train_on=last_turn)",
     ]
@@ -139,7 +139,7 @@ def test_turns_of_a_prompt_count_once(chat_tokenizer, tmp_path: Path) -> None:
     asked, answered = ({"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"})
     prompt = [asked, answered, asked]
     file = write_records(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": [answered]}])
-    words = ["2 assistant turns", "1 turns without targets: they are part of the prompt"]
+    words = ["2 turns of the assistant", "1 turn without targets: they are part of the prompt"]
     for encoder in (ChatEncoder(), SFTEncoder()):
         assert count(encoder, chat_tokenizer, tmp_path, file)["a.jsonl"].content.describe_turns() == words
     file = write_records(tmp_path / "b.jsonl", [{"prompt": prompt, "chosen": [answered], "rejected": "c"}])

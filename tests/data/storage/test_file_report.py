@@ -34,7 +34,7 @@ def test_records_of_the_evaluation_that_are_trained_on(tokenizer, tmp_path: Path
     facts = describe_files(datasets)
     assert list(facts) == ["train_file 1", "train_file 2", "eval_file.c", "eval_file.d 1", "eval_file.d 2"]
     assert facts["eval_file.c"].startswith(f"{tmp_path}/c: 5 records; 4 samples, ")
-    assert "\n4 assistant turns\n1 of 5 records skipped as bad, such as " in facts["eval_file.c"]
+    assert "\n4 turns of the assistant\n1 of 5 records skipped as bad, such as " in facts["eval_file.c"]
     assert facts["eval_file.c"].endswith("\n3 of its records are in train_file too, so the evaluation is contaminated")
     assert "\n10 samples truncated\n" in facts["train_file 1"] and "contaminated" not in facts["eval_file.d 1"]
 

@@ -76,15 +76,15 @@ def test_where_answers_begin_is_not_in_the_hash_that_checkpoints_of_earlier_vers
 @pytest.mark.parametrize(("prompts", "samples_per_record"), [([1], 1), ([1, 1, 1], 1), ([1, 1], 2)])
 def test_one_prompt_alone_is_refused(tmp_path: Path, prompts: list[int], samples_per_record: int) -> None:
     save_samples(tmp_path / "data", prompts)
-    with pytest.raises(UserError, match=r"^eval_file: all \d records have the same prompt"):
+    with pytest.raises(UserError, match=r"^eval_file: there is one prompt alone, of \d records"):
         prepare_mismatched(tmp_path / "data", RowPlan(8), "eval_file", samples_per_record)
 
 
 @pytest.mark.parametrize(
     ("desirable", "trains", "message"),
     [
-        ([True, True], True, "the labels of all 2 samples are true"),
-        ([False, False], True, "the labels of all 2 samples are false"),
+        ([True, True], True, "all labels are true, of 2 samples"),
+        ([False, False], True, "all labels are false, of 2 samples"),
         ([False, False], False, None),
         ([False, True], True, None),
         ([True], False, "needs a label of each sample, desirable or not"),  # an encoder that sets it for some

@@ -197,7 +197,10 @@ def test_a_selection_that_leaves_nothing(take: Callable, module: str, tmp_path: 
     write_records(tmp_path / "a.jsonl", build_records(range(5)))
     for selection, message in (
         (build_selection(f"{module}.is_short", limit=1), "train_file: data.filter keeps none of its 5 records; "),
-        (Selection(hold_out=HoldOut(count=5)), "train_file: all of its 5 records are held out for evaluation; lower "),
+        (
+            Selection(hold_out=HoldOut(count=5)),
+            "train_file: all of its 5 records would be held out for evaluation; lower ",
+        ),
         (
             Selection(hold_out=HoldOut(fraction=1e-6), takes_held_out=True),
             "train_file: none of its 5 records is held out for evaluation; raise ",

@@ -163,7 +163,7 @@ def test_columns_hold_what_the_encoder_made(prepare, tokenizer) -> None:
     assert lines[1:] == [f"train_file: tokenized into {path}"]  # the counts are shown once, by file
     lost_tokens = f"{lost} tokens lost by it ({lost_targets} of them targets)"
     assert load_summary(path).describe().split("\n") == [
-        f"12 records; {size}", "12 assistant turns", f"{truncated} samples truncated", lost_tokens
+        f"12 records; {size}", "12 turns of the assistant", f"{truncated} samples truncated", lost_tokens
     ]  # fmt: skip
     assert data.num_cut is not None and data.num_cut.sum() == lost
 

@@ -197,8 +197,8 @@ def test_shards_without_a_usable_record_end_the_run(build_plan, tmp_path: Path) 
     file = tmp_path / "none.jsonl"
     file.write_text("{}\n{}\n")
     stream = RowStream(build_plan(files=str(file), on_bad_record=OnBadRecord.skip), Cursor())
-    with pytest.raises(UserError, match="none of the 4 records of its 1 shards is left to train on; the first: .*:1"):
+    with pytest.raises(UserError, match="none of the 4 records of its 1 shard is left to train on; the first: .*:1"):
         stream.take(1)
     file.write_text("\n")
-    with pytest.raises(UserError, match=r"train_file holds no records \(1 shards\)"):
+    with pytest.raises(UserError, match=r"train_file holds no records \(1 shard\)"):
         RowStream(build_plan(files=str(file)), Cursor()).take(1)

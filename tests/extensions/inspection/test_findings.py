@@ -49,7 +49,7 @@ def test_duplicates_within_and_across_files(tokenizer, tmp_path: Path) -> None:
 def test_samples_of_strange_length(tokenizer, tmp_path: Path) -> None:
     records = [(f"What is the number {n}?", "A number, that is one of many.") for n in range(20)]
     lines = find(tokenizer, tmp_path, {"train_file": {"a": [*records, ("", "7")]}}).splitlines()
-    assert lines[0].startswith("train_file: 1 samples are far shorter than the others (")
+    assert lines[0].startswith("train_file: 1 sample far shorter than the others (")
     assert lines[1].startswith(f"  3 tokens: train_file sample 20 ({tmp_path}/a:21): ") and len(lines) == 2
     same = find(tokenizer, tmp_path, {"train_file": {"b": records}})
     assert same == "no duplicates, no samples without targets, no outliers in length"
@@ -61,5 +61,5 @@ def test_samples_without_a_target(tokenizer, tmp_path: Path) -> None:
     encoding = Encoding(PretrainEncoder(), tokenizer, None)
     path = prepare_dataset([corpus], key="train_file", encoding=encoding, cache_dir=tmp_path, log=None)
     lines = describe_findings([Inspected("train_file", path, ["corpus"])], str).splitlines()
-    assert lines[0] == "train_file: 1 of 3 samples have no target, so they add no loss"
+    assert lines[0] == "train_file: 1 of 3 samples without a target, which add no loss"
     assert lines[1] == "  train_file sample 1 (number 1 of corpus): [14]"

@@ -47,7 +47,7 @@ def test_the_report_counts_everything(path: Path) -> None:
     assert f"target tokens: {targets / tokens:.1%} of all" in single
     assert (
         f"rows: 2, {tokens / 128:.1%} of max_seq_length=64 filled; "
-        f"data.packing=true would make 1 rows, {tokens / 64:.1%}" in single
+        f"data.packing=true would make 1 row, {tokens / 64:.1%}" in single
     )
     assert f"rows: 1, {tokens / 64:.1%} of max_seq_length=64 filled (packing efficiency)" in packed
     assert "skipped: " in single and "a.jsonl:3: no field 'completion'" in single

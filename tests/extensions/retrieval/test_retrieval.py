@@ -83,7 +83,7 @@ def test_samples_without_a_token_of_their_text_are_counted(
     [
         ({"positive": " "}, "here: field 'positive' is empty; fill it or remove the record"),
         ({"negatives": ["json", 3]}, "here: field 'negatives', text 2 must be text, not int"),
-        ({"negatives": "json"}, "here: field 'negatives' has 1 texts, and data.num_negatives=2; give a lower number"),
+        ({"negatives": "json"}, "here: field 'negatives' has 1 text, and data.num_negatives=2; give a lower number"),
     ],
 )
 def test_records_that_lack_texts_are_named(

@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from support.chain import BOUND, Chain, difference, positions, tokens
 from support.families import build_family, build_family_config
 from support.model_folders import assert_same_bits, convert, export
+from support.published import build_published_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from errors import UserError
-from models.architecture.lookup import ARCHITECTURES, build_layers, check_length
+from models.architecture.lookup import ARCHITECTURES, LATER_RELEASES, build_layers, check_length, unsupported
 from models.generic.family import find_fault
+from models.generic.obstacles import list_obstacles
 from models.generic.shrink import shrink
+from models.layers.wrapped import unwrap
 from models.weights.sources import open_weights
 
 
@@ -123,3 +127,54 @@ def test_what_stages_cannot_do_is_refused(model_type: str, missing: str) -> None
 def test_a_model_that_is_not_a_causal_language_model_is_refused() -> None:
     with pytest.raises(UserError, match="model_type 't5' is not supported; known: .*llama"):
         build_layers(AutoConfig.for_model("t5"))
+
+
+def test_a_family_of_a_later_release_is_named_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LATER_RELEASES, "of_later", "99.1.0")
+    message = f"model_type 'of_later' needs transformers 99.1.0 or newer, and {transformers.__version__} is installed"
+    assert unsupported("of_later") == message
+    monkeypatch.setitem(LATER_RELEASES, "llama", "99.1.0")
+    assert unsupported("llama").startswith("model_type 'llama' is not supported")  # what is installed has it
+
+
+STREAMS = "hyper-connections (4 streams of hidden states, where a stage sends one)"
+INDEXERS = "indexers, which are trained to another loss"
+CHOSEN = "layers that attend to the tokens that earlier ones have chosen"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "obstacles"),
+    [
+        ("mistral_large4", ["layers that use the keys and values of earlier ones", CHOSEN, INDEXERS]),
+        ("qwen4_exp", [STREAMS, "layers with embeddings of hashed n-grams of the tokens", INDEXERS]),
+        ("glm5_next", [STREAMS, INDEXERS]),
+        ("hy_v4", [STREAMS, CHOSEN, INDEXERS]),
+        ("deepseek_v4", [STREAMS, "experts that a hash of the token chooses", INDEXERS]),
+        ("deepseek_v32", []),  # an indexer alone: the proof finds it
+        ("gemma4_text", []),
+    ],
+)
+def test_all_that_stands_in_the_way_is_named(model_type: str, obstacles: list[str]) -> None:
+    config = build_published_config(model_type)
+    text = getattr(config, "text_config", config)
+    assert list_obstacles(text) == obstacles
+    if obstacles:
+        assert find_fault(text) == f"it has {'; '.join(obstacles)}"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sections"),
+    [
+        ("glm4v", [1, 2, 1]),  # of the [8, 12, 12] of a half of each head
+        ("glm_ocr", [2, 3, 3]),  # which its config does not name
+        ("qwen2_vl", [2, 3, 3]),
+        ("ernie4_5_vl_moe", [3, 3, 2]),  # of [22, 22, 20]: the first two have to be alike
+    ],
+)
+def test_a_small_rope_has_parts_of_the_same_proportions(model_type: str, sections: list[int]) -> None:
+    text, _ = unwrap(build_published_config(model_type))
+    small = shrink(text)
+    assert small.rope_parameters["mrope_section"] == sections
+    assert sum(sections) * 2 == small.hidden_size // small.num_attention_heads * small.rope_parameters.get(
+        "partial_rotary_factor", 1
+    )

@@ -183,6 +183,25 @@ def test_experts_are_merged_before_they_are_rounded(tmp_path: Path) -> None:
         assert (tensor.to(torch.bfloat16) == wide[name].bfloat16()).float().mean() > 0.999, name
 
 
+def test_merged_experts_are_read_unrounded(tmp_path: Path) -> None:
+    """As dense layers are: a run in fp32 has what the adapter adds to a base in bf16."""
+    folder = save_family(tmp_path / "fp32", "qwen3_moe")
+    AutoModelForCausalLM.from_pretrained(folder).bfloat16().save_pretrained(tmp_path / "hf")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf").float().save_pretrained(folder)
+    make_adapter(tmp_path / "adapter", folder)
+    wide = open_weights(str(tmp_path / "adapter"))
+    fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    fields["base_model_name_or_path"] = str(tmp_path / "hf")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "on_bf16")
+    (tmp_path / "on_bf16/adapter_config.json").write_text(json.dumps(fields))
+    source = open_weights(str(tmp_path / "on_bf16"))
+    for index, layer in enumerate(build_layers(source.config)):
+        expected = wide.read_layer(index, layer)
+        for name, tensor in source.read_layer(index, layer).items():
+            assert torch.equal(tensor.float(), expected[name]), layer.hf_prefix + name
+        assert {tensor.dtype for tensor in source.describe_layer(index, layer).values()} <= {torch.bfloat16}
+
+
 def test_a_classifier_with_new_rows_keeps_its_trained_head(tmp_path: Path) -> None:
     """Its base is tied, and has neither the head nor the rows."""
     save_llama(tmp_path / "hf", tied=True)

@@ -162,7 +162,7 @@ def test_mistakes_are_not_passed_through(tmp_path: Path) -> None:
         "model_mtp.fc.weight",
     ):
         save_file({**tensors, name: torch.ones(3)}, file)
-        with pytest.raises(UserError, match=f"1 tensors belong to no layer of a 'deepseek_v3', first '{name}'"):
+        with pytest.raises(UserError, match=f"1 tensor of no layer of a 'deepseek_v3', first '{name}'"):
             convert(tmp_path / "hf", tmp_path / "converted")
 
 
@@ -172,7 +172,7 @@ def test_a_decoder_layer_beyond_the_last_is_not_one_that_predicts_further(tmp_pa
     file = tmp_path / "hf" / "model.safetensors"
     save_file({name: t for name, t in load_file(file).items() if ".layers.4." not in name}, file)
     write_config(tmp_path / "hf", num_hidden_layers=3)
-    with pytest.raises(UserError, match=r"tensors belong to no layer of a 'deepseek_v3', first 'model.layers.3."):
+    with pytest.raises(UserError, match=r"tensors of no layer of a 'deepseek_v3', first 'model.layers.3."):
         convert(tmp_path / "hf", tmp_path / "converted")
 
 

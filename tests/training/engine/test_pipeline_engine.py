@@ -27,7 +27,7 @@ class Recorded(PipelineStage):
         self.seen: list[tuple[str, Any]] = []
         note: Any = lambda name: lambda value: self.seen.append((name, value))  # noqa: E731
         routers = SimpleNamespace(
-            start_step=lambda totals, scale, compares: self.seen.append(("routers", (totals, scale))),
+            start_step=lambda *given, compares: self.seen.append(("routers", (*given, compares))),
             finish_step=lambda was_taken: self.seen.append(("taken", was_taken)),
         )
         self.module: Any = SimpleNamespace(
@@ -57,10 +57,19 @@ def test_a_step_sets_what_follows_from_its_number_and_its_batch(was_skipped: boo
     assert engine.seen == [
         ("documents", DocumentBounds(7, 20)),
         ("noise", hash((CONFIG.seed, 1))),
-        ("routers", (totals, 1.0)),
+        ("routers", (totals, 1.0, False)),
         ("a step", torch.rand(()).item()),
         ("taken", not was_skipped),
     ]
+
+
+def test_routers_compare_their_choices_at_logged_steps_and_at_the_last() -> None:
+    engine, totals = Recorded(), StepTotals(100, 10, 1, 1)
+    every = CONFIG.logging_steps
+    assert every > 1
+    for step, is_last in ((every - 1, False), (every, False), (every, True)):
+        engine.train_step(iter(()), step, 2 * every, totals, is_last)
+    assert [value[-1] for name, value in engine.seen if name == "routers"] == [True, False, True]
 
 
 def test_documents_that_the_host_does_not_know_are_read_from_each_micro_batch() -> None:

@@ -126,7 +126,7 @@ def test_the_last_token_of_each_separator_has_the_label(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"labels": [True]}, "2 steps and 1 labels; fix or remove the record"),
+        ({"labels": [True]}, "steps: 2, labels: 1; fix or remove the record"),
         ({"labels": [1, 0]}, "field 'labels' must be a list of true and false, not [1, 0]; fix or remove the record"),
         ({"completions": []}, "field 'completions' must be a list of texts; fix or remove the record"),
     ],

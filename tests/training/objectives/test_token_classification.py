@@ -243,7 +243,7 @@ def test_other_letters_name_the_same_entities(letters: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"labels": ["O"]}, "2 words and 1 labels; fix or remove the record"),
+        ({"labels": ["O"]}, "words: 2, labels: 1; fix or remove the record"),
         ({"words": "a b"}, "field 'words' must be a list of texts; fix or remove the record"),
         ({"words": ["a", " "]}, "field 'words': text 2 is empty; fix or remove the record"),
         ({"labels": ["O", "X"]}, "field 'labels' is 'X', which is not among the labels"),

@@ -382,7 +382,7 @@ def test_too_few_rows_for_a_step_are_reported_as_by_the_run(tmp_path: Path) -> N
     config = build("llama_7b_pp4", f"train_file={tmp_path}/train.jsonl")
     steps, note = estimate_steps(config, 64, PretrainedConfig())
     assert steps is None
-    assert note.startswith("train_file holds 3 samples, fewer than one global batch (global_batch_size=64); lower ")
+    assert note.startswith("train_file holds fewer samples (3) than one global batch (global_batch_size=64); lower ")
 
 
 @pytest.mark.parametrize("name", ["llama_8b_dpo_pp4", "llama_8b_distill_pp4", "llama_7b_pp4"])
