@@ -335,7 +335,7 @@ def test_a_target_in_a_removed_one_is_named(name: str, monkeypatch: pytest.Monke
 
 @dataclass(frozen=True)
 class Life:
-    """What was seen of the extension `mine`, from its start to its removal. Texts are what commands printed."""
+    """The traces of the extension `mine`, from its start to its removal. Texts are what commands printed."""
 
     folder: Path
     help: str
