@@ -459,7 +459,7 @@ def test_a_target_in_a_removed_one_is_named(name: str, monkeypatch: pytest.Monke
 
 @dataclass(frozen=True)
 class Life:
-    """The outcomes of commands with the extension `mine`, from its start to its removal. Texts are what they printed."""
+    """The traces of the extension `mine`, from its start to its removal. Texts are what commands printed."""
 
     folder: Path
     help: str
