@@ -335,11 +335,9 @@ def main() -> None:
             add_options(parser)
         except argparse.ArgumentError as error:
             parser.error(str(error))
-        arguments, unknown = parser.parse_known_args()
-        for word in unknown:
+        for word in parser.parse_known_args()[1]:
             check_not_removed(word, word)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments = parser.parse_args()
     try:
         starters = open_starters(arguments)
     except UserError as error:
