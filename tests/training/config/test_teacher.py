@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.configs import build_config
 
-from training.config.schema import RunConfig, load_defaults
+from training.config.schema import RunConfig, build_schema, load_defaults
 from training.config.teacher import derive_teacher
 
 SHARED = {
@@ -22,7 +22,7 @@ OF_THE_SCHEDULE = {"schedule", "virtual_stages_per_rank", "schedule_memory_limit
 
 def mark(config: RunConfig) -> RunConfig:
     """Return a config whose keys all have values of their own, except those of the distillation."""
-    values: Any = {field.name: object() for field in fields(RunConfig) if field.name != "distill"}
+    values: Any = {field.name: object() for field in fields(build_schema()) if field.name != "distill"}
     return replace(config, **values)
 
 
