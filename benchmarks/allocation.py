@@ -1,5 +1,4 @@
-"""What a process allocates: every byte that PyTorch allocates, counted until it is freed; and a heap of the C library
-that keeps freed memory on request."""
+"""Counts the bytes that PyTorch allocates, and lets the heap of the C library keep freed memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on its way on a GPU: messages between stages, and the gradients that flow through a layer."""
+"""Buffers of a GPU: messages between stages, and the gradients that flow through a layer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a cost term is a function of, and what it returns: a stage or a chunk of layers, and its part of the memory, of
-the passes or of the end of the step.
+"""The arguments and the results of cost terms: a stage or a chunk of layers, and its part of the memory, of the passes,
+or of the end of the step.
 
 A new key that costs or saves memory or time is a file next to this one, and its functions are lines in `table.py`. The
 plan, the fit check and the report read the sums alone.
