@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from batch import Batch, Targets
+from benchmarks.allocation import AllocationPeak
 from benchmarks.workload import build_engine, build_llama, compose_run, repeat_batch, run_ranks
 from models.parallel.ring import Transfer
-from training.costs.allocation import AllocationPeak
 
 VOCAB_SIZE, COMPARED_LENGTH, SHORTEST = 4096, 4096, 2048
 SEQUENCES = 2  # of a step whose time is taken

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig
 
+from benchmarks.allocation import AllocationPeak
 from benchmarks.workload import RandomWeights, build_engine, compose_run, repeat_batch, run_alone, run_ranks
 from data.loading.step_totals import StepTotals
-from training.costs.allocation import AllocationPeak
 
 VOCAB_SIZE, LAYERS, EXPERTS, ACTIVE, RANKS = 2048, 2, 16, 4, 2
 # hidden size, width of an expert, tokens of a micro-batch

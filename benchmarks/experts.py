@@ -34,10 +34,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeMLP
 
-from benchmarks.allocation import keep_freed_memory
+from benchmarks.allocation import AllocationPeak, keep_freed_memory
 from models.experts.grouped import GROUPED
 from models.experts.lora import use_grouped_products
-from training.costs.allocation import AllocationPeak
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUTINGS = ("uniform", "zipf")

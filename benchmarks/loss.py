@@ -22,8 +22,8 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from batch import IGNORE_INDEX, Targets
+from benchmarks.allocation import AllocationPeak
 from models.losses.cross_entropy import causal_lm_loss
-from training.costs.allocation import AllocationPeak
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Loss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], torch.Tensor]

@@ -26,7 +26,6 @@ from training.config.incompatible import CheckedConfig, check_together
 from training.config.schema import (
     AttnImplementation,
     ContextParallelMode,
-    FusedKernels,
     HardwareConfig,
     Precision,
     RunConfig,
@@ -35,6 +34,7 @@ from training.config.schema import (
 from training.costs.hardware import Machine, complete_hardware
 from training.planner.plan import Plan, plan_resolved
 from training.planner.run import ModelFolder
+from training.resolution.counts import LayerCounts
 from training.resolution.resolve import ResolvedModel, resolve_layout, resolve_model
 from training.resolution.target import Target
 
@@ -136,13 +136,14 @@ def _shape_keys(run: PublishedRun) -> dict[str, Any]:
         "attn_implementation": AttnImplementation.auto
         if run.attention.startswith("flash")
         else AttnImplementation.eager,
-        "fused_kernels": FusedKernels.none if run.kernels == "eager" else FusedKernels.auto,
+        "fuses": run.kernels != "eager",
         "task": run.task,
     }
 
 
 def _describe_keys(run: PublishedRun) -> RunConfig:
     keys = _shape_keys(run)
+    del keys["fuses"]
     adapter = replace(_base().adapter, name=AdapterName.lora) if keys.pop("task") == "lora" else _base().adapter
     schedule = SCHEDULES[run.schedule]
     pp = run.pp or 1
@@ -198,14 +199,19 @@ def _describe_model(run: PublishedRun) -> tuple[tuple[str, Any], ...]:
 
 @cache
 def _resolve_model(fields: tuple[tuple[str, Any], ...], shape: tuple[tuple[str, Any], ...]) -> ResolvedModel:
-    """The resolved model, shared by all rows that differ in their layouts alone."""
+    """The resolved model, shared by all rows that differ in their layouts alone. The fused kernels of other systems
+    move the bytes of compiled ones; `frameworks.py` has what they keep."""
     folder = Path("published")
     keys = dict(shape)
+    fuses = keys.pop("fuses")
     adapter = replace(_base().adapter, name=AdapterName.lora) if keys.pop("task") == "lora" else _base().adapter
     sizes = keys["tensor_parallel_size"] * keys["context_parallel_size"]
     config = replace(_base(), **keys, adapter=adapter, world_size=sizes)
     described = ModelFolder(folder, parse_config(dict(fields), folder))
-    return resolve_model(config, described, Target(sizes, True, is_planned=True))
+    model = resolve_model(config, described, Target(sizes, True, is_planned=True))
+    counted = replace(config, compile=fuses)
+    counts = LayerCounts(counted, model.architecture, model.adapter, model.parts, lambda: model.layers)
+    return replace(model, counts=counts)
 
 
 def _split(run: PublishedRun, num_layers: int) -> Any:

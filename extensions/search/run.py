@@ -14,12 +14,11 @@ from extensions.search.space import Candidate, SharedModels
 from models.adapters.options import AdapterName
 from training.config.schema import RunConfig
 from training.costs.hardware import Machine, complete_hardware
+from training.inputs.estimates import count_steps, estimate_steps
 from training.planner.advice import ROUNDED, Changes, advise, apply_changes, render_changes
 from training.planner.run import (
     check_world_size,
-    count_steps,
     describe_model,
-    estimate_steps,
     list_notes,
     plan_config,
     resolve_planned,

@@ -34,7 +34,8 @@ from models.layers.layer import Layer
 from models.losses.accumulate import add_product
 
 _HALVES = (torch.bfloat16, torch.float16)
-_DEVICES = ("cuda",)  # whose `mm` takes factors of 16 bits and returns fp32 (torch 2.13: no kernel for a CPU)
+# Whose `mm` takes factors of 16 bits and returns fp32 (torch 2.13: no kernel for a CPU); a plan counts that on meta
+_DEVICES = ("cuda", "meta")
 _CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
 
 

@@ -122,7 +122,7 @@ def _with_fused_rotary(forward: FunctionType) -> FunctionType:
     def apply(query: Any, key: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         if unsqueeze_dim != 1:
             return own(query, key, cos, sin, unsqueeze_dim)
-        return _kernels().rotate(query, key, cos, sin)
+        return _kernels(query.is_meta).rotate(query, key, cos, sin)
 
     copied = FunctionType(
         forward.__code__,
@@ -136,7 +136,7 @@ def _with_fused_rotary(forward: FunctionType) -> FunctionType:
 
 
 def _normalize(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    return _kernels().normalize(hidden_states, module.weight, module.variance_epsilon)
+    return _kernels(hidden_states.is_meta).normalize(hidden_states, module.weight, module.variance_epsilon)
 
 
 def _normalize_activations(module: Any, inputs: Any) -> Any:
@@ -144,10 +144,12 @@ def _normalize_activations(module: Any, inputs: Any) -> Any:
 
 
 def _run_mlp(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    gated = _kernels().multiply_gated(module.gate_proj(hidden_states), module.up_proj(hidden_states))
+    kernels = _kernels(hidden_states.is_meta)
+    gated = kernels.multiply_gated(module.gate_proj(hidden_states), module.up_proj(hidden_states))
     return module.down_proj(gated)
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("models.layers.liger")  # imports triton, which not every machine has
+def _kernels(on_meta: bool) -> ModuleType:
+    """on_meta: where a plan counts them, without triton, which not every machine has."""
+    return importlib.import_module("models.layers.liger_on_meta" if on_meta else "models.layers.liger")

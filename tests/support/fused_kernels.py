@@ -51,6 +51,6 @@ def train_fused(case: Case) -> tuple[dict[str, Any], dict[str, int]]:
 
     kernels = Played()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(fused_kernels, "_kernels", lambda: kernels)
+        monkeypatch.setattr(fused_kernels, "_kernels", lambda on_meta: kernels)
         monkeypatch.setattr(build, "find_obstacle", lambda device: None)
         return train_case(case), dict(kernels.calls)

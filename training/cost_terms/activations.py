@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.cost_terms.cost_term import Chunk, CostTerm, Kept, PassCost, PlannedRun
-from training.cost_terms.layers import Launch, time_excess, time_kernels, time_pass, time_products
+from training.cost_terms.cost_term import Chunk, Kept, PassCost, PlannedRun
+from training.cost_terms.layers import Launch, time_kernels, time_pass, time_products
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB
 
 
 def compute_kept(chunk: Chunk) -> Kept:
-    """Return the bytes that a micro-batch keeps, and the peak of recomputation.
+    """Return the bytes that a micro-batch keeps, and the peak of recomputation. It keeps the chunk's output, if that is
+    sent, and what came in: hidden_states, which a first group that is recomputed counts itself, and integers.
 
     Counted group by group as the backward pass goes: what later groups kept is freed by then. Of what is on the host,
     the input of the group that is recomputed has come back, and that of the one before it is coming. A layer that runs
@@ -36,10 +37,12 @@ def compute_kept(chunk: Chunk) -> Kept:
         deferred += sum(layer.bytes.deferred for layer in layers)
         if checkpointing.is_selective:
             kept += sum(layer.bytes.kept for layer in layers)
-    # One of those four is among what any pass needs (`layers.py`)
+    # One of those four is among what any pass needs (`buffers.py`)
     working = max((3 * layer.bytes.widest for layer in chunk.layers[: chunk.num_forward_only]), default=0)
+    crossing = chunk.integer_bytes + (0 if chunk.has_loss else chunk.hidden_bytes)
+    crossing += 0 if checkpointing.list_groups(1)[0].is_recomputed else chunk.input_bytes
     return Kept(
-        activations=kept,
+        activations=kept + crossing,
         recomputation=max(recomputation, working - kept),
         deferred=sum(layer.bytes.deferred for layer in chunk.layers),
         host=on_host,
@@ -63,11 +66,8 @@ def compute_recomputation(chunk: Chunk) -> PassCost:
 def run_again(layers: Sequence[LayerCost], run: PlannedRun) -> PassCost:
     """Return the cost that a second forward pass of `layers` adds to the backward pass."""
     launch = Launch.plain if run.config.compile else Launch.repeated
-    again = _add_to_backward(
-        sum(layer.work.forward_flops for layer in layers),
-        sum(time_pass(layer, run, launch=launch) for layer in layers),
-    )
-    return again + PassCost(excess_seconds=sum(time_excess(layer, run) for layer in layers))
+    seconds = sum(time_pass(layer, run, launch=launch) for layer in layers)
+    return _add_to_backward(sum(layer.work.forward_flops for layer in layers), seconds)
 
 
 def _add_to_backward(flops: float, seconds: float) -> PassCost:
@@ -101,6 +101,3 @@ def compute_offload(chunk: Chunk, again: PassCost) -> PassCost:
     return PassCost(
         forward_seconds=max(0.0, copying - forward), backward_seconds=max(0.0, copying - first - backward) + first
     )
-
-
-ACTIVATIONS = CostTerm(chunk_memory=compute_kept, chunk_cost=compute_recomputation)

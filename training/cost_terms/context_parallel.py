@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from models.parallel.blocks import MOST_SCORES
 from training.config.schema import Device, Precision
-from training.cost_terms.cost_term import Chunk, CostTerm, Kept, PassCost, PlannedRun, Stage, Summed
+from training.cost_terms.cost_term import Chunk, Kept, PassCost, PlannedRun, Stage, Summed
 from training.cost_terms.layers import time_attention
 from training.costs.cost import LayerCost, SharedAttention
 from training.costs.hardware import GB
@@ -43,7 +43,6 @@ class _Pass(Summed):
     sent_bytes: float = 0  # by a rank
     waiting: float = 0  # seconds, for communication
     work: float = 0  # seconds by which attention exceeds the GPU's fastest kernels
-    excess: float = 0  # those of `work` that other kernels would save
 
 
 def compute_exchanges(chunk: Chunk) -> PassCost:
@@ -55,13 +54,12 @@ def compute_exchanges(chunk: Chunk) -> PassCost:
     axis = RING if is_ring else CONTEXT
     bandwidth = find_bandwidth(axis, run.layout, chunk.stage_id, run.hardware) * GB
     forward, backward = _sum_passes(chunk, is_ring, bandwidth)
+    waiting = forward.waiting + backward.waiting
     return PassCost(
-        forward_seconds=forward.work,
-        backward_seconds=backward.work,
-        forward_sending=forward.waiting,
-        backward_sending=backward.waiting,
-        excess_seconds=forward.excess + backward.excess,
-        sent=Sent({axis: (forward.waiting + backward.waiting) * bandwidth}),
+        forward_seconds=forward.work + forward.waiting,
+        backward_seconds=backward.work + backward.waiting,
+        sending_seconds=waiting,
+        sent=Sent({axis: waiting * bandwidth}),
     )
 
 
@@ -130,19 +128,18 @@ def _travel(layer: LayerCost, shared: SharedAttention, run: PlannedRun, bandwidt
     again."""
     size, block = run.layout.context_parallel_size, _count_block(shared, run)
     gradient = _count_block_gradient(shared, run) if is_backward else 0
-    attending, excess = time_attention(layer, run, is_backward), 0.0
+    attending = time_attention(layer, run, is_backward)
     if _makes_scores(shared, run):
         scores = run.tokens * layer.work.attention_flops / (2 * sum(shared.head_sizes))  # queries x keys, of all heads
         work = scores * SCORE_BYTES[is_backward] / run.hardware.stream_rate
     else:
-        work = excess = time_attention(layer, run, is_backward, by_flash_attention_2=True) - attending
+        work = time_attention(layer, run, is_backward, by_flash_attention_2=True) - attending
     step_seconds = (attending + work) / size
     exposed = max(0.0, (block + gradient) / bandwidth - step_seconds)
     return _Pass(
         sent_bytes=(size - 1) * block + size * gradient,
         waiting=(size - 1) * exposed + gradient / bandwidth,
         work=work,
-        excess=excess,
     )
 
 
@@ -175,6 +172,3 @@ def _makes_scores(shared: SharedAttention, run: PlannedRun) -> bool:
 def _list_sharing(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, SharedAttention]]:
     """The layers whose attention ranks share."""
     return [(layer, layer.shared_attention) for layer in layers if layer.shared_attention]
-
-
-CONTEXT_PARALLEL = CostTerm(chunk_cost=compute_exchanges, chunk_memory=compute_workspace)

@@ -1,14 +1,15 @@
-"""A cost term: one aspect of a run, and its part of a stage's memory, passes and end of the step.
+"""The arguments and the results of cost terms: a stage or a chunk of layers, and its part of the memory, of the passes,
+or of the end of the step.
 
-A new key that costs or saves memory or time is a file next to this one, with a `CostTerm` in it, and a line in
-`table.py`. The plan, the fit check and the report read the sums alone.
+A new key that costs or saves memory or time is a file next to this one, and its functions are lines in `table.py`. The
+plan, the fit check and the report read the sums alone.
 
 P stages, V chunks of layers a stage, M micro-batches of one replica in a step, B micro-batch, T sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -90,15 +91,12 @@ class PassCost(Summed):
 
     forward_flops: float = 0
     backward_flops: float = 0
-    forward_seconds: float = 0  # without sending
-    backward_seconds: float = 0  # the same; with what is recomputed
-    forward_sending: float = 0  # seconds in which a pass waits for what the ranks of its layers send to each other
-    backward_sending: float = 0
+    forward_seconds: float = 0
+    backward_seconds: float = 0  # with what is recomputed
+    sending_seconds: float = 0  # those of both passes that wait for what the ranks of a layer send to each other
     deferred_seconds: float = 0  # those of `backward_seconds` that a schedule can put off
     recomputed_seconds: float = 0  # those of `backward_seconds` in which layers run forward again
-    excess_seconds: float = 0  # those of both passes that the GPU's fastest attention kernels would save
     sent: Sent = field(default_factory=Sent)  # what both passes wait for
-    boundary_bytes: int = 0  # to the next chunk and back, between the passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +203,12 @@ class Chunk:
     def input_bytes(self) -> int:
         """Bytes of the chunk's input: input_ids or hidden_states."""
         return INPUT_BYTES * self.run.tokens if self.number == 0 else self.hidden_bytes
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes between the chunk and the next: hidden_states and integers there, the gradient of hidden_states
+        back."""
+        return 0 if self.has_loss else 2 * self.layers[-1].bytes.output + self.integer_bytes
 
     @cached_property
     def checkpointing(self) -> ActivationCheckpointing:
@@ -329,17 +333,3 @@ def count_distinct(count: str, layers: Sequence[LayerCost]) -> int:
     """Return the sum of a field of `Parameters` over the layers; a module that several of them share counts once."""
     shared = {layer.tied_key: getattr(layer.parameters, count) for layer in layers if layer.tied_key}
     return sum(getattr(layer.parameters, count) for layer in layers if not layer.tied_key) + sum(shared.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostTerm:
-    """The costs that one aspect of a run adds; None adds nothing.
-
-    stage_memory: bytes that are allocated once, by kind, on the GPU and on the host. chunk_memory: bytes of each
-    micro-batch in flight. chunk_cost: of each micro-batch's passes. stage_cost: of the end of the step.
-    """
-
-    stage_memory: Callable[[Stage], Memory] | None = None
-    chunk_memory: Callable[[Chunk], Kept] | None = None
-    chunk_cost: Callable[[Chunk], PassCost] | None = None
-    stage_cost: Callable[[Stage], StepCost] | None = None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from training.cost_terms.cost_term import Chunk, CostTerm, Memory, PassCost, Stage
+from training.cost_terms.cost_term import Chunk, Memory, PassCost, Stage
 from training.cost_terms.layers import run_forward
 from training.objectives.objective import PassOver
 from training.objectives.registry import get_objective
@@ -47,6 +47,3 @@ def compute_first_pass(chunk: Chunk) -> PassCost:
         return run_forward(own.layers, own.run) if chunk.number == own.chunks[0].number else PassCost()
     runs_first = get_objective(run.config).pass_over(run.config) not in (None, PassOver.as_teacher)
     return run_forward(chunk.layers, run) if runs_first else PassCost()
-
-
-FIRST_PASS = CostTerm(stage_memory=compute_teacher, chunk_cost=compute_first_pass)

@@ -8,7 +8,7 @@ one of few large ones, whose gradients are as large.
 from __future__ import annotations
 
 from training.config.schema import Device, Offload, Precision
-from training.cost_terms.cost_term import Chunk, CostTerm, PassCost, PlannedRun, Stage, StepCost, count_distinct
+from training.cost_terms.cost_term import Chunk, PassCost, PlannedRun, Stage, StepCost, count_distinct
 from training.costs.hardware import GB
 from training.costs.links import SAME_SHARD, SHARDS, Sent
 from training.distributed.topology import DATA
@@ -92,6 +92,3 @@ def count_reduce_bytes(run: PlannedRun) -> float:
         return run.weight_bytes + 4 * sent
     cast = 0 if held == sent else held + sent
     return cast + sent + (cast + 2 * held) / run.layout.num_shards
-
-
-GRADIENTS = CostTerm(chunk_cost=compute_sums, stage_cost=compute_reduction)

@@ -5,7 +5,7 @@ the layers, which are sharded."""
 from __future__ import annotations
 
 from training.config.schema import CheckpointMode
-from training.cost_terms.cost_term import Chunk, CostTerm, PassCost
+from training.cost_terms.cost_term import Chunk, PassCost
 from training.costs.hardware import GB
 from training.costs.links import Sent, find_bandwidth, find_latency
 from training.distributed.topology import EXPERTS, TENSOR
@@ -46,8 +46,9 @@ def _send(chunk: Chunk, axis: str, nbytes: tuple[float, float], steps: tuple[flo
     link = axis, chunk.run.layout, chunk.stage_id, chunk.run.hardware
     rate, latency = find_bandwidth(*link) * GB, find_latency(*link)
     forward, backward = (count * latency + each / rate for count, each in zip(steps, nbytes, strict=True))
-    return PassCost(forward_sending=forward, backward_sending=backward, sent=Sent({axis: sum(nbytes)}))
-
-
-TENSOR_PARALLEL = CostTerm(chunk_cost=compute_sums)
-EXPERT_PARALLEL = CostTerm(chunk_cost=compute_exchanges)
+    return PassCost(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        sending_seconds=forward + backward,
+        sent=Sent({axis: sum(nbytes)}),
+    )

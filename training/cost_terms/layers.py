@@ -1,4 +1,4 @@
-"""The layers themselves: their passes, and the gradients that flow through them.
+"""The time of the layers' own passes.
 
 A pass on a GPU takes the time of its products, by FLOPs and shape, and of the rest, by bytes; or that of the host,
 which launches both. The constants hold for GPUs of any kind; that of one kind is `hardware.efficiency`.
@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
 
-from models.adapters.adapter import NF4_SCALE_BYTES
 from training.config.schema import Device, FlashKernels
-from training.cost_terms.cost_term import Chunk, CostTerm, Memory, PassCost, PlannedRun, Stage
+from training.cost_terms.cost_term import Chunk, PassCost, PlannedRun
 from training.costs.cost import LayerCost
 from training.costs.hardware import Machine
 from training.costs.traffic import Traffic
@@ -46,13 +45,10 @@ def compute_passes(chunk: Chunk) -> PassCost:
     """Return the cost of the passes: backward is twice forward, less the gradients of frozen matrices, and nothing in
     layers that run none."""
     run, backward = chunk.run, chunk.backward_layers
-    excess = [time_excess(layer, run) for layer in chunk.layers]
-    excess += [time_excess(layer, run, is_backward=True) for layer in backward]
     return run_forward(chunk.layers, run) + PassCost(
         backward_flops=sum(layer.work.backward_flops for layer in backward),
         backward_seconds=sum(time_pass(layer, run, is_backward=True) for layer in backward),
         deferred_seconds=sum(time_products(layer, run, layer.work.deferred_flops, True) for layer in backward),
-        excess_seconds=sum(excess),
     )
 
 
@@ -98,12 +94,6 @@ def time_attention(
     is_slower = by_flash_attention_2 and run.config.flash_kernels is not FlashKernels.fa3
     rate = ATTENTION_RATE * (run.hardware.flash_attention_2 if is_slower else 1.0)
     return products / rate * (ATTENTION_BACKWARD if is_backward else 1)
-
-
-def time_excess(layer: LayerCost, run: PlannedRun, is_backward: bool = False) -> float:
-    """Return the seconds that attention takes in addition to the GPU's fastest kernels."""
-    fastest = time_attention(layer, run, is_backward, by_flash_attention_2=False)
-    return time_attention(layer, run, is_backward) - fastest
 
 
 def time_products(layer: LayerCost, run: PlannedRun, flops: float, is_backward: bool = False) -> float:
@@ -156,34 +146,3 @@ def _count_waves(num_tiles: int, multiprocessors: int) -> float:
     if num_tiles < multiprocessors:
         return multiprocessors / (multiprocessors // num_tiles)
     return -(-num_tiles // multiprocessors) * multiprocessors
-
-
-def compute_gradients_in_pass(stage: Stage) -> Memory:
-    """Return the bytes of the two gradients that flow through a layer, of the largest in flight inside one, and of the
-    dequantized weight that makes it."""
-    blocks = max(layer.num_blocks for layer in stage.layers)
-    largest = max(layer.parameters.largest_in_4bit for layer in stage.layers)
-    dequantized = round((stage.run.weight_bytes + NF4_SCALE_BYTES) * largest)
-    return Memory(buffers=2 * blocks * stage.chunks[0].block_bytes + count_on_the_way(stage) + dequantized)
-
-
-def count_on_the_way(stage: Stage) -> int:
-    """Return the bytes of the gradient where a layer is widest, or of one parameter's new gradient.
-
-    Unless that is in fp32, a CPU copies it to fp32 to add it (`add_gradient`), 4 bytes an element; a GPU casts as it
-    adds. Stage 2 copies gradients by buckets (`gradient_sums.py`). The head is not among the widest: its result is in
-    the loss.
-    """
-    layers = stage.layers[:-1] if stage.has_loss else stage.layers
-    widest = max((layer.bytes.widest for layer in layers), default=0)
-    return max(widest, count_new_gradient(stage, stage.largest_trainable))
-
-
-def count_new_gradient(stage: Stage, num_elements: int) -> int:
-    """Return the bytes of a gradient as autograd makes it, with a CPU's copy in fp32."""
-    run = stage.run
-    copies = run.weight_bytes < 4 and run.hardware.device is Device.cpu and not run.config.shards_gradients_only
-    return (run.weight_bytes + (4 if copies else 0)) * num_elements
-
-
-LAYERS = CostTerm(stage_memory=compute_gradients_in_pass, chunk_cost=compute_passes)

@@ -8,8 +8,9 @@ from models.losses.logit_chunks import count_chunk_logits, count_chunk_rows, cou
 from models.losses.options import Divergence
 from training.config.schema import Device, DistillConfig, Precision
 from training.cost_terms.activations import run_again
-from training.cost_terms.cost_term import Chunk, CostTerm, Memory, PassCost, Stage
-from training.cost_terms.layers import count_new_gradient, count_on_the_way, time_pass
+from training.cost_terms.buffers import count_new_gradient, count_on_the_way
+from training.cost_terms.cost_term import Chunk, Memory, PassCost, Stage
+from training.cost_terms.layers import time_pass
 from training.objectives.registry import get_objective
 
 # Bytes read and written of a logit: made in bf16, its log-softmax in fp32 with two looks at it, its exponential in
@@ -87,7 +88,7 @@ def compute_loss(stage: Stage) -> Memory:
     batch what its objective says.
 
     A rank's logits are those of its share of the vocabulary. Included are the gradients of the head and of its input,
-    as far as they exceed those that `layers.py` counts for the other layers.
+    as far as they exceed those that `buffers.py` counts for the other layers.
     """
     run = stage.run
     if not stage.has_loss:
@@ -126,6 +127,3 @@ def compute_loss_cost(chunk: Chunk) -> PassCost:
         early = time_pass(head, run, is_backward=True)
         cost += PassCost(forward_seconds=early, backward_seconds=-early)
     return cost
-
-
-LOSS = CostTerm(stage_memory=compute_loss, chunk_cost=compute_loss_cost)

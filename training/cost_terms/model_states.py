@@ -11,8 +11,8 @@ n trainable parameters of the stage, dp replicas.
 from __future__ import annotations
 
 from training.config.schema import Device, Offload, Precision
-from training.cost_terms.cost_term import Chunk, CostTerm, Memory, PlannedRun, Stage, count_distinct
-from training.cost_terms.layers import count_on_the_way
+from training.cost_terms.buffers import count_on_the_way
+from training.cost_terms.cost_term import Chunk, Memory, PlannedRun, Stage, count_distinct
 from training.distributed.pinned_memory import pinned_bytes
 from training.engine.deepspeed_config import MAX_LIVE, REDUCE_BUCKET
 from training.engine.reduce_buckets import reduces_in_passes
@@ -52,7 +52,7 @@ def _allocate_sums(stage: Stage) -> Memory:
 
 def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
     """The bytes by which a bucket, and its copy to be reduced, exceed what the backward pass has freed when it is full,
-    and the gradients that `layers.py` counts. At stage 1 a bucket is of sums that are there anyway, and is copied only
+    and the gradients that `buffers.py` counts. At stage 1 a bucket is of sums that are there anyway, and is copied only
     where it is cast.
 
     Where layers are recomputed, a bucket is full while one is, but for one that takes all and waits for the end of the
@@ -131,6 +131,3 @@ def _allocate_on_host(stage: Stage, moments: int) -> Memory:
 def _pin(run: PlannedRun, nbytes: int) -> int:
     """Bytes of the host for a tensor that is copied to a GPU from there, or that stays there for a CPU."""
     return pinned_bytes(nbytes) if run.hardware.device is Device.cuda else nbytes
-
-
-MODEL_STATES = CostTerm(stage_memory=compute_model_states)

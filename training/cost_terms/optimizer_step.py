@@ -6,7 +6,7 @@ import torch
 
 from training.config.precision import DTYPES
 from training.config.schema import Device, Offload, OptimizerName, Precision, RunConfig
-from training.cost_terms.cost_term import CostTerm, Stage, StepCost
+from training.cost_terms.cost_term import Stage, StepCost
 from training.costs.hardware import GB
 from training.costs.trace import trace_operators
 from training.optim.optimizer import build_optimizer, count_state_bytes, count_update_buffers, updates_at_once
@@ -79,6 +79,3 @@ def count_update_bytes(state_bytes: float, precision: Precision, shards_weights:
     cast = 2 + 4 if precision is Precision.fp16 else 0
     norm = (4 + 8 + 8) + (4 + 4) if shards_weights else 4
     return cast + norm + (4 + 4) + 4 + (4 + 4) + 2 * state_bytes + 4 + DTYPES[precision].itemsize
-
-
-OPTIMIZER_STEP = CostTerm(stage_cost=compute_update)

@@ -38,12 +38,9 @@ def set_times(layout: Layout, costs: Sequence[LayerCost], bounds: Sequence[int],
 
 
 def _time(chunk: Chunk) -> PassTimes:
-    cost = sum_pass_cost(chunk)
-    forward, backward = cost.forward_seconds + cost.forward_sending, cost.backward_seconds + cost.backward_sending
-    deferred = cost.deferred_seconds
-    if chunk.run.config.evaluate_only:
-        backward = deferred = 0.0
-    return PassTimes(*(round(1e9 * seconds) for seconds in (forward, backward - deferred, deferred)))
+    cost, trains = sum_pass_cost(chunk), not chunk.run.config.evaluate_only
+    backward, deferred = trains * cost.backward_seconds, trains * cost.deferred_seconds
+    return PassTimes(*(round(1e9 * seconds) for seconds in (cost.forward_seconds, backward - deferred, deferred)))
 
 
 def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:

@@ -3,45 +3,59 @@ step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from training.cost_terms.activations import ACTIVATIONS
-from training.cost_terms.boundaries import BOUNDARIES
-from training.cost_terms.context_parallel import CONTEXT_PARALLEL
-from training.cost_terms.cost_term import Chunk, CostTerm, Kept, Memory, PassCost, Stage, StepCost
-from training.cost_terms.first_pass import FIRST_PASS
-from training.cost_terms.gradients import GRADIENTS
-from training.cost_terms.layer_ranks import EXPERT_PARALLEL, TENSOR_PARALLEL
-from training.cost_terms.layers import LAYERS
-from training.cost_terms.loss import LOSS
-from training.cost_terms.model_states import MODEL_STATES
-from training.cost_terms.optimizer_step import OPTIMIZER_STEP
+from training.cost_terms import (
+    activations,
+    buffers,
+    context_parallel,
+    first_pass,
+    gradients,
+    layer_ranks,
+    layers,
+    loss,
+    model_states,
+    optimizer_step,
+)
+from training.cost_terms.cost_term import Chunk, Kept, Memory, PassCost, Stage, StepCost
 from training.pipeline.schedule import InFlight
 
 T = TypeVar("T", Memory, Kept, PassCost, StepCost)
 HOST_BYTES_A_RANK = 3 * 2**30  # a process with CUDA's libraries loaded; an assumption
 
-COST_TERMS: tuple[CostTerm, ...] = (
-    MODEL_STATES,  # precision, offload_optimizer, optimizer, replicas
-    LAYERS,  # freeze, adapter
-    GRADIENTS,  # gradient_accumulation_steps, precision, world_size
-    ACTIVATIONS,  # activation_checkpoint_interval, activation_checkpoint_mode, activation_offload
-    BOUNDARIES,  # num_stages, schedule
-    LOSS,  # task
-    CONTEXT_PARALLEL,  # context_parallel_size
-    FIRST_PASS,  # task, distill.online
-    TENSOR_PARALLEL,  # tensor_parallel_size
-    EXPERT_PARALLEL,  # expert_parallel_size
-    OPTIMIZER_STEP,  # optimizer, offload_optimizer
+STAGE_MEMORY: tuple[Callable[[Stage], Memory], ...] = (  # allocated once
+    model_states.compute_model_states,
+    buffers.compute_messages,
+    buffers.compute_gradients_in_pass,
+    loss.compute_loss,
+    first_pass.compute_teacher,
+)
+CHUNK_MEMORY: tuple[Callable[[Chunk], Kept], ...] = (  # of each micro-batch in flight
+    activations.compute_kept,
+    context_parallel.compute_workspace,
+)
+PASSES: tuple[Callable[[Chunk], PassCost], ...] = (  # of each micro-batch
+    layers.compute_passes,
+    gradients.compute_sums,
+    activations.compute_recomputation,
+    loss.compute_loss_cost,
+    context_parallel.compute_exchanges,
+    first_pass.compute_first_pass,
+    layer_ranks.compute_sums,
+    layer_ranks.compute_exchanges,
+)
+STEP: tuple[Callable[[Stage], StepCost], ...] = (  # once, after the passes
+    gradients.compute_reduction,
+    optimizer_step.compute_update,
 )
 
 
 def sum_memory(stage: Stage) -> Memory:
     """Return the memory of a stage. Activations are those of the micro-batches in flight when they take most; one group
     of layers is recomputed at a time."""
-    once = _sum_once("stage_memory", stage, Memory(host=HOST_BYTES_A_RANK))
-    kept = [_sum_once("chunk_memory", chunk, Kept()) for chunk in stage.chunks]
+    once = _sum_once(STAGE_MEMORY, stage, Memory(host=HOST_BYTES_A_RANK))
+    kept = [_sum_once(CHUNK_MEMORY, chunk, Kept()) for chunk in stage.chunks]
     in_flight = stage.schedule.list_in_flight(stage.stage_id)
     activations = max(_sum_in_flight(counts, kept) for counts in in_flight)
     in_backward = max(
@@ -63,20 +77,19 @@ def _sum_in_flight(counts: InFlight, kept: Sequence[Kept]) -> int:
 
 def sum_pass_cost(chunk: Chunk) -> PassCost:
     """Return the cost of one micro-batch through a chunk."""
-    return _sum_once("chunk_cost", chunk, PassCost())
+    return _sum_once(PASSES, chunk, PassCost())
 
 
 def sum_step_cost(stage: Stage) -> StepCost:
     """Return the cost of the end of a step on a stage."""
-    return _sum_once("stage_cost", stage, StepCost())
+    return _sum_once(STEP, stage, StepCost())
 
 
-def _sum_once(cost: str, part: Chunk | Stage, start: T) -> T:
-    """Return the sum of a field of `CostTerm` for a chunk or a stage, once for those of one kind: a search plans
-    thousands, and most stages of a plan are alike."""
-    sums, key = part.run.sums, (cost, part.kind)
+def _sum_once(terms: Sequence[Callable[[Any], T]], part: Chunk | Stage, start: T) -> T:
+    """Return the sum of a chunk's or a stage's terms, once for those of one kind: a search plans thousands, and most
+    stages of a plan are alike."""
+    sums, key = part.run.sums, (type(start), part.kind)
     if key not in sums:
-        terms = [getattr(term, cost) for term in COST_TERMS]
-        sums[key] = sum((compute(part) for compute in terms if compute), start=start)
+        sums[key] = sum((compute(part) for compute in terms), start=start)
     found: T = sums[key]
     return found

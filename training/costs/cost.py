@@ -24,9 +24,11 @@ from models.adapters.targets import names_layers
 from models.architecture.alike import list_alike
 from models.architecture.lookup import has_ring_attention
 from models.architecture.widths import find_input_width
+from models.experts.gate import replace_forward
 from models.experts.sizes import active_share, count_experts, list_matrices
 from models.layers.context import MicroBatchContext
 from models.layers.documents import DocumentBounds
+from models.layers.fused_kernels import fuse_kernels
 from models.layers.layer import Layer, list_layer_configs
 from models.layers.packed_attention import FLASH, VARLEN, find_head_sizes
 from models.layers.recurrent import find_mixers
@@ -157,14 +159,18 @@ def count_layers(
     freeze: Sequence[str] = (),
     ranks: LayerRanks = WHOLE_LAYERS,
     splits_backward: bool = False,
+    compiles: bool = False,
     fuses: bool = False,
+    fp32_routers: bool = False,
 ) -> list[LayerCost]:
     """Return the cost of each layer. Layers of one kind are counted once and share the result: those of one class, one
     set of shapes, one kind of attention and one choice of what is trained.
 
     layers: as `shard_layers` makes them for `ranks`. batch: of whole sequences, of which each of the ranks that share
     them has a part. adapter, freeze: as in training. ranks: the first of each group. splits_backward: whether the
-    schedule puts off gradients of weights. fuses: whether what is no product runs in fused kernels.
+    schedule puts off gradients of weights. compiles: whether neighbours that are no products become one kernel. fuses:
+    whether parts of layers are fused kernels (`models/layers/fused_kernels.py`). fp32_routers: whether routers have
+    logits in fp32 (`models/experts/gate.py`).
     """
     # what is trained may depend on a layer's number and name
     is_by_layer = bool(freeze) or (adapter is not None and names_layers(adapter.config))
@@ -184,13 +190,17 @@ def count_layers(
         shard_module(module, layer.styles, ranks.parallel)
         divide_experts(module, ranks.expert_parallel)
         choose_trained(module, index, layer, adapter, freeze, ranks.parallel, ranks.expert_parallel)
+        if fp32_routers and batch.dtype is not torch.float32:
+            replace_forward(module, batch.dtype, in_fp32=True, lender=None, summed=set())
+        if fuses:
+            fuse_kernels(module)
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         recipe = (layer.module_class, layer.tied_key, layer.owns_weights, layer.is_further)
         kind = (*recipe, _find_window(module, config), shapes, dtype)
         if kind not in counted:
             width = find_input_width(layers, index, config.hidden_size)
             module.to(batch.dtype)  # the adapter too, as the engine does
-            built = _BuiltLayer(layer, module, config, part, ranks, index == 0, width, dtype, splits_backward, fuses)
+            built = _BuiltLayer(layer, module, config, part, ranks, index == 0, width, dtype, splits_backward, compiles)
             counted[kind] = built.count(), built.output_dtype
         cost, dtype = known[taken] = counted[kind]
         costs.append(cost)
@@ -210,7 +220,7 @@ class _BuiltLayer:
     width: int  # of what it takes
     dtype: torch.dtype  # of what it takes
     splits_backward: bool
-    fuses: bool
+    compiles: bool
 
     def count(self) -> LayerCost:
         """Return the cost of the layer."""
@@ -463,8 +473,8 @@ class _BuiltLayer:
             moved = self._estimate_saved()
             forward, backward, remade = Traffic(moved), Traffic(2 * moved), Traffic(moved)
         else:
-            forward, backward = count_traffic((trace.forward, trace.backward), self.fuses)
-            remade = count_remade(trace.forward, self.fuses)
+            forward, backward = count_traffic((trace.forward, trace.backward), self.compiles)
+            remade = count_remade(trace.forward, self.compiles)
         return forward + dequantizing, backward + dequantizing, remade + dequantizing
 
     def _count_widest(self) -> int:

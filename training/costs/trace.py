@@ -152,14 +152,16 @@ class _Recorder(TorchDispatchMode):
         self.num_repeated = len(self._operators)
         return tensor
 
-    def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's storage, a new one the first time."""
+    def number(self, tensor: torch.Tensor, is_made: bool = False) -> int:
+        """Return the number of a tensor's storage, a new one the first time. is_made: by an operator."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address, nbytes = storage._cdata, storage.nbytes()
         if address not in self._numbers:
             self._numbers[address] = len(self.sizes)
-            self.sizes.append(storage.nbytes())
-            weakref.finalize(storage, self._numbers.pop, address)
+            self.sizes.append(nbytes)
+            self.alive += nbytes * is_made
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._free, address, nbytes * is_made)
         return self._numbers[address]
 
     def finish_pass(self) -> tuple[Operator, ...]:
@@ -168,18 +170,11 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _describe(self, tensor: torch.Tensor, is_made: bool = False) -> Operand:
-        storage = tensor.untyped_storage()
-        if is_made and storage._cdata not in self._numbers:
-            self._count(storage)
-        nbytes = min(tensor.numel() * tensor.itemsize, storage.nbytes())
-        return Operand(self.number(tensor), nbytes, tuple(tensor.shape))
+        nbytes = min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+        return Operand(self.number(tensor, is_made), nbytes, tuple(tensor.shape))
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        self.alive += storage.nbytes()
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._free, storage.nbytes())
-
-    def _free(self, nbytes: int) -> None:
+    def _free(self, address: int, nbytes: int) -> None:
+        del self._numbers[address]
         self.alive -= nbytes
 
 

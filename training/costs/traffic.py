@@ -35,9 +35,8 @@ NO_TRAFFIC = Traffic()
 def count_traffic(passes: Iterable[Sequence[Operator]], fuses: bool) -> list[Traffic]:
     """Return the traffic of passes that follow each other, such as forward and backward.
 
-    fuses: neighbours that are not products count as one kernel, as a compiler or a library of fused kernels makes them:
-    what only they make and take stays in registers. If a later pass takes it, it is made again from what the earlier
-    pass made it of, in 16 bits.
+    fuses: neighbours that are not products count as one kernel, as a compiler makes them: what only they make and take
+    stays in registers. If a later pass takes it, it is made again from what the earlier pass made it of, in 16 bits.
     """
     remade: set[int] = set()  # storages that were in registers at the end of an earlier pass
     found = []

@@ -9,7 +9,7 @@ in a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from training.cost_terms import table
@@ -42,9 +42,8 @@ class ChunkPlan:
 
     first_layer: int  # counted with the embedding
     last_layer: int  # the same, included
-    # Of a micro-batch, its seconds with those of sending. boundary_bytes: 0 where the next chunk is on the same rank
-    cost: PassCost
-    sending_seconds: float  # those of both passes in which ranks that share layers, sequences or experts send
+    cost: PassCost  # of a micro-batch
+    boundary_bytes: int  # to the next chunk and back; 0 where that is on the same rank
     transfer_seconds: float  # to the next chunk, either way
 
 
@@ -72,11 +71,7 @@ class StagePlan:
     @property
     def pass_seconds(self) -> float:
         """Seconds of both passes of a micro-batch."""
-        return sum(chunk.cost.forward_seconds + chunk.cost.backward_seconds for chunk in self.chunks)
-
-    @property
-    def sending_seconds(self) -> float:
-        return sum(chunk.sending_seconds for chunk in self.chunks)
+        return self.cost.forward_seconds + self.cost.backward_seconds
 
 
 @dataclass(frozen=True)
@@ -271,25 +266,14 @@ def _plan_stage(stage: Stage) -> StagePlan:
 
 
 def _plan_chunk(chunk: Chunk) -> ChunkPlan:
-    cost = table.sum_pass_cost(chunk)
     layout, schedule = chunk.run.layout, build_schedule(chunk.run.layout)
     to = schedule.find_stage(min(chunk.number + 1, schedule.last_chunk))
     # The link of two neighbours is named by the first of them; that from the last stage to the first by the last.
     from_stage = to if to == chunk.stage_id - 1 else chunk.stage_id
     link = find_bandwidth(PIPE, layout, from_stage, chunk.run.hardware) * GB
-    boundary_bytes = 0 if to == chunk.stage_id else cost.boundary_bytes
-    return ChunkPlan(
-        chunk.indices.start,
-        chunk.indices.stop - 1,
-        replace(
-            cost,
-            forward_seconds=cost.forward_seconds + cost.forward_sending,
-            backward_seconds=cost.backward_seconds + cost.backward_sending,
-            boundary_bytes=boundary_bytes,
-        ),
-        sending_seconds=cost.forward_sending + cost.backward_sending,
-        transfer_seconds=boundary_bytes / 2 / link,
-    )
+    crossing = 0 if to == chunk.stage_id else chunk.boundary_bytes
+    cost = table.sum_pass_cost(chunk)
+    return ChunkPlan(chunk.indices.start, chunk.indices.stop - 1, cost, crossing, crossing / 2 / link)
 
 
 def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:

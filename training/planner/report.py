@@ -16,7 +16,7 @@ from training.distributed.topology import EXPERTS
 from training.planner.advice import Variant, render_variants
 from training.planner.disk import render_disk
 from training.planner.formatting import render_cost, render_count, render_rows, render_seconds
-from training.planner.plan import Plan, StagePlan
+from training.planner.plan import Plan, StagePlan, compute_plan
 
 COLUMNS = (
     "stage", "layers", "params", "GFLOP/token", "weights", "gradients", "optimizer", "activations", "recompute", "loss",
@@ -104,6 +104,7 @@ def render_table(plan: Plan, width: int | None = None) -> list[str]:
 
 def _row(stage: StagePlan) -> tuple[str, ...]:
     memory, cost = stage.memory, stage.cost
+    boundary = sum(chunk.boundary_bytes for chunk in stage.chunks)
     kinds = (
         memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.recomputation, memory.loss,
         memory.buffers, memory.step, memory.peak,
@@ -114,7 +115,7 @@ def _row(stage: StagePlan) -> tuple[str, ...]:
         render_count(stage.num_parameters),
         f"{cost.forward_flops / 1e9:.2f}+{cost.backward_flops / 1e9:.2f}",
         *(f"{size / GIB:.2f}" for size in kinds),
-        f"{cost.boundary_bytes / 2**20:.1f} MiB" if cost.boundary_bytes else "-",
+        f"{boundary / 2**20:.1f} MiB" if boundary else "-",
     )
 
 
@@ -162,7 +163,7 @@ def _render_sequences(plan: Plan) -> list[str]:
 
 
 def _share_of_sums(plan: Plan) -> float:
-    sending = max(stage.sending_seconds for stage in plan.stages)
+    sending = max(stage.cost.sending_seconds for stage in plan.stages)
     return plan.layout.gradient_accumulation_steps * sending / plan.step_seconds
 
 
@@ -237,13 +238,21 @@ def describe_peak(stage: StagePlan) -> tuple[str, str]:
     return moment, max(kinds, key=lambda kind: kinds[kind])
 
 
+def _time_excess(plan: Plan) -> float:
+    """The seconds of a step by which attention exceeds the GPU's fastest kernels, on the stage with most of them."""
+    fastest = replace(plan.run, hardware=replace(plan.run.hardware, flash_attention_2=1.0))
+    bounds = [*(chunk.first_layer for chunk in plan.chunks), len(plan.costs)]
+    pairs = zip(plan.busy_seconds, compute_plan(plan.costs, bounds, fastest).busy_seconds, strict=True)
+    return max(seconds - least for seconds, least in pairs)
+
+
 def _name_limit(plan: Plan) -> str:
     """The largest cost in time apart from the work itself, and what reduces it."""
     step, num_stages, micro_batches = plan.step_seconds, len(plan.stages), plan.layout.gradient_accumulation_steps
     waiting = plan.idle * plan.pipeline_seconds / step
     uneven = plan.imbalance / (1 + plan.imbalance) * plan.pipeline_seconds / step
     again = micro_batches * sum(stage.cost.recomputed_seconds for stage in plan.stages)
-    excess = micro_batches * max(stage.cost.excess_seconds for stage in plan.stages) / step
+    excess = _time_excess(plan) / step
     optimizer, exchange, sums = plan.optimizer_seconds / step, plan.reduce_seconds / step, _share_of_sums(plan)
     less = "activation_checkpoint_mode=selective saves most of it, activation_checkpoint_interval=0 all of it"
     if plan.run.config.activation_checkpoint_mode is CheckpointMode.selective:

@@ -13,7 +13,7 @@ from models.adapters.adapter import Adapter
 from models.layers.layer import Layer
 from models.parallel.shard import ContextParallel, ExpertParallel, LayerRanks, TensorParallel
 from training.config.precision import DTYPES
-from training.config.schema import FusedKernels, RunConfig
+from training.config.schema import RouterDtype, RunConfig
 from training.costs.cost import LayerCost, MicroBatchShape, count_layers
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
@@ -33,17 +33,18 @@ class LayerCounts:
         adapter: Adapter | None,
         parts: ContextParallel,
         rebuild: Callable[[], Sequence[Layer]],
+        fuses: bool = False,
     ) -> None:
         """config: the run's keys. architecture: the model's config, completed by these keys. adapter: the adapter that
         is put on the layers; None without one. parts: how ranks share each sequence (context parallelism); the costs
-        are those of the first of these ranks.
+        are those of the first of these ranks. fuses: whether parts of the layers are fused kernels.
 
         rebuild: returns the layers as `shard_layers` makes them; it is called at most once. Costs are counted on the
         meta device, and counting moves the objects that several layers hold there too. So a run passes a function that
         builds its layers again. A plan, which loads no weights, may return them themselves.
         """
         self._config, self._architecture, self._adapter, self._parts = config, architecture, adapter, parts
-        self._rebuild = rebuild
+        self._rebuild, self.fuses = rebuild, fuses
         self._count = cache(self._count_costs)
 
     @cached_property
@@ -76,5 +77,7 @@ class LayerCounts:
                 ExpertParallel(size=config.expert_parallel_size, imbalance=config.moe.imbalance),
             ),
             splits_backward=splits_backward,
-            fuses=config.compile or config.fused_kernels is FusedKernels.auto,
+            compiles=config.compile,
+            fuses=self.fuses,
+            fp32_routers=config.moe.router_dtype is RouterDtype.fp32,
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from errors import UserError
@@ -26,6 +27,7 @@ from models.architecture.lookup import build_layers
 from models.experts.router import RouterOptions
 from models.further.table import count_tail
 from models.heads.table import find_head
+from models.layers.fused_kernels import find_obstacle
 from models.layers.layer import Layer
 from models.layers.wrapped import Wrapper
 from models.parallel.shard import ContextParallel
@@ -33,7 +35,7 @@ from models.sharding.expert_parallel import check_expert_parallel
 from models.sharding.tensor_parallel import shard_layers
 from models.weights.source import DescribedModel, get_whole_config
 from training.config.incompatible import CheckedConfig, check_together
-from training.config.schema import AUTO, CheckpointMode, Device, OptimizerName, RunConfig
+from training.config.schema import AUTO, CheckpointMode, Device, FusedKernels, OptimizerName, RunConfig
 from training.config.validate import check_config
 from training.cost_terms import table
 from training.cost_terms.activations import time_remade
@@ -91,7 +93,7 @@ class ResolvedModel:
             whole = [replace(layer, styles={}) for layer in layers]
             layers = shard_layers(self.architecture, whole, config.tensor_parallel_size)
         parts = check_run_sequences(config, self.architecture, layers)
-        counts = LayerCounts(config, self.architecture, self.adapter, parts, lambda: layers)
+        counts = LayerCounts(config, self.architecture, self.adapter, parts, lambda: layers, self.counts.fuses)
         return replace(self, config=config, layers=layers, parts=parts, counts=counts)
 
     @property
@@ -164,7 +166,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
         adapter=adapter,
         routers=routers,
         callbacks=build_callbacks(config.callbacks),
-        counts=LayerCounts(config, architecture, adapter, parts, rebuild),
+        counts=LayerCounts(config, architecture, adapter, parts, rebuild, _fuses(config, target)),
     )
 
 
@@ -244,6 +246,15 @@ def _choose_pace(target: Target, config: RunConfig) -> Machine:
     if described.device is not Device.cuda:
         return ANY_CPU
     return target.machine or complete_hardware(config.hardware, config.precision, target.world_size)
+
+
+def _fuses(config: RunConfig, target: Target) -> bool:
+    """Return whether parts of layers are fused kernels; a plan takes it for granted that a GPU has the package."""
+    if config.fused_kernels is FusedKernels.none:
+        return False
+    if target.is_planned:
+        return config.hardware.device is Device.cuda
+    return find_obstacle(torch.device("cuda" if target.has_accelerator else "cpu")) is None
 
 
 def _build_sharded(config: RunConfig, architecture: PretrainedConfig, model: DescribedModel) -> list[Layer]:

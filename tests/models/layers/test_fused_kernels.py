@@ -44,7 +44,7 @@ PARTS = {
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     kernels = Played()
-    monkeypatch.setattr(fused_kernels, "_kernels", lambda: kernels)
+    monkeypatch.setattr(fused_kernels, "_kernels", lambda on_meta: kernels)
     return kernels.calls
 
 

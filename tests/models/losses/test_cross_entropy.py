@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from batch import Targets, find_indices
+from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
@@ -20,7 +21,6 @@ from models.losses.logit_chunks import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, list_c
 from models.losses.token_loss import TokenAccuracy, TokenLoss
 from tests.support.logit_chunks import set_chunk_size
 from tests.support.mixed_addmm import play_mixed_addmm
-from training.costs.allocation import AllocationPeak
 
 B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary
 

@@ -3,14 +3,16 @@ to change."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.configs import build_config
 
 from training.config.schema import Device
 from training.cost_terms import table
-from training.cost_terms.cost_term import CostTerm, Kept, Memory, PassCost, PlannedRun, Stage, StepCost, list_stages
+from training.cost_terms.cost_term import Kept, Memory, PassCost, PlannedRun, Stage, StepCost, list_stages
 from training.cost_terms.split import build_fits
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, GIB, Machine
@@ -32,19 +34,24 @@ LAYER = LayerCost(
     work=Work(forward_flops=1e9, attention_width=0),
     bytes=Bytes(saved=10**6, output=10**5),
 )
-DUMMY = CostTerm(
-    stage_memory=lambda stage: Memory(buffers=3 * GIB, host=5 * GIB) if stage.stage_id == 0 else Memory(),
-    chunk_memory=lambda chunk: Kept(activations=GIB),
-    chunk_cost=lambda chunk: PassCost(
-        forward_flops=2e9, forward_seconds=0.25, backward_sending=0.5, sent=Sent({TENSOR: 50 * GB})
+DUMMY: dict[str, Callable[[Any], Any]] = {
+    "STAGE_MEMORY": lambda stage: Memory(buffers=3 * GIB, host=5 * GIB) if stage.stage_id == 0 else Memory(),
+    "CHUNK_MEMORY": lambda chunk: Kept(activations=GIB),
+    "PASSES": lambda chunk: PassCost(
+        forward_flops=2e9, forward_seconds=0.25, backward_seconds=0.5, sent=Sent({TENSOR: 50 * GB})
     ),
-    stage_cost=lambda stage: StepCost(reduce_seconds=1.0, reduce_sent=Sent({DATA: 200 * GB}), optimizer_seconds=4.0),
-)
+    "STEP": lambda stage: StepCost(reduce_seconds=1.0, reduce_sent=Sent({DATA: 200 * GB}), optimizer_seconds=4.0),
+}
+
+
+def add_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terms, dummy in DUMMY.items():
+        monkeypatch.setattr(table, terms, (*getattr(table, terms), dummy))
 
 
 @pytest.fixture
 def with_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "COST_TERMS", (*table.COST_TERMS, DUMMY))
+    add_dummy(monkeypatch)
 
 
 def describe_run() -> PlannedRun:
@@ -103,7 +110,7 @@ def test_its_bytes_are_in_the_fit_check(monkeypatch: pytest.MonkeyPatch) -> None
     run = replace(run, hardware=replace(GPU, memory=(PLAIN.fullest.memory.peak + GIB) / GIB))
     assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [True, True]
     assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) == [0, 2, 4]
-    monkeypatch.setattr(table, "COST_TERMS", (*table.COST_TERMS, DUMMY))
+    add_dummy(monkeypatch)
     run = replace(run)  # which keeps what it has summed
     assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [False, True]
     assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) is None

@@ -37,7 +37,7 @@ def test_an_all_reduce_is_two_rounds_of_a_ring() -> None:
     config = build_config("micro_batch_size=1", f"tensor_parallel_size={SIZE}", *keys)
     cost = compute_sums(Stage(PlannedRun(config, LAYOUT, 50, GPU), 0, [LAYER, LAYER], [range(2)]).chunks[0])
     assert cost.sent == {TENSOR: (4 + 4 + 2) * 2 * (SIZE - 1) / SIZE * HIDDEN}
-    assert cost.backward_sending == pytest.approx((4 + 2) / 4 * cost.forward_sending)
+    assert cost.backward_seconds == pytest.approx((4 + 2) / 4 * cost.forward_seconds)
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_each_step_waits_for_the_link(device: Device, cards_per_node: int, link:
     machine = replace(GPU, device=device, cards_per_node=cards_per_node)
     cost = compute_sums(Stage(PlannedRun(config, LAYOUT, 50, machine), 0, [LAYER], [range(1)]).chunks[0])
     nbytes = 2 * 2 * (SIZE - 1) / SIZE * HIDDEN  # of two sums
-    assert cost.forward_sending == cost.backward_sending == pytest.approx(nbytes / (link * GB) + 12 * latency)
+    assert cost.forward_seconds == cost.backward_seconds == pytest.approx(nbytes / (link * GB) + 12 * latency)

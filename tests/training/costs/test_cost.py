@@ -8,11 +8,11 @@ from support.families import build_family_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, PretrainedConfig
 
+from benchmarks.allocation import AllocationPeak
 from models.adapters.adapter import Adapter
 from models.adapters.targets import build_lora_config
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
-from training.costs.allocation import AllocationPeak
 from training.costs.cost import LayerCost, MicroBatchShape, count_layers, mean_keys
 
 B, T, D, I, V, HEADS, KV_HEADS, HEAD = 2, 48, 64, 96, 200, 4, 2, 16

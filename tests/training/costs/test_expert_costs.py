@@ -4,6 +4,8 @@ work.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.families import MIXTURES, build_family_config
@@ -136,3 +138,18 @@ def test_the_rank_with_most_rows_keeps_more_of_them() -> None:
         assert third - second == pytest.approx(second - first)
     assert even.bytes.widest < uneven.bytes.widest == 1.5 * even.bytes.widest
     assert even.work.forward_flops == uneven.work.forward_flops  # the others wait: `training/cost_terms/layer_ranks.py`
+
+
+def test_logits_in_fp32_are_a_product_that_selective_makes_again() -> None:
+    config = build_family_config("qwen3_moe")
+    layers, shape = build_layers(config), MicroBatchShape(B, T, torch.bfloat16)
+    index = find_sparse(config, layers)
+    plain, in_fp32 = (count_layers(layers, config, shape, fp32_routers=each)[index] for each in (False, True))
+    assert not in_fp32.is_estimated and in_fp32.work.forward_traffic != plain.work.forward_traffic
+    assert in_fp32.work.forward_traffic.products == plain.work.forward_traffic.products
+    assert plain.bytes.kept - in_fp32.bytes.kept == 2 * B * T * config.num_experts
+    one, other = (
+        count_layers(layers, config, replace(shape, dtype=torch.float32), fp32_routers=each)[index]
+        for each in (False, True)
+    )
+    assert one == other

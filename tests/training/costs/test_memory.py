@@ -11,6 +11,7 @@ from support.logit_chunks import set_chunk_size
 from transformers import LlamaConfig
 
 from batch import Targets
+from benchmarks.allocation import AllocationPeak
 from data.loading.columns import list_teacher_columns
 from data.storage.scores import count_bytes
 from models.losses import logit_chunks
@@ -24,7 +25,6 @@ from training.cost_terms.cost_term import Memory, PlannedRun, Stage
 from training.cost_terms.loss import LossBytes
 from training.cost_terms.model_states import compute_model_states
 from training.cost_terms.table import sum_memory
-from training.costs.allocation import AllocationPeak
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import Machine
 from training.distributed.topology import Layout, Topology

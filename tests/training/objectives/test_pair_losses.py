@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from transformers import Gemma2Config, LlamaConfig
 
 from batch import Targets
+from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
 from models.losses.options import DPOLossType
 from models.losses.pairs import REWARDS, PairFormula, PairLoss, Pairs, WithNLL
 from tests.support.logit_chunks import set_chunk_size
-from training.costs.allocation import AllocationPeak
 from training.objectives.cpo import CPOFormula
 from training.objectives.dpo import DPOFormula, RowScore
 from training.objectives.orpo import OddsRatioFormula

@@ -58,7 +58,7 @@ def plan(layout: Layout, layers: list[LayerCost], *overrides: str) -> Plan:
 
 def list_boundary_bytes(found: Plan) -> list[int]:
     """Those after each chunk, by stage."""
-    return [chunk.cost.boundary_bytes for stage in found.stages for chunk in stage.chunks]
+    return [chunk.boundary_bytes for stage in found.stages for chunk in stage.chunks]
 
 
 def test_the_time_of_a_step() -> None:

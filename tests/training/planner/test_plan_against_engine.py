@@ -21,12 +21,12 @@ from support.head_runs import save_documents, save_queries, save_steps, save_wor
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
+from benchmarks.allocation import AllocationPeak
 from data.encoders.kinds import KINDS
 from models.weights.sources import open_weights
 from training.config.schema import Device
 from training.config.teacher import derive_teacher
 from training.cost_terms.table import HOST_BYTES_A_RANK
-from training.costs.allocation import AllocationPeak
 from training.costs.hardware import Machine
 from training.optim import chunks
 from training.planner.plan import plan_resolved

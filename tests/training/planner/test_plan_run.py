@@ -24,14 +24,13 @@ from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import complete_hardware
 from training.inputs.datasets import build_row_plan, load_extended, prepare_file
+from training.inputs.estimates import estimate_num_rows, estimate_steps
 from training.planner.formatting import render_rows, render_seconds
 from training.planner.prediction import find_machine
 from training.planner.report import render_plan
 from training.planner.run import (
     build_plan,
     check_world_size,
-    estimate_num_rows,
-    estimate_steps,
     place_teacher,
     plan_run,
     resolve_planned,

@@ -1,0 +1,51 @@
+"""Buffers of a GPU: messages between stages, and the gradients that flow through a layer."""
+
+from __future__ import annotations
+
+from models.adapters.adapter import NF4_SCALE_BYTES
+from training.config.schema import Device
+from training.cost_terms.cost_term import Memory, Stage
+from training.pipeline.schedule import UnitKind
+
+SENDS = 2  # gradients on their way to another rank
+
+
+def compute_messages(stage: Stage) -> Memory:
+    """Return the bytes in transfer: received for the next pass or the running one, and gradients that are being
+    sent."""
+    hidden, integers = stage.chunks[0].hidden_bytes, stage.chunks[0].integer_bytes
+    links = stage.schedule.list_links()
+    gets = {kind for kind, _, stop in links if stop == stage.stage_id}
+    sends = {kind for kind, start, _ in links if start == stage.stage_id}
+    following = hidden + integers if UnitKind.forward in gets else hidden
+    running = hidden if UnitKind.backward in gets else 0
+    sent = SENDS * hidden if UnitKind.backward in sends else 0
+    return Memory(buffers=following + running + sent if gets else 0)
+
+
+def compute_gradients_in_pass(stage: Stage) -> Memory:
+    """Return the bytes of the two gradients that flow through a layer, of the largest in flight inside one, and of the
+    dequantized weight that makes it."""
+    blocks = max(layer.num_blocks for layer in stage.layers)
+    largest = max(layer.parameters.largest_in_4bit for layer in stage.layers)
+    dequantized = round((stage.run.weight_bytes + NF4_SCALE_BYTES) * largest)
+    return Memory(buffers=2 * blocks * stage.chunks[0].block_bytes + count_on_the_way(stage) + dequantized)
+
+
+def count_on_the_way(stage: Stage) -> int:
+    """Return the bytes of the gradient where a layer is widest, or of one parameter's new gradient.
+
+    Unless that is in fp32, a CPU copies it to fp32 to add it (`add_gradient`), 4 bytes an element; a GPU casts as it
+    adds. Stage 2 copies gradients by buckets (`gradient_sums.py`). The head is not among the widest: its result is in
+    the loss.
+    """
+    layers = stage.layers[:-1] if stage.has_loss else stage.layers
+    widest = max((layer.bytes.widest for layer in layers), default=0)
+    return max(widest, count_new_gradient(stage, stage.largest_trainable))
+
+
+def count_new_gradient(stage: Stage, num_elements: int) -> int:
+    """Return the bytes of a gradient as autograd makes it, with a CPU's copy in fp32."""
+    run = stage.run
+    copies = run.weight_bytes < 4 and run.hardware.device is Device.cpu and not run.config.shards_gradients_only
+    return (run.weight_bytes + (4 if copies else 0)) * num_elements
