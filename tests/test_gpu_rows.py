@@ -61,10 +61,9 @@ WITHOUT_ROW = {
     ),
     "the head and the positions are those of reward; the loss is a few numbers per document": (
         "task=classification", "classification", "task=token_classification", "task=process_reward", "task=rerank",
-        "rerank",
     ),
     "hidden states and passes are those of other rows and of evaluations; the loss is a few products of vectors": (
-        "task=embedding", "embedding",
+        "task=embedding",
     ),
     "plain tokens, as in sft; rows are packed as in the packed rows": ("task=pretrain",),
     "random numbers, which differ between a GPU and its oracle": (

@@ -15,10 +15,11 @@ def compute_kept(chunk: Chunk) -> Kept:
     """Return the bytes that a micro-batch keeps, and the peak of recomputation. It keeps the chunk's output, if that is
     sent, and what came in: hidden_states, which a first group that is recomputed counts itself, and integers.
 
-    Counted group by group as the backward pass goes: what later groups kept is freed by then. Of what is on the host,
-    the input of the group that is recomputed has come back, and that of the one before it is coming. A layer that runs
-    no backward pass keeps nothing. Its forward pass counts where nothing later takes as much: the factors of an MLP's
-    product, one of them before its activation function too, and the product."""
+    Counted group by group as the backward pass goes: what later groups kept is freed by then, and the group's own input
+    where autograd keeps nothing of it. Of what is on the host, the input of the group that is recomputed has come back,
+    and that of the one before it is coming. A layer that runs no backward pass keeps nothing. Its forward pass counts
+    where nothing later takes as much: the factors of an MLP's product, one of them before its activation function too,
+    and the product."""
     checkpointing = chunk.checkpointing
     kept = recomputation = on_host = deferred = 0  # deferred: by the groups that are done
     for group in reversed(chunk.groups):
@@ -27,12 +28,13 @@ def compute_kept(chunk: Chunk) -> Kept:
             kept += sum(layer.bytes.saved for layer in layers)
             continue
         remade = sum(layer.bytes.remade if checkpointing.is_selective else layer.bytes.saved for layer in layers)
-        entering, came_back = chunk.input_bytes, 0
+        entering, came_back, freed = chunk.input_bytes, 0, 0
         if group.start:
             entering = chunk.layers[group.start - 1].bytes.output * layers[0].num_blocks
+            freed = entering if layers[0].bytes.frees_input and chunk.checkpointing.runs_again else 0
             if checkpointing.offloads:
                 on_host, came_back, entering = on_host + entering, 2 * entering, 0
-        recomputation = max(recomputation, came_back + remade + deferred - kept)
+        recomputation = max(recomputation, came_back + remade + deferred - kept - freed)
         kept += entering
         deferred += sum(layer.bytes.deferred for layer in layers)
         if checkpointing.is_selective:

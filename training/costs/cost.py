@@ -39,6 +39,7 @@ from models.sharding.expert_parallel import divide_experts, list_expert_specs, l
 from models.sharding.tensor_parallel import list_shard_specs, shard_module
 from training.costs.trace import Operator, Trace, trace_passes
 from training.costs.traffic import NO_TRAFFIC, PRODUCTS, Traffic, count_remade, count_traffic
+from training.pipeline.activation_checkpoint import may_draw
 from training.pipeline.weight_gradients import list_deferred
 
 GROUPED_PRODUCT = "grouped_mm"  # of `models/experts/products.py`
@@ -114,6 +115,10 @@ class Bytes:
     remade: int = 0  # made again in the backward pass under `selective`
     widest: int = 0  # gradients within the backward pass, where they take most: a widest result, or eager scores
     deferred: int = 0  # kept between the two halves of a backward pass; 0 if the schedule puts nothing off
+    # Whether autograd keeps nothing of the hidden_states that the layer takes, as where a norm keeps a copy in fp32:
+    # `recompute` (training/pipeline/recomputation.py) lets go of them once it has run the layer again. torch's own
+    # function, for layers that may draw random numbers, does not
+    frees_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +326,14 @@ class _BuiltLayer:
             output=batch.tokens // self._hidden_parts * self.config.hidden_size * self.output_dtype.itemsize,
             widest=widest,
             deferred=self._count_deferred(),
+            frees_input=trace is not None and not self._keeps_input(trace) and not may_draw([self.module]),
         )
+
+    def _keeps_input(self, trace: Trace) -> bool:
+        """Return whether autograd keeps the layer's own hidden_states."""
+        size = self.batch.tokens // self._hidden_parts * self.config.hidden_size * self.batch.dtype.itemsize
+        made = {operand.storage for operator in trace.forward for operand in operator.made}
+        return any(trace.sizes[storage] == size for storage in trace.saved - made)
 
     @property
     def output_dtype(self) -> torch.dtype:

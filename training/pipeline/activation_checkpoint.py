@@ -71,6 +71,11 @@ class ActivationCheckpointing:
         return self.interval > 0 and self.mode is CheckpointMode.selective
 
     @property
+    def runs_again(self) -> bool:
+        """Whether `recompute` runs groups again, unless a layer may draw random numbers."""
+        return not (self.is_selective or self.offloads or self.in_layers)
+
+    @property
     def group_size(self) -> int:
         """Layers that the engine runs as one: its `activation_checkpoint_interval`."""
         return min(self.interval, 1) if self.mode is CheckpointMode.every else self.interval
@@ -90,7 +95,7 @@ class ActivationCheckpointing:
         """Return the function that runs a group: torch's own, non-reentrant, where a layer may draw random numbers
         (draws), which it does a second time as the first, where single operations are kept, inputs are offloaded, or a
         layer is compiled with its recomputation."""
-        if not (draws or self.is_selective or self.offloads or self.in_layers):
+        if self.runs_again and not draws:
             return recompute
         function = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
         if self.is_selective:
