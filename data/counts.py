@@ -85,7 +85,7 @@ class ContentCounts:
         if self.num_split:
             parts.append(
                 f"{pluralize(self.num_split, 'conversation')} became "
-                f"{self.num_split + self.num_extra_samples:,} samples, since "
+                f"{self.num_split + self.num_extra_samples:,} samples: "
                 f"the chat template rewrites earlier turns ({pluralize(self.num_repeated_tokens, 'token')} twice)"
             )
         if self.num_hidden_thoughts:

@@ -158,7 +158,7 @@ def test_what_splitting_costs_is_counted() -> None:
     assert split.num_repeated_tokens == len(build_tokenizer("Qwen3").encode(shared, add_special_tokens=False))
     last = batch("Qwen3", THOUGHTS, rewritten_turns=RewrittenTurns.last).counts.content
     assert (last.num_split, last.num_lost_turns) == (0, 1)
-    assert split.describe()[0].startswith("1 conversation became 2 samples, since the chat template rewrites earlier")
+    assert split.describe()[0].startswith("1 conversation became 2 samples: the chat template rewrites earlier")
     without = "1 turn without targets: the chat template rewrites them later"
     assert last.describe_turns() == ["2 turns of the assistant", without]
 

@@ -140,7 +140,7 @@ def test_a_bad_row_is_reported_and_the_others_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", b"q,a\nb,c\nd\ne,\xff\nf,g,h\ni,j\n")
     assert [record.problem for record in read_file(path)] == [
         None,
-        f"{path}:3: 1 columns, but the first line names 2 (q, a); fix or remove the row",
+        f"{path}:3: 1 column, but the first line names 2 (q, a); fix or remove the row",
         f"{path}:4: not UTF-8 text; convert the file to UTF-8",
         f"{path}:5: 3 columns, but the first line names 2 (q, a); fix or remove the row",
         None,
