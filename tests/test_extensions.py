@@ -238,7 +238,7 @@ MINE = {
             def encode(self, record, location, tokenizer, counts=None):
                 completion = record[self.mine_field]
                 return super().encode({**record, "completion": completion}, location, tokenizer, counts)
-        KINDS = (DataKind("mine", MineEncoder, task="mine"),)
+        KINDS = (DataKind("lines", MineEncoder, task="lines"),)
     """,
     "objectives.py": """
         from mine.keys import MineData
@@ -248,7 +248,7 @@ MINE = {
             def save(self, folder): (folder / "mine.json").write_text(self.field)
             def check(self, folder): pass
         class Mine(SFT):
-            name = "mine"
+            name = "lines"  # the keys of a group of its name would be read by its runs alone
             def exports(self, config, hidden_size): return Files(config.read_group(MineData).mine_field)
         OBJECTIVES = (Mine(),)
     """,
@@ -262,8 +262,8 @@ MINE = {
             ),
         )
     """,
-    "conf/data/mine.yaml": "defaults: [shared/every_kind@_here_, _self_]\nname: mine\nprompt_field: prompt\n"
-    'completion_field: completion\nprompt_template: "{prompt}"\n',
+    "conf/data/lines.yaml": "defaults: [shared/every_kind@_here_, _self_]\nname: lines\nprompt_field: prompt\n"
+    'completion_field: completion\nprompt_template: "{prompt}"\nmessages_field: messages\ntext_field: text\n',
     "readers.py": """
         from mine.keys import MineConfig
         from training.config.incompatible import FP16, Feature
@@ -515,7 +515,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
         begun = run_deepspeed([*taking, "stop_after_steps=1"], folder)
         resumed = run_deepspeed([*taking, "stop_after_steps=1", "resume=latest"], folder)
         recorded = json.loads((out / "run.json").read_text())["environment"]["extensions"]
-        own = (f"output_dir={folder / 'kind'}", "data=mine", "data.mine_field=prompt", "max_steps=1")
+        own = (f"output_dir={folder / 'kind'}", "data=lines", "data.mine_field=prompt", "max_steps=1")
         with_its_data = run_deepspeed(["-cn", "mine_tiny", *words, *own], folder)
         patch.delenv(OWN_FOLDERS)
         shutil.rmtree(mine)
@@ -554,7 +554,7 @@ SEAMS: dict[str, Callable[[Life], bool]] = {
     "commands": lambda life: "python -m mine.count RUN" in life.help,
     "keys": lambda life: "mine.every=0: at least 1" in life.out_of_range,
     "readers": lambda life: "mine.every=3: this run does not read it, only one with mine.file does" in life.unread,
-    "data_kinds": lambda life: json.loads(life.read("kind/run.json"))["config"]["data"]["name"] == "mine",
+    "data_kinds": lambda life: json.loads(life.read("kind/run.json"))["config"]["data"]["name"] == "lines",
     "objectives": lambda life: life.with_its_data.code == 0 and "kind" in life.with_its_data.output,
     "heads": lambda life: life.described.splitlines()[-1:] == ["model of mine"],
     "model_files": lambda life: life.read("kind/checkpoints/mine.json") == life.read("kind/hf/mine.json") == "prompt",
