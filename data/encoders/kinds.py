@@ -1,4 +1,4 @@
-"""The kinds of data: the project's own, and those of extensions."""
+"""The table of the kinds of data, the project's own and those of extensions."""
 
 import json
 from dataclasses import MISSING, Field, fields

@@ -99,11 +99,11 @@ def draw_losses(history: RunHistory, file: Path) -> None:
 def _describe_header(config: Facts, base: str | None, license: str | None, is_adapter: bool) -> dict[str, Any]:
     """Return the fields by which the hub lists a model."""
     objective = OBJECTIVES.get(str(config.get("task") or (config.get("data") or {}).get("name")), Objective())
-    is_plain_adapter = is_adapter and objective.library == Objective.library
+    is_plain_adapter = is_adapter and objective.made_for == Objective.made_for
     return {
         **({"base_model": base} if base and HUB_ID.fullmatch(base) and not Path(base).exists() else {}),
         **({"license": license} if license else {}),
-        "library_name": "peft" if is_plain_adapter else objective.library,
+        "library_name": "peft" if is_plain_adapter else objective.made_for,
         "pipeline_tag": objective.pipeline_tag,
         **({"datasets": datasets} if (datasets := sorted(set(_list_hub_data(config.get("train_file"))))) else {}),
         "tags": ["llm-pipeline", "deepspeed", *([] if not is_adapter else ["lora"])],

@@ -120,7 +120,7 @@ class TextEmbedding(Objective):
     """A sample is a query with its document and negatives, whose rows follow each other in a micro-batch."""
 
     name = "embedding"
-    pipeline_tag, library = "sentence-similarity", "sentence-transformers"
+    pipeline_tag, made_for = "sentence-similarity", "sentence-transformers"
     unit = "queries"
     mean_over = MeanOver.samples
     head = HEAD

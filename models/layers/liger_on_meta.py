@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import library
 
-_KERNELS = torch.library.Library("liger_on_meta", "DEF")
+_KERNELS = library.Library("liger_on_meta", "DEF")
 
 
 def _kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:

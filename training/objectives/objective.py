@@ -187,8 +187,8 @@ class Objective:
     columns: tuple[ReadColumn, ...] = ()  # what travels with a micro-batch besides tokens and targets
     # What the reference model scores once before training (`training/scoring/scored.py`)
     scored: tuple[Column, ...] = ()
-    # How the hub lists its models, and the library that it names for whole ones
-    pipeline_tag, library = "text-generation", "transformers"
+    # How the hub lists its models, and the package that it names as what loads whole ones
+    pipeline_tag, made_for = "text-generation", "transformers"
     needs_labels = False  # samples without labels are refused
     head: Head | None = None  # what takes the place of the LM head (`models/heads/`)
     modifiers: tuple[Modifier, ...] = ()
