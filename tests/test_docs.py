@@ -33,8 +33,8 @@ from support.workers import free_port
 
 from errors import UserError
 from extension import OWN_FOLDERS, load_extensions
-from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments, list_given
-from training.cli.sweep import plan_sweep
+from extensions.sweep.sweep import plan_sweep
+from training.cli.command_line import check_command_line, clean_arguments, find_flag, list_given
 from training.config.incompatible import CheckedConfig
 from training.config.schema import Init, register_schema, to_typed
 from training.config.validate import check_config
@@ -191,7 +191,7 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
         for before, argument in zip(["", *arguments], arguments)
     ]
     register_schema()
-    if asks_for_sweep(arguments):
+    if find_flag(arguments):
         jobs, _ = plan_sweep(arguments, folder / "conf", DEFAULT_CONFIG)
         assert len(jobs) > 1
         return str(jobs[0].output_dir.parent)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from support.configs import CONF, build_config
 
 from errors import UserError
-from training.cli.command_line import clean_arguments
-from training.cli.sweep import Job, plan_sweep, run_sweep
+from extensions.sweep.sweep import Job, plan_sweep, run, run_sweep
+from training.cli.command_line import clean_arguments, find_flag
 from training.config.schema import register_schema
 
 
@@ -44,6 +44,19 @@ def test_each_combination_is_a_run_with_its_own_folder() -> None:
     ]
     assert [Path(config.output_dir) for config in configs] == [job.output_dir for job in jobs]
     assert all(job.arguments[:2] == ("-cn", "llama_tiny_pp2") for job in jobs)
+
+
+def test_it_is_refused_inside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="^--multirun starts a launcher for each run, so start it without one: python "):
+        run(CONF.parent / "trainer_base_ds_mp.py", ["-m", "seed=1,2"], "base")
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun", "--multi"])
+def test_its_runs_are_not_asked_for_several(flag: str) -> None:
+    for job in plan(f"{flag} num_gpus=2 -cn llama_tiny_pp2 output_dir=out seed=1,2")[0]:
+        assert find_flag(job.arguments) is None
+    assert find_flag([flag, "seed=1,2"]) == "extensions.sweep.sweep:run"
 
 
 def test_values_that_read_the_same_have_their_own_folders() -> None:

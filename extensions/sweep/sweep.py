@@ -30,9 +30,16 @@ from console import pluralize
 from errors import UserError
 from filesystem import hash_ends, write_atomically
 from masking import mask, mask_text
-from training.cli.command_line import IN_SWEEP, CheckNames, check_command_line, compose_command, parse_arguments
+from training.cli.command_line import (
+    SHARED_COMMAND,
+    CheckNames,
+    check_command_line,
+    compose_command,
+    parse_arguments,
+)
 from training.config.schema import to_typed
 from training.distributed.ranks import find_free_port
+from training.entry import check_names
 
 NUM_GPUS = "num_gpus"  # ranks of each launch: read only here
 DATA_FILE = "sweep_data.json"  # in output_dir: `Job.files` of the finished run
@@ -95,6 +102,18 @@ class Job:
             yield from (f"{path} has changed" for path, found in now.items() if before.get(path) != found)
 
 
+def run(script: Path, arguments: Sequence[str], config_name: str) -> int:
+    """Run what `--multirun` asks for, one launcher after the other, as `Extension.flags` calls it. Return the exit
+    code. Raises UserError inside a launch, and for a mistake in any of the runs before the first one starts."""
+    if "RANK" in os.environ:
+        raise UserError(
+            "--multirun starts a launcher for each run, so start it without one: python trainer_base_ds_mp.py "
+            "--multirun num_gpus=2 ..."
+        )
+    jobs, num_gpus = plan_sweep(arguments, script.parent / "conf", config_name, check_names)
+    return run_sweep(jobs, num_gpus, build_launch(script, num_gpus, jobs[0].output_dir.parent.name))
+
+
 def plan_sweep(
     arguments: Sequence[str], config_dir: Path, default_config: str, check_names: CheckNames | None = None
 ) -> tuple[list[Job], int]:
@@ -104,9 +123,7 @@ def plan_sweep(
     first one starts.
     """
     options, _ = parse_arguments(arguments)
-    kept = [
-        argument for argument in arguments if argument not in ("-m", "--multirun") and argument not in options.overrides
-    ]
+    kept = [argument for argument in arguments if not _is_multirun(argument) and argument not in options.overrides]
     given = [override for override in options.overrides if override.partition("=")[0] != NUM_GPUS]
     num_gpus = _read_num_gpus(options.overrides)
     # Each run is checked below; this check is for overrides that cannot be expanded, which would raise there.
@@ -122,6 +139,11 @@ def plan_sweep(
         jobs.append(Job(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir, config))
     _check_folders(jobs)
     return jobs, num_gpus
+
+
+def _is_multirun(argument: str) -> bool:
+    """Return whether an argument is `--multirun`, its short form or a beginning of it, as argparse takes them."""
+    return argument == "-m" or ("--multirun".startswith(argument) and len(argument) > 2)
 
 
 def _name_folder(swept: Sequence[str]) -> str:
@@ -251,7 +273,7 @@ def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
 
     group: the name of the runs' group in Weights & Biases.
     """
-    environment = {"WANDB_RUN_GROUP": group, **os.environ, IN_SWEEP: "true"}
+    environment = {"WANDB_RUN_GROUP": group, **os.environ, SHARED_COMMAND: "true"}
 
     def launch(arguments: Sequence[str]) -> int:
         launcher = [
