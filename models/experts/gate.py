@@ -166,6 +166,7 @@ class RouterForward:
 
     dtype: of the stage, 16 bits. in_fp32: whether the gate's product is in fp32, not as `transformers` computes it.
     lender: for gradients of its parameters; None where autograd has to have them. choices: None without a count.
+    adapters: the weights of adapters on projections within it.
     """
 
     router: nn.Module
@@ -173,6 +174,10 @@ class RouterForward:
     in_fp32: bool
     lender: Lender | None = None
     choices: ChoiceCounter | None = field(default=None, init=False)
+    adapters: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.adapters = [parameter for name, parameter in self.router.named_parameters() if "lora_" in name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.choices is not None and self.choices.is_on():
@@ -184,8 +189,7 @@ class RouterForward:
 
     def _run(self, product: Product, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Return the router's outputs, and whether they follow from one product."""
-        adapters = [parameter for name, parameter in self.router.named_parameters() if "lora_" in name]
-        with _GateMode(product, adapters) as mode:
+        with _GateMode(product, self.adapters) as mode:
             outputs = self._forward(args, kwargs)
         if self.in_fp32 and mode.num_gates != 1:  # the logits may have been rounded
             raise RuntimeError(f"{type(self.router).__name__} made {mode.num_gates} products, not one")
