@@ -140,7 +140,7 @@ def take_layout(imported: Imported, overrides: Sequence[str]) -> Imported:
     """Return the imported config with the layout that `plan=search` has found. overrides: words KEY=VALUE, the keys in
     which the layout differs from the config."""
     layout = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in overrides)}
-    return replace(imported, keys=imported.keys | layout)
+    return replace(imported, keys={**imported.keys, **layout})
 
 
 def find_project(their: Mapping[str, Any]) -> str | None:
