@@ -65,7 +65,8 @@ class Extension:
     actions: Mapping[str, str] = field(default_factory=dict)
     # Values of the key `plan` beyond true and false -> "module:function". The function takes the config and the width
     # of the screen in characters (None for no limit), and yields texts as soon as it knows them; it may raise
-    # UserError. A line `use: KEY=VALUE ...` is the layout that it proposes (training/cli/plan_process.py)
+    # UserError. A line `use: ...` is the command of the layout that it proposes, or its keys alone, KEY=VALUE
+    # (training/cli/plan_process.py)
     plans: Mapping[str, str] = field(default_factory=dict)
     # Options of the training command -> "module:function" of what runs in its place, before torch is imported. The
     # function takes the path of the script, the arguments, and the name of the config without `-cn`; it returns the

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -208,8 +208,9 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
     check_config(config, has_accelerator=True)
     check_objective(config)
     check_read(CheckedConfig(config), list_given(arguments), continues=config.resume is not None)
-    if config.plan:
-        check_world_size(config)
+    sizes = config.world_size if isinstance(config.world_size, list) else [config.world_size]
+    for size in sizes if config.plan else ():
+        check_world_size(replace(config, world_size=size))
     return config.output_dir
 
 

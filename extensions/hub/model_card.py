@@ -20,7 +20,7 @@ from training.objectives.objective import Objective
 from training.objectives.registry import OBJECTIVES
 from training.observability.run_page import RunHistory, read_history, read_lines
 
-if TYPE_CHECKING:  # most runs write no card
+if TYPE_CHECKING:  # most runs write no model card
     from huggingface_hub import EvalResult
 
 README, PLOT = "README.md", "loss.png"

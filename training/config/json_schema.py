@@ -33,7 +33,7 @@ def build_json_schema() -> JsonSchema:
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A run's config", **described}
 
 
-def _describe_keys(schema: type, prefix: str, keys: Mapping[str, Key]) -> JsonSchema:
+def _describe_keys(schema: Any, prefix: str, keys: Mapping[str, Key]) -> JsonSchema:
     """Return the schema of a mapping with the fields of a dataclass. keys: what `conf/` states, by dotted name."""
     hints, properties = get_type_hints(schema), dict[str, JsonSchema]()
     for each in fields(schema):

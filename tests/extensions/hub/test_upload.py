@@ -139,17 +139,17 @@ def test_the_hub_lists_the_evaluation_of_the_exported_step(run_folder: RunFolder
     run_folder.completed.write_text(json.dumps({"step": 3, "best_step": 2, "best_metric": 1.5}))
     (run_folder.export / "adapter_config.json").write_text("{}")
 
-    def read_card() -> ModelCardData:
+    def read_listed() -> ModelCardData:
         text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", None)
         return ModelCard(text).data
 
-    card = read_card()
-    assert (card.model_name, card.base_model_relation) == ("mine", "adapter")
-    assert {(each.dataset_type, each.metric_type, each.metric_value) for each in card.eval_results} == {
+    listed = read_listed()
+    assert (listed.model_name, listed.base_model_relation) == ("mine", "adapter")
+    assert {(each.dataset_type, each.metric_type, each.metric_value) for each in listed.eval_results} == {
         ("hf:org/math?split=test, easy.jsonl", "loss", 1.5), ("org/math", "loss", 1.0), ("easy.jsonl", "f1", 0.5),
     }  # fmt: skip
     run_folder.completed.unlink()
-    assert not read_card().eval_results
+    assert not read_listed().eval_results
 
 
 @pytest.mark.parametrize(
