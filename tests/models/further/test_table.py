@@ -42,7 +42,7 @@ def test_they_are_between_the_norm_and_the_head_and_stay_with_it(root: Path) -> 
 
 @pytest.mark.parametrize(("family", "fields"), [("deepseek_v3", {"num_nextn_predict_layers": 2}), ("qwen3_next", {})])
 def test_each_has_a_number_of_its_own_after_the_decoder_layers(family: str, fields: dict[str, int]) -> None:
-    """What is reported by layer would otherwise be that of two layers."""
+    """Two layers would share what is reported by layer otherwise."""
     config = build_family_config(family, **fields)
     set_trained(config, trains=True)
     modules = [layer.build_on_meta() for layer in build_layers(config)]
