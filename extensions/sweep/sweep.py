@@ -42,7 +42,7 @@ from training.distributed.ranks import find_free_port
 from training.entry import check_names
 
 NUM_GPUS = "num_gpus"  # ranks of each launch: read only here
-DATA_FILE = "sweep_data.json"  # in output_dir: `Job.files` of the finished run
+DATA_FILE = "sweep_data.json"  # in output_dir: `SweptRun.files` of the finished run
 NAMES_FILES = (
     "train_file", "eval_file", "model_name_or_path", "tokenizer_name_or_path", "name_or_path", "teacher",
     "chat_template",
@@ -55,7 +55,7 @@ Launch = Callable[[Sequence[str]], int]
 
 
 @dataclass(frozen=True)
-class Job:
+class SweptRun:
     """One run of a sweep."""
 
     swept: tuple[str, ...]  # "learning_rate=1e-4"
@@ -116,7 +116,7 @@ def run(script: Path, arguments: Sequence[str], config_name: str) -> int:
 
 def plan_sweep(
     arguments: Sequence[str], config_dir: Path, default_config: str, check_names: CheckNames | None = None
-) -> tuple[list[Job], int]:
+) -> tuple[list[SweptRun], int]:
     """Return the runs that a command line asks for, each with its own folder below `output_dir`, and the ranks of each.
 
     arguments, check_names: see `check_command_line`. Raises UserError for a mistake in any of the runs, before the
@@ -136,7 +136,7 @@ def plan_sweep(
         composed = compose_command(options, overrides, config_dir, default_config)
         output_dir = Path(composed.output_dir) / _name_folder(swept)
         config = _list_values(composed) | {"output_dir": str(output_dir)}
-        jobs.append(Job(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir, config))
+        jobs.append(SweptRun(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir, config))
     _check_folders(jobs)
     return jobs, num_gpus
 
@@ -163,7 +163,7 @@ def _list_values(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def _check_folders(jobs: Sequence[Job]) -> None:
+def _check_folders(jobs: Sequence[SweptRun]) -> None:
     """Raise UserError when two jobs share a folder, or when a job's folder has the result of another config that the
     job would neither continue nor delete."""
     for job in jobs:
@@ -240,7 +240,7 @@ def _first_value(override: str) -> str:
         return override
 
 
-def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
+def run_sweep(jobs: Sequence[SweptRun], num_gpus: int, launch: Launch) -> int:
     """Run the jobs in order, except those that have finished before. Returns 0 when all have finished, else 1.
 
     num_gpus: the ranks of each job. launch: runs the training command with these arguments, and returns its exit code.
@@ -296,7 +296,7 @@ def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
     return launch
 
 
-def render_table(jobs: Sequence[Job]) -> str:
+def render_table(jobs: Sequence[SweptRun]) -> str:
     """Return a table with one line per run: swept values, last step, eval loss (the lowest marked) and folder."""
     completed = [job.read_completed() or {} for job in jobs]
     losses = [record["eval_loss"] for record in completed if "eval_loss" in record]

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from support.configs import CONF, build_config
 
 from errors import UserError
-from extensions.sweep.sweep import Job, plan_sweep, run, run_sweep
+from extensions.sweep.sweep import SweptRun, plan_sweep, run, run_sweep
 from training.cli.command_line import clean_arguments, find_flag
 from training.config.schema import register_schema
 
 
-def plan(line: str) -> tuple[list[Job], int]:
+def plan(line: str) -> tuple[list[SweptRun], int]:
     register_schema()
     return plan_sweep(clean_arguments(["trainer_base_ds_mp.py", *shlex.split(line)])[1:], CONF, "llama_tiny_pp2")
 
@@ -68,7 +68,7 @@ def test_values_that_read_the_same_have_their_own_folders() -> None:
     assert [job.output_dir for job in plan(line + " max_steps=3")[0]] == folders
 
 
-def finish(job: Job) -> None:
+def finish(job: SweptRun) -> None:
     """Leaves what the run of a job leaves."""
     job.output_dir.mkdir(parents=True)
     config = build_config(*[word for word in job.arguments if "=" in word and not word.startswith("train_file")])
@@ -176,7 +176,7 @@ def test_a_mistake_in_any_run_is_reported_before_the_first_starts(line: str, mes
 
 
 def test_the_runs_start_in_order_and_end_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = [Job((f"seed={seed}",), (f"seed={seed}",), tmp_path / str(seed)) for seed in (1, 2, 3)]
+    jobs = [SweptRun((f"seed={seed}",), (f"seed={seed}",), tmp_path / str(seed)) for seed in (1, 2, 3)]
     started: list[str] = []
 
     def launch(arguments: Sequence[str]) -> int:
