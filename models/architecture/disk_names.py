@@ -32,7 +32,11 @@ def name_pieces(config: PretrainedConfig, layers: Sequence[Layer]) -> list[Layer
     Raises UserError for a family whose tensors are rearranged in any way other than cut, stacked or renamed.
     """
     model = wrap_module(config)
-    return list(layers) if extract_weight_conversions_for_model(model) is None else _name_pieces(model, layers)
+    return _name_pieces(model, layers) if _has_conversions(model) else list(layers)
+
+
+def _has_conversions(model: PreTrainedModel) -> bool:
+    return extract_weight_conversions_for_model(model) is not None
 
 
 def name_wrapped_pieces(config: PretrainedConfig, layers: Sequence[Layer], wrapper: Wrapper) -> list[Layer]:
@@ -40,9 +44,13 @@ def name_wrapped_pieces(config: PretrainedConfig, layers: Sequence[Layer], wrapp
 
     Such a folder may have the text model's own names after its prefix, and then these are used: `transformers` cannot
     read back what it saves where the renaming of another part is undone too (Kimi's, 5.23, whose layers become blocks).
+    A text model without conversions (Step 3.5) has the names in memory, and what is published is known from the model
+    around it alone.
     """
     own_base = wrapper.own_base
     named = _name_pieces(wrapper.model, wrapper.rename(layers))
+    if not _has_conversions(wrap_module(config)):
+        return named
     embedding = named[0].get_pieces("weight")[0].hf_name
     prefix = embedding.removesuffix(layers[0].hf_prefix.removeprefix(own_base) + "weight")
     chosen = []

@@ -257,12 +257,22 @@ def can_compare(router: nn.Module) -> bool:
     return not any("jitter" in name for module in router.modules() for name in vars(module))
 
 
+# Routers whose experts multiply by what follows from the logits without a cast, and add that to rows of 16 bits
+_UNCAST = ("DbrxRouter",)
+
+
 def check_router_dtype(config: PretrainedConfig, layers: Sequence[Layer]) -> None:
-    """Raises UserError for a model without experts, and for one with a router whose gate is not one product."""
+    """Raises UserError for a model without experts, for one with a router whose gate is not one product, and for one
+    whose experts take no weights in fp32."""
     if count_experts(config) == (1, 1):
         raise UserError(f"moe.router_dtype=fp32: this '{config.model_type}' model has no experts; leave it at null")
     modules = [layer.build_on_meta() for layer in layers if issubclass(layer.module_class, PipelineDecoderLayer)]
     found = list(filter(None, map(find_router, modules)))
+    if any(type(router).__name__ in _UNCAST for _, router in found):
+        raise UserError(
+            f"moe.router_dtype=fp32: the experts of '{config.model_type}' take their weights in the dtype of the rows "
+            "alone; leave it at null"
+        )
     unknown = next((router for parent, router in found if count_products(parent, router) != 1), None)
     if not found or unknown is not None:
         what = "no layer has a router" if unknown is None else f"{type(unknown).__name__} does not make one product"

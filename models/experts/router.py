@@ -97,7 +97,11 @@ class RoutedBlock:
             setattr(self.keeper, _BIAS, getattr(self.keeper, _BIAS).float())
 
 
-_OTHER_ROUTERS = ("Linear", "Llama4Router")  # those that return something other than RoutedBlock describes
+_OTHER_ROUTERS = (
+    "Linear",
+    "Llama4Router",
+    "DbrxRouter",
+)  # those that return something other than RoutedBlock describes
 
 
 def find_block(layer: nn.Module, shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size) -> RoutedBlock | None:
@@ -125,13 +129,18 @@ def find_router(layer: nn.Module, others: Sequence[str] = ()) -> tuple[nn.Module
 
 
 def fit_options(options: RouterOptions, config: PretrainedConfig, layers: Sequence[Layer]) -> RouterOptions | None:
-    """Return the options with the scores of the model's routers; None for a dense model. Raises UserError for an option
-    that does not apply to the model."""
+    """Return the options with the scores of the model's routers; None for a dense model, and where what they choose is
+    not read. Raises UserError for an option that does not apply to the model."""
     block = _find_first_block(config, layers)
     if block is None:
         for key, value in asdict(options).items():
-            if value:
+            if value and count_experts(config) == (1, 1):
                 raise UserError(f"moe.{key}={value:g}: this '{config.model_type}' model has no experts; leave it at 0")
+            if value:
+                raise UserError(
+                    f"moe.{key}={value:g}: how the routers of '{config.model_type}' return what they choose is not "
+                    "known; leave it at 0"
+                )
         return None
     if options.update_router_bias and block.keeper is None:
         raise UserError(

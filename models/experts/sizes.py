@@ -9,12 +9,13 @@ from transformers import PretrainedConfig
 
 # Names in transformers' configs (5.23); most have several of these names for one number
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "moe_top_k")
 
 
 def count_experts(config: PretrainedConfig) -> tuple[int, int]:
     """Return (experts that a token chooses, experts to choose from); (1, 1) for a dense model."""
-    chosen, available = (_read_first(config, names) for names in (NUM_CHOSEN, NUM_EXPERTS))
+    holder = getattr(config, "ffn_config", config)  # DBRX has a config inside its config for them
+    chosen, available = (_read_first(holder, names) for names in (NUM_CHOSEN, NUM_EXPERTS))
     return (chosen, available) if chosen and available else (1, 1)
 
 

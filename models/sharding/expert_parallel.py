@@ -30,7 +30,7 @@ def check_expert_parallel(config: PretrainedConfig, layers: Sequence[Layer], siz
     if size == 1:
         return
     numbers = find_stack_sizes(layers)
-    if not numbers and not has_experts(config, layers):
+    if not numbers and count_experts(config) == (1, 1):
         raise UserError(f"expert_parallel_size={size}: this '{config.model_type}' model has no experts; leave it at 1")
     if not numbers:
         raise UserError(
@@ -44,14 +44,6 @@ def check_expert_parallel(config: PretrainedConfig, layers: Sequence[Layer], siz
         raise UserError(
             f"expert_parallel_size={size} does not divide the model's {found} experts; sizes that do: {fitting}"
         )
-
-
-def has_experts(config: PretrainedConfig, layers: Sequence[Layer]) -> bool:
-    """Return whether a model has experts: by its config, or by its parameters, as DBRX has a config inside its config
-    for them."""
-    return count_experts(config) != (1, 1) or any(
-        map_alike(lambda layer: any("experts." in name for name in layer.shapes()), layers)
-    )
 
 
 def find_stack_sizes(layers: Sequence[Layer]) -> set[int]:

@@ -136,12 +136,10 @@ def try_training(
 
 
 def _is_mixture(model_type: str) -> bool:
-    from models.architecture.lookup import build_layers
+    from models.experts.sizes import count_experts
     from models.generic.shrink import shrink
-    from models.sharding.expert_parallel import has_experts
 
-    config = shrink(build_published_config(model_type))
-    return has_experts(config, build_layers(config))
+    return count_experts(shrink(build_published_config(model_type))) != (1, 1)
 
 
 def _compare(result: dict[str, Any], oracle: dict[str, Any]) -> float:

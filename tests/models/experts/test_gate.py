@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import build_family, build_family_config
+from support.published import build_published_config
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +30,7 @@ from models.experts.gate import (
 )
 from models.experts.router import find_router
 from models.families.llama4_text import MoE
+from models.generic.shrink import shrink
 
 HALF = torch.bfloat16
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text", "minimax_m2")
@@ -276,6 +278,9 @@ def test_families_whose_gates_are_not_found_are_refused(monkeypatch: pytest.Monk
     dense = build_family_config("llama")
     with pytest.raises(UserError, match="this 'llama' model has no experts; leave it at null"):
         check_router_dtype(dense, build_layers(dense))
+    uncast = shrink(build_published_config("dbrx"))
+    with pytest.raises(UserError, match="the experts of 'dbrx' take their weights in the dtype of the rows alone"):
+        check_router_dtype(uncast, build_layers(uncast))
     router = type(layers[-3].build_on_meta().mlp.gate)
     monkeypatch.setattr(router, "forward", lambda self, x: (x @ self.weight.t(), x, x))
     with pytest.raises(UserError, match=r"of 'mixtral' compute their logits is not known \(MixtralTopKRouter does not"):

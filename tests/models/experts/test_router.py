@@ -143,6 +143,11 @@ def test_options_that_do_not_apply_to_a_model() -> None:
     assert fit("mixtral", aux_loss_coef=0.1) == RouterOptions(0.1, scores=ScoreFunction.softmax)
     with pytest.raises(UserError, match="moe.z_loss_coef=0.1: this 'llama' model has no experts; leave it at 0"):
         fit("llama", z_loss_coef=0.1)
+    config = shrink(build_published_config("dbrx"))
+    with pytest.raises(
+        UserError, match="moe.z_loss_coef=0.1: how the routers of 'dbrx' return what they choose is not"
+    ):
+        fit_options(RouterOptions(z_loss_coef=0.1), config, build_layers(config))
     with pytest.raises(UserError, match="moe.update_router_bias=0.001: the routers of 'mixtral' have no e_score_corr"):
         fit("mixtral", update_router_bias=0.001)
 

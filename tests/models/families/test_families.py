@@ -187,7 +187,9 @@ def test_experts_are_computed_one_by_one_where_torchs_grouped_product_cannot_tak
     assert choose_experts(build_family_config("llama"), 2, torch.bfloat16) is None
 
 
-@pytest.mark.parametrize(("family", "chosen", "available"), [("aria_text", 2, 8), ("gemma4_text", 8, 128)])
+@pytest.mark.parametrize(
+    ("family", "chosen", "available"), [("aria_text", 2, 8), ("dbrx", 2, 8), ("gemma4_text", 8, 128)]
+)
 def test_experts_are_counted_and_grouped_whatever_the_config_calls_them(
     family: str, chosen: int, available: int
 ) -> None:

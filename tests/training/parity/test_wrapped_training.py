@@ -109,7 +109,8 @@ def test_a_run_exports_what_the_wrapped_class_loads(
     assert {tensor.dtype for tensor in passthrough.values()} == {torch.bfloat16}
     for name, tensor in before.items():
         same = after[name].dtype == tensor.dtype and torch.equal(after[name], tensor)
-        assert same == (name in passthrough or name.endswith("e_score_correction_bias")), name  # a buffer
+        is_buffer = name.endswith(("e_score_correction_bias", "router_bias"))
+        assert same == (name in passthrough or is_buffer), name
     reported = read_metrics(out)[-1]
     loss, num_targets = mean_loss(load_wrapped(out / "hf"), eval_dataset(case.workdir))
     assert reported["eval_tokens"] == num_targets and abs(loss - reported["eval_loss"]) < 1e-4
