@@ -97,11 +97,8 @@ class RoutedBlock:
             setattr(self.keeper, _BIAS, getattr(self.keeper, _BIAS).float())
 
 
-_OTHER_ROUTERS = (
-    "Linear",
-    "Llama4Router",
-    "DbrxRouter",
-)  # those that return something other than RoutedBlock describes
+# Those that return something other than RoutedBlock describes
+_OTHER_ROUTERS = ("Linear", "Llama4Router", "DbrxRouter")
 
 
 def find_block(layer: nn.Module, shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size) -> RoutedBlock | None:
