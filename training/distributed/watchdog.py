@@ -233,8 +233,7 @@ class Watchdog:
         if lost:
             self._report("; ".join(self._describe_lost(rank, was_killed) for rank, was_killed in lost))
         elif leaving // self._ranks.local_size != self._ranks.rank // self._ranks.local_size:
-            text = f"rank {self._name(leaving)} has ended; the screen of its host and its log say why"
-            console.say_last(f"\nerror: {text}; continue with resume=auto\n")  # it records its end itself
+            self._report(f"rank {self._name(leaving)} has ended; the screen of its host and its log say why", False)
 
     def _may_save(self) -> bool:
         """Returns whether a save that is under way gets on."""
@@ -291,10 +290,11 @@ class Watchdog:
             "is gone"
         )
 
-    def _report(self, text: str) -> None:
-        """Report another rank's end, or that this one is stuck."""
+    def _report(self, text: str, is_first: bool = True) -> None:
+        """Report why this rank ends. is_first: whether no other rank has recorded it."""
         console.say_last(f"\nerror: {text}; continue with resume=auto\n")
-        record_end(Ending.LOST_RANK, text)
+        if is_first:
+            record_end(Ending.LOST_RANK, text)
 
 
 def _send(numbers: tuple[int, int], attached: Any, rank: int, group: dist.ProcessGroup) -> None:
