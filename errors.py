@@ -11,10 +11,26 @@ import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
+
+
+class Ending(IntEnum):
+    """Why a process ends before its work is done, as its exit code; those above 63 are of BSD's sysexits.h. Signal N is
+    128 + N."""
+
+    MISTAKE = 1  # of the user
+    EXCEPTION = 70  # unexpected (EX_SOFTWARE)
+    DISK = 74  # full, or failing (EX_IOERR)
+    LOST_RANK = 75  # a rank has ended without a message or is stuck; the command may succeed again (EX_TEMPFAIL)
 
 
 class UserError(ValueError):
     """A mistake outside the code. The message names what is wrong and the way out."""
+
+    def __init__(self, message: str, ending: Ending = Ending.MISTAKE) -> None:
+        """ending: what it ends the process as."""
+        super().__init__(message)
+        self.ending = ending
 
 
 def explain_refusal(error: OSError) -> UserError | None:
@@ -24,7 +40,9 @@ def explain_refusal(error: OSError) -> UserError | None:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UserError(f"{where}: {error.strerror}; ask its owner, or take another path")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{where} cannot be written: {error.strerror}; make room, then continue with resume=auto")
+        return UserError(
+            f"{where} cannot be written: {error.strerror}; make room, then continue with resume=auto", Ending.DISK
+        )
     return None
 
 

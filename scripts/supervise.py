@@ -4,12 +4,12 @@ fails.
     python scripts/supervise.py --output_dir outputs/llama_7b_pp4 --max_restarts 3 -- \\
         deepspeed trainer_base_ds_mp.py -cn llama_7b_pp4 train_file=data.jsonl
 
-When it is restarted itself, such as by a scheduler, it continues the run, and ends if that has finished. Whether a
-run has finished is read from `completed.json`, not from the launcher's exit code, which hides the ranks'. The
-command runs in its own process group; processes that remain after its launcher has ended are killed before the next
-start, as are all of them when nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM, SIGINT and SIGHUP are
-passed to its ranks: they save and exit, and nothing is restarted. Exit code: 0 when the run has finished, 128 + N after
-signal N, else the command's own (1 when that is 0).
+When it is restarted itself, such as by a scheduler, it continues the run, and ends if that has finished. Whether a run
+has finished is read from `completed.json`, and why it has not from `ended.json`, since launchers hide the exit codes of
+ranks. The command runs in its own process group; processes that remain after its launcher has ended are killed before
+the next start, as are all of them when nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM, SIGINT and
+SIGHUP are passed to its ranks: they save and exit, and nothing is restarted. Exit code: 0 when the run has finished,
+128 + N after signal N, else that of `ended.json`, else the command's own (1 when that is 0).
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = b""
         self._record_before = self._read_record()
+        self._ended_before = self._read_ended()
         self.signum = 0
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:  # under nohup
@@ -76,8 +77,27 @@ class Supervisor:
         except OSError:  # not there, or a disk that does not answer for now
             return None
 
-    def run(self, command: Sequence[str]) -> int:
-        """Runs the command, waits until all its processes have ended, and returns its exit code."""
+    def _read_ended(self) -> tuple[int, dict[str, Any]]:
+        """Returns when the record of an end before the run's was written, in ns, and what it says; 0 where there is
+        none."""
+        folder = RunFolder(self._output_dir)
+        try:
+            return folder.ended.stat().st_mtime_ns, folder.read_ended()
+        except OSError:
+            return 0, {}
+
+    def run(self, command: Sequence[str]) -> tuple[int, str]:
+        """Runs the command and waits until all its processes have ended. Returns the exit code, which is that of the
+        rank that ended first if it has left a record, and the same in words."""
+        code, before = self._run(command), self._ended_before
+        self._ended_before = self._read_ended()
+        record = self._ended_before[1]
+        if self._ended_before == before or not record:
+            return code, f"code {code}"
+        words = f"{record.get('reason')}, rank {record.get('rank')}: {record.get('message')}"
+        return record["code"], f"code {record['code']} ({words})"
+
+    def _run(self, command: Sequence[str]) -> int:
         self._seen, self._seen_at = self._look(), time.monotonic()
         self._mark = uuid.uuid4().hex.encode()
         self._process = subprocess.Popen(command, start_new_session=True, env={**os.environb, MARK: self._mark})
@@ -262,24 +282,24 @@ def supervise(
             raise
         if supervisor.signum:  # while a starter was at work
             return 128 + supervisor.signum
-        code = supervisor.run(started)
+        code, how = supervisor.run(started)
         if supervisor.finished:
             return 0
         if supervisor.signum:
             return 128 + supervisor.signum
         if before & list_steps(output_dir).items():
             say(
-                f"the run ended with code {code} before it had deleted the checkpoints of the run before it; they are "
-                "not deleted by a restart: start this again when the cause is fixed"
+                f"the run ended with {how} before it had deleted the checkpoints of the run before it; they are not "
+                "deleted by a restart: start this again when the cause is fixed"
             )
             return code if code > 0 else 1
         if restarts < max_restarts:
             attempt = build_restart(command, output_dir)
             say(
-                f"the run ended with code {code} before it had finished; start {restarts + 2} of {max_restarts + 1}: "
+                f"the run ended with {how} before it had finished; start {restarts + 2} of {max_restarts + 1}: "
                 f"{' '.join(attempt)}"
             )
-    say(f"the run has not finished after {max_restarts + 1} starts; {output_dir}/logs says why")
+    say(f"the run has not finished after {max_restarts + 1} starts, the last with {how}; {output_dir}/logs says why")
     return code if code > 0 else 1
 
 

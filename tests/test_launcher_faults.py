@@ -25,6 +25,7 @@ from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
 from models.storage.steps import TEMPORARY_PREFIX, list_checkpoints, step_of
 from training.checkpoint.resume import find_damage, find_resume
+from training.checkpoint.run_folder import RunFolder
 
 pytestmark = pytest.mark.full
 STEPS = 60
@@ -75,7 +76,7 @@ def check_whole(out: Path) -> int:
 def finish(train: Callable[..., Ended], out: Path, expected: list[tuple[float, float]]) -> Ended:
     ended = train(out, "resume=latest")
     assert (ended.code, ended.left_alive) == (0, []), ended.output
-    assert json.loads((out / "completed.json").read_text())["step"] == STEPS
+    assert json.loads((out / "completed.json").read_text())["step"] == STEPS and not (out / "ended.json").exists()
     found = read_steps(out)
     assert len(found) == STEPS and all(a == pytest.approx(b, rel=BOUND) for a, b in zip(found, expected, strict=True))
     return ended
@@ -119,6 +120,8 @@ def test_a_signal_loses_nothing(
         assert not (out / "completed.json").exists() and ended.left_alive == [], ended.output
         if strike is kill_one:
             assert any("has ended without a message" in line for line in ended.errors()), ended.output
+            record = RunFolder(out).read_ended()
+            assert (record["reason"], record["code"]) == ("lost_rank", 75), record
         assert (step := check_whole(out)) >= seen - 2  # the save of the one before may be under way
     finish(train, out, expected)
 
@@ -289,6 +292,8 @@ def test_a_full_disk_is_survived(train, expected, tmp_path: Path) -> None:
             ended = train(out, f"num_workers={2 * (attempt % 2)}", *overrides, while_running=fill)
             assert ended.code != 0 and any("ake room" in line for line in ended.errors()), ended.output
             filler.unlink()
+            record = RunFolder(out).read_ended()
+            assert (record.get("reason"), record.get("code")) in {("disk", 74), (None, None)}, record  # no room for it
             assert (step := check_whole(out)) >= seen - 2
         finish(train, out, expected)
 

@@ -15,6 +15,8 @@ from support.launching import ROOT, Ended, Launch, run_deepspeed, run_slurm, run
 from support.tiny import save_pairs
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
+from training.checkpoint.run_folder import RunFolder
+
 TERM, INT, HUP, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL
 
 
@@ -91,6 +93,8 @@ def test_a_signal_saves_and_nothing_is_left(
     assert any(stop in ended.output for stop in stops), ended.output
     assert (out / "checkpoints" / "latest").read_text() == f"global_step{step}"
     assert ended.code == CODES[launcher](signum), ended.output
+    record = RunFolder(out).read_ended()
+    assert record["reason"] == "signal" and record["code"] in {128 + signal.Signals[name] for name in names}, record
     if (launcher, send) == ("torchrun", signal_ranks):  # it says how the first of them ended, and ends the others
         assert f"exitcode  : {128 + signum} " in ended.output, ended.output
 

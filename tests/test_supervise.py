@@ -32,6 +32,10 @@ with open(starts, "a") as file:
 word = words[min(count, len(words) - 1)]
 if word == "fail":
     sys.exit(3)
+if word == "explain":
+    record = {"reason": "disk", "code": 74, "rank": 1, "message": "no room"}
+    (out / "ended.json").write_text(json.dumps(record))
+    sys.exit(1)  # as launchers do
 if word == "save":
     (out / "checkpoints" / "global_step1").mkdir(parents=True, exist_ok=True)
     (out / "checkpoints" / "latest").write_text("global_step1")
@@ -144,6 +148,14 @@ def test_the_number_of_starts_is_bounded_and_an_old_record_says_nothing(tmp_path
     (tmp_path / "completed.json").write_text("{}")
     code, said, starts = run(tmp_path, "fail", "--max_restarts", "2")
     assert code == 3 and len(starts) == 3 and "has not finished after 3 starts" in said
+
+
+def test_the_record_of_a_start_is_repeated(tmp_path: Path) -> None:
+    code, said, _ = run(tmp_path, "explain,fail,explain", "--max_restarts", "2")
+    assert code == 74
+    assert "the run ended with code 74 (disk, rank 1: no room) before it had finished; start 2 of 3: " in said
+    assert "the run ended with code 3 before it had finished; start 3 of 3: " in said  # which has left none
+    assert "has not finished after 3 starts, the last with code 74 (disk, rank 1: no room); " in said
 
 
 def test_what_a_launcher_leaves_behind_is_ended(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from training.checkpoint.state import TrainerState, load_checkpoint
 from training.checkpoint.timeline import announce_start, drop_shared, find_abandoned, record_start, set_aside
 from training.config.schema import Init, RunConfig, to_typed
 from training.distributed import process
+from training.distributed.ending import record_end, record_end_in
 from training.distributed.interrupts import discard_requests, exit_code, leave_on_signals
 from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks
 from training.distributed.watchdog import Watchdog
@@ -112,6 +114,8 @@ def train(run: Run, receivers: Sequence[ExportReceiver] = ()) -> int:
     if ranks.is_main:
         folder.acquire_lock()
         discard_requests(folder.path)
+        folder.ended.unlink(missing_ok=True)
+    record_end_in(folder.ended, ranks.rank)
     tokenizer = prepare_data(run)
     with ranks.phase("measuring this machine"):
         machine = find_run_machine(run.config, ranks) if ranks.is_main else None  # while the other ranks wait
@@ -184,6 +188,8 @@ def train(run: Run, receivers: Sequence[ExportReceiver] = ()) -> int:
         with watchdog.following(engine.module):
             loop.run()
         conclude(run, loop, telemetry=telemetry, totals=totals, receivers=receivers)
+    if loop.signum and ranks.is_main:
+        record_end(exit_code(loop.signum), f"stopped by {signal.Signals(loop.signum).name}, after a save")
     folder.release_lock()
     return loop.signum
 

@@ -16,7 +16,7 @@ from data.sources.records import estimate_num_records, read_records
 from data.storage.encoding import Encoding, encode_batch
 from data.storage.rows import RowPlan, build_pieces, lay_samples
 from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN, HASH_DTYPE, TokenizedDataset, find_damage
-from errors import UserError
+from errors import Ending, UserError
 
 # The first records of each entry of `train_file`, up to a number of records, or of characters: they take some seconds
 # to tokenize. An entry that begins with a longer record is not estimated: it would be tokenized twice.
@@ -133,7 +133,8 @@ def check_room(num_bytes: int, folder: Path, key: str) -> int:
     if num_bytes > free:
         raise UserError(
             f"{key}: the tokenized data will need about {describe_bytes(num_bytes)}, but {folder} has "
-            f"{describe_bytes(free)} free; make room, or choose another folder with data.cache_dir"
+            f"{describe_bytes(free)} free; make room, or choose another folder with data.cache_dir",
+            Ending.DISK,
         )
     return free
 

@@ -38,7 +38,7 @@ from data.storage.disk import describe_bytes
 from data.storage.hashes import find_changed, write_hashes
 from data.storage.rows import RowPlan, Rows
 from data.storage.tokenized import column_file, load_summary
-from errors import UserError
+from errors import Ending, UserError
 from filesystem import discard_folder, lock_file, publish_folder, write_atomically
 
 DESCRIPTION, PROGRESS = "description.json", "progress.json"
@@ -206,7 +206,8 @@ class ScoresWriter:
             raise UserError(
                 f"{self._key}: the teacher's distributions take {describe_bytes(self._scores.num_bytes)}, but "
                 f"{self._part} has {describe_bytes(free)} free; lower distill.top_k, make room, or choose another "
-                "folder with data.cache_dir"
+                "folder with data.cache_dir",
+                Ending.DISK,
             )
 
     def write(self, numbers: np.ndarray, values: Sequence[np.ndarray]) -> None:

@@ -28,7 +28,7 @@ from data.storage.indexed import holds_indexed, write_indexed
 from data.storage.summary import BatchCounts, FileCounts, check_any_left, check_any_taken, sum_files
 from data.storage.tokenized import TokenizedWriter, find_damage
 from data.storage.workers import map_in_order
-from errors import UserError
+from errors import Ending, UserError
 from filesystem import discard_folder, make_temporary, publish_folder
 from masking import mask_text
 
@@ -105,7 +105,9 @@ def _write_dataset(
         if error.errno not in DISK_FULL:
             raise
         raise UserError(
-            f"{key}: the disk that holds {path.parent} is full; make room, or choose another folder with data.cache_dir"
+            f"{key}: the disk that holds {path.parent} is full; make room, or choose another folder with "
+            "data.cache_dir",
+            Ending.DISK,
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock
 
-from errors import UserError
+from errors import Ending, UserError
 from extension import list_model_files
 from filesystem import exchange, lock_file, sync_to_disk
 from models.storage.tensor_files import load_json
@@ -206,7 +206,8 @@ def check_disk_space(output_dir: Path, needed: int) -> None:
     if free < needed:
         raise UserError(
             f"output_dir {output_dir} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; "
-            "make room or choose another"
+            "make room or choose another",
+            Ending.DISK,
         )
 
 

@@ -33,6 +33,7 @@ class RunFolder:
         self.plan = self.path / "plan.txt"
         self.started = self.path / "started.json"
         self.completed = self.path / "completed.json"
+        self.ended = self.path / "ended.json"  # why a run has ended before it had finished
         self.tracker_id = self.path / "tracker_run_id"
         self._lock: BaseFileLock | None = None
 
@@ -79,7 +80,8 @@ class RunFolder:
     def check_keeps(self, sources: Iterable[tuple[str, Path]], overwrite: bool) -> None:
         """Check what the run reads, each with its key; links are followed. Raises UserError when the run would write
         over it, or starting over (`overwrite`) would delete it."""
-        folders = [*self._list_folders(), *self._list_files(), self.completed, self.plan, self.path / "config.yaml"]
+        written = (self.completed, self.ended, self.plan, self.path / "config.yaml")
+        folders = [*self._list_folders(), *self._list_files(), *written]
         if found := find_inside(sources, folders):
             key, doomed = found
             if not overwrite:
@@ -161,6 +163,11 @@ class RunFolder:
     def read_completed(self) -> dict[str, Any]:
         """Return the completion record of a run that has ended here, its export included; empty where there is none."""
         return _read_record(self.completed, "step")
+
+    def read_ended(self) -> dict[str, Any]:
+        """Return why the run here has ended before it had finished (`training/distributed/ending.py`); empty where that
+        is not known."""
+        return _read_record(self.ended, "code")
 
     def confirm_completed(self) -> None:
         """Update the completion record's modification time, for processes that wait for a new one."""

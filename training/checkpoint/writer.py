@@ -43,7 +43,7 @@ from training.checkpoint.state import TrainerState
 from training.distributed.host_memory import measure_available_memory
 from training.distributed.leaving import saving
 from training.distributed.process import make_group_with_timeout, synchronize
-from training.distributed.ranks import raise_together
+from training.distributed.ranks import find_ending, raise_together
 from training.engine.engine import Engine
 
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
@@ -306,7 +306,8 @@ def _explain_follow_up(error: Exception, what: str, step: int) -> UserError:
     """Return the error of what follows a save, once its checkpoint has its name."""
     reason = str(error) if isinstance(error, OSError | UserError) else f"{type(error).__name__}: {error}"
     return UserError(
-        f"step {step} is saved, but {what} failed: {reason}; fix that or make room, then continue with resume=latest"
+        f"step {step} is saved, but {what} failed: {reason}; fix that or make room, then continue with resume=latest",
+        find_ending(error),
     )
 
 
@@ -321,5 +322,6 @@ def _explain(error: Exception, folder: Path) -> UserError:
         )
     return UserError(
         f"saving: {reason}; the checkpoints before it are untouched. Make room or fix the disk, then continue with "
-        "resume=auto"
+        "resume=auto",
+        find_ending(error),
     )

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import console
+from training.distributed.ending import record_end
 from training.distributed.leaving import is_saving
 from training.distributed.ranks import Ranks
 
@@ -117,9 +118,10 @@ def leave_on_signals(ranks: Ranks, notify: Callable[[], None]) -> Iterator[None]
 
     def leave(signum: int) -> None:
         notify()
-        name = signal.Signals(signum).name
+        text = f"stopped by {signal.Signals(signum).name} outside of training steps: nothing was to be saved"
+        record_end(exit_code(signum), text)
         if ranks.is_main:
-            _say(f"stopped by {name} outside of training steps: nothing was to be saved; continue with resume=auto")
+            _say(f"{text}; continue with resume=auto")
         os._exit(exit_code(signum))
 
     listener = SignalListener(leave)
@@ -223,10 +225,9 @@ class Interrupts:
         if self._is_main:
             _say(f"{name}: saving at the end of this step, then leaving")
         if not self._is_agreed_in_time():
-            _say(
-                f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without "
-                "a save, continue with resume=auto"
-            )
+            text = f"{name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without a save"
+            _say(f"error: {text}, continue with resume=auto")
+            record_end(exit_code(self._signum), text)
             os._exit(exit_code(self._signum))
 
     def _is_agreed_in_time(self) -> bool:

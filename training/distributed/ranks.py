@@ -4,6 +4,7 @@ all of them.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -19,8 +20,9 @@ from random import SystemRandom
 from typing import NoReturn
 
 import console
-from errors import UserError, explain_refusal
+from errors import Ending, UserError, explain_refusal
 from masking import mask_text, print_exception
+from training.distributed.ending import record_end
 
 SECONDS_FOR_ANOTHER_TO_REPORT = 10
 _TRIED_PORTS = 50
@@ -136,7 +138,7 @@ def _translate_slurm() -> None:
 
 @contextmanager
 def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = None) -> Iterator[None]:
-    """Turn a UserError, or an error of the disk or of permissions, into one line on stderr and exit code 1.
+    """Turn a UserError, or an error of the disk or of permissions, into one line on stderr and an exit code (`Ending`).
 
     reports: False on a rank that will find the same error as another: it prints nothing, and gives the other time to
     report, since the launcher ends all ranks as soon as one of them has ended. log: this rank's log file, once it has
@@ -161,7 +163,20 @@ def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = No
             where = f" (rank {ranks.rank})" if log is not None and ranks.world_size > 1 else ""
             text = f"{_describe_unexpected(error)}; {trace}" if known is None else _message(known)
             console.say_last(f"\nerror{where}: {text}\n")
-        sys.exit(1)
+            record_end(find_ending(error), text)
+        sys.exit(find_ending(error))
+
+
+def find_ending(error: Exception) -> Ending:
+    """Return what an exception ends a rank as."""
+    if isinstance(error, UserError):
+        return error.ending
+    if is_lost_peer(error):
+        return Ending.LOST_RANK
+    if not isinstance(error, OSError):
+        return Ending.EXCEPTION
+    known = explain_refusal(error)
+    return Ending.DISK if error.errno == errno.EIO else Ending.EXCEPTION if known is None else known.ending
 
 
 def _leave_screen() -> NoReturn:
@@ -214,17 +229,20 @@ def _raised_in(error: BaseException) -> str:
 
 
 def raise_together(error: UserError | None) -> None:
-    """End all ranks when any of them has an error; the lowest rank with one raises it, the others exit silently.
+    """End all ranks when any of them has an error; the lowest rank with one raises it, the others exit silently with
+    the same code.
 
     All ranks call it, in a process group. For mistakes that several ranks may find, and should not all report.
     """
     import torch.distributed as dist  # not above: a mistyped key is reported without waiting for torch
 
-    failed: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(failed, error is not None)
-    if not any(failed):
+    gathered: list[Ending | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, None if error is None else error.ending)
+    endings = {rank: ending for rank, ending in enumerate(gathered) if ending is not None}
+    if not endings:
         return
-    if error is not None and failed.index(True) == dist.get_rank():
+    first = min(endings)
+    if error is not None and first == dist.get_rank():
         raise error
     time.sleep(SECONDS_FOR_ANOTHER_TO_REPORT)
-    sys.exit(1)
+    sys.exit(endings[first])

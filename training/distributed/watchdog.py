@@ -39,9 +39,11 @@ import torch
 import torch.distributed as dist
 
 import console
+from errors import Ending
 from filesystem import find_flushed
 from models.parallel.exchanges import wait_for
 from training.distributed import flight_recorder, process
+from training.distributed.ending import record_end
 from training.distributed.leaving import exit_after_save
 from training.distributed.ranks import SECONDS_FOR_ANOTHER_TO_REPORT, Ranks, is_lost_peer, names_lost_peer
 
@@ -158,9 +160,9 @@ class Watchdog:
         if self._answer == _LOST:
             # a connection that closes with bytes unread drops what was sent
             time.sleep(_SECONDS_BETWEEN_BEATS if self._ranks.is_main else SECONDS_FOR_ANOTHER_TO_REPORT)
-            exit_after_save(1, self._may_save)
+            exit_after_save(Ending.LOST_RANK, self._may_save)
         if self._answer == _LEAVING and not self._left.wait(self._seconds_to_end):
-            exit_after_save(1, self._may_save)
+            exit_after_save(Ending.LOST_RANK, self._may_save)
 
     def _collect_beats(self) -> tuple[int, Any]:
         """On rank 0: receive the status of each rank, and answer those that sent one. Returns the answer, and what goes
@@ -231,7 +233,7 @@ class Watchdog:
         if lost:
             self._report("; ".join(self._describe_lost(rank, was_killed) for rank, was_killed in lost))
         elif leaving // self._ranks.local_size != self._ranks.rank // self._ranks.local_size:
-            self._report(f"rank {self._name(leaving)} has ended; the screen of its host and its log say why")
+            self._report(f"rank {self._name(leaving)} has ended; the screen of its host and its log say why", False)
 
     def _may_save(self) -> bool:
         """Returns whether a save that is under way gets on."""
@@ -266,7 +268,7 @@ class Watchdog:
             )
             self.leave()
             self._writing.join(_SECONDS_BETWEEN_BEATS)
-            exit_after_save(1, self._may_save)
+            exit_after_save(Ending.LOST_RANK, self._may_save)
 
     def _report_slow_disk(self, file: Path, num_bytes: int) -> None:
         """A rank that was ended for a slow disk would begin the same save again, so that is progress."""
@@ -288,8 +290,11 @@ class Watchdog:
             "is gone"
         )
 
-    def _report(self, text: str) -> None:
+    def _report(self, text: str, is_first: bool = True) -> None:
+        """Report why this rank ends. is_first: whether no other rank has recorded it."""
         console.say_last(f"\nerror: {text}; continue with resume=auto\n")
+        if is_first:
+            record_end(Ending.LOST_RANK, text)
 
 
 def _send(numbers: tuple[int, int], attached: Any, rank: int, group: dist.ProcessGroup) -> None:

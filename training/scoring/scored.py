@@ -23,7 +23,7 @@ from console import progress
 from data.loading.columns import NUMBERS
 from data.loading.loader import LoaderOptions, ScoringLoader
 from data.storage.scores import Scores, ScoresWriter, write_scores
-from errors import UserError
+from errors import Ending, UserError
 from models.weights.fingerprint import fingerprint_weights
 from models.weights.source import WeightSource
 from training.config.schema import RunConfig
@@ -208,7 +208,8 @@ def write_together(write: Callable[[], T], what: str, where: Path) -> T:
     except OSError as mistake:
         error = UserError(
             f"{what}: {mistake.filename or where} cannot be written: {mistake.strerror or mistake}; make room, or "
-            "choose another folder with data.cache_dir"
+            "choose another folder with data.cache_dir",
+            Ending.DISK,
         )
     raise_together(error)
     return written[0]

@@ -15,7 +15,7 @@ import pytest
 from support.launching import ROOT
 from support.workers import WorkerGroup
 
-from errors import UserError
+from errors import Ending, UserError
 from training.distributed import ranks as ranks_module
 from training.distributed.ranks import Ranks, exit_on_user_error, find_free_port, raise_together, read_ranks
 
@@ -157,7 +157,7 @@ def test_what_the_disk_or_its_owner_refuse_is_one_line_too(
     assert (
         capfd.readouterr().err == "\nerror: /m/config.json: Permission denied; ask its owner, or take another path\n\n"
     )
-    assert fail(OSError(errno.ENOSPC, "No space left on device", "/o/metrics.jsonl"), MAIN) == 1
+    assert fail(OSError(errno.ENOSPC, "No space left on device", "/o/metrics.jsonl"), MAIN) == 74
     assert (
         "error: /o/metrics.jsonl cannot be written: No space left on device; make room, then continue with "
         "resume=auto" in capfd.readouterr().err
@@ -197,22 +197,30 @@ def test_a_bug_keeps_its_trace_and_a_lost_peer_waits_to_be_ended(
 BUGS = [
     (
         raised_in("torch.distributed", RuntimeError(f"{LOST}\nsecond line")),
+        75,
         [10],
         "another rank has ended, and its message is the cause",
     ),
-    (ValueError("a bug\nsecond line"), [], "ValueError: a bug"),
-    (KeyError(), [], "KeyError: no message"),
+    (ValueError("a bug\nsecond line"), 70, [], "ValueError: a bug"),
+    (KeyError(), 70, [], "KeyError: no message"),
 ]
 
 
-@pytest.mark.parametrize("error, seconds, message", BUGS)
+@pytest.mark.parametrize("error, code, seconds, message", BUGS)
 def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
-    error: Exception, seconds: list[float], message: str, naps: list[float], monkeypatch, capfd, tmp_path: Path
+    error: Exception,
+    code: int,
+    seconds: list[float],
+    message: str,
+    naps: list[float],
+    monkeypatch,
+    capfd,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
     log = tmp_path / "rank_1.log"
     log.write_text("before\n")
-    assert fail(error, OTHER, log=log) == 1 and naps == seconds
+    assert fail(error, OTHER, log=log) == code and naps == seconds
     assert capfd.readouterr() == ("", f"\nerror (rank 1): {message}; the stack trace is in {log}\n\n")
     assert (
         log.read_text().startswith("before\nTraceback")
@@ -223,7 +231,7 @@ def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
 
 def test_on_a_full_disk_the_cause_and_its_trace_are_on_the_screen(monkeypatch, capfd) -> None:
     monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
-    assert fail(ValueError("the cause"), OTHER, log=Path("/dev/full")) == 1
+    assert fail(ValueError("the cause"), OTHER, log=Path("/dev/full")) == 70
     said = capfd.readouterr().err
     assert said.startswith(
         "\nerror (rank 1): ValueError: the cause; /dev/full cannot be written (No space left on device), so this is "
@@ -253,11 +261,11 @@ def test_a_peer_that_is_lost_is_known_by_a_real_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, message",
-    [(UserError, "line 3: fix it"), (ValueError, "ValueError: line 3: fix it; the stack trace is in {log}")],
+    "kind, code, message",
+    [(UserError, 1, "line 3: fix it"), (ValueError, 70, "ValueError: line 3: fix it; the stack trace is in {log}")],
 )
 def test_an_error_in_a_data_loader_process_is_reported_in_its_own_words(
-    kind, message: str, monkeypatch, capfd, tmp_path: Path
+    kind, code: int, message: str, monkeypatch, capfd, tmp_path: Path
 ) -> None:
     from torch._utils import ExceptionWrapper
 
@@ -269,7 +277,7 @@ def test_an_error_in_a_data_loader_process_is_reported_in_its_own_words(
     with pytest.raises(kind) as caught:
         wrapped.reraise()
     log = tmp_path / "rank_1.log"
-    assert fail(caught.value, OTHER, log=log) == 1
+    assert fail(caught.value, OTHER, log=log) == code
     assert capfd.readouterr().err == f"\nerror (rank 1): {message.format(log=log)}\n\n"
 
 
@@ -279,12 +287,12 @@ def test_before_there_is_a_log_one_of_the_ranks_traces_comes_first(naps: list[fl
     assert naps == [10]
 
 
-def agree(failing: tuple[int, ...]) -> str:
+def agree(failing: tuple[int, ...], ending: Ending = Ending.MISTAKE) -> str:
     import torch.distributed as dist
 
     ranks_module.time.sleep, sleep = lambda seconds: None, ranks_module.time.sleep
     try:
-        raise_together(UserError("mistake") if dist.get_rank() in failing else None)
+        raise_together(UserError("mistake", ending) if dist.get_rank() in failing else None)
     except UserError:
         return "speaks"
     except SystemExit as end:
@@ -299,3 +307,4 @@ def test_of_several_ranks_with_a_mistake_one_speaks(workers) -> None:
     assert group.run(agree, ()) == ["continues", "continues"]
     assert group.run(agree, (1,)) == ["ends with 1", "speaks"]
     assert group.run(agree, (0, 1)) == ["speaks", "ends with 1"]
+    assert group.run(agree, (1,), Ending.DISK) == ["ends with 74", "speaks"]

@@ -1,0 +1,76 @@
+"""Why a run has ended, as an exit code and as a record."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from errors import Ending, UserError
+from masking import MASKED
+from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.writer import _explain
+from training.distributed import ending, ranks
+from training.distributed.ending import record_end, record_end_in
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(ending, "_place", None)
+    return RunFolder(tmp_path)
+
+
+def test_the_first_end_is_recorded(folder: RunFolder) -> None:
+    record_end(Ending.DISK, "before the run has its folder")
+    assert folder.read_ended() == {} and not folder.ended.exists()
+    record_end_in(folder.ended, 3)
+    record_end(Ending.DISK, "\nerror: no room, https://me:secret@host\n")
+    first = folder.read_ended()
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "reason": "disk", "code": 74, "rank": 3, "message": f"error: no room, https://{MASKED}@host",
+    }  # fmt: skip
+    record_end(143, "stopped by SIGTERM, since another rank has ended")
+    assert folder.read_ended()["code"] == 74
+    folder.ended.unlink()
+    record_end(143, "stopped by SIGTERM")
+    assert (folder.read_ended()["reason"], folder.read_ended()["code"]) == ("signal", 143)
+
+
+def test_a_record_that_cannot_be_written_changes_nothing(folder: RunFolder) -> None:
+    record_end_in(folder.path / "missing" / "ended.json", 0)
+    record_end(Ending.EXCEPTION, "x")
+    folder.ended.write_text("")  # as on a full disk
+    assert folder.read_ended() == {}
+    folder.ended.write_text(json.dumps({"code": "x"}))
+    assert folder.read_ended() == {}
+
+
+def lose_peer() -> RuntimeError:
+    error = RuntimeError("Connection closed by peer")
+    try:
+        exec("raise error", {"__name__": "torch.distributed", "error": error})
+    except RuntimeError as caught:
+        return caught
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (UserError("x"), Ending.MISTAKE),
+        (UserError("x", Ending.DISK), Ending.DISK),
+        (PermissionError(errno.EACCES, "Permission denied"), Ending.MISTAKE),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), Ending.DISK),
+        (OSError(errno.EIO, "Input/output error"), Ending.DISK),
+        (IsADirectoryError(errno.EISDIR, "Is a directory"), Ending.EXCEPTION),
+        (KeyError("x"), Ending.EXCEPTION),
+        (lose_peer(), Ending.LOST_RANK),
+    ],
+)
+def test_what_an_exception_ends_a_rank_as(error: Exception, expected: Ending, tmp_path: Path) -> None:
+    assert ranks.find_ending(error) == expected
+    saving = _explain(error, tmp_path)  # the same, as the error of a save
+    assert ranks.find_ending(saving) == expected
