@@ -23,17 +23,18 @@ CHECK_PYTHON = @$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (
 demo: venv
 	scripts/quickstart.sh
 
-# Two processes share the test files: two cores stand half idle under one, which mostly waits for the ranks that it started
-TEST_WORKERS ?= 2
+# Three processes share the test files, one more than the cores of a small machine: each of them waits for the ranks that
+# it started, and these for each other
+TEST_WORKERS ?= 3
 
 # On the CPU of any machine; `DS_ACCELERATOR=cuda make test` lets the tests see its GPUs
 test: venv-dev
 	python -m pytest -m "not full" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
-# Everything, in two halves, which can be run apart: what is held against one process (an hour on 2 cores), and the rest
-# (checkpoints, plans, launchers, all pairs of keys: 1 h 40)
-AGAINST_ONE_PROCESS := tests/models tests/test_without_extensions.py \
-	$(addprefix tests/training/,engine objectives optim parity)
+# Everything, in two halves of equal length, which can be run apart: what is held against one process (families, pairs of
+# keys, layouts), and the rest (checkpoints, plans, launchers, commands of the pages)
+AGAINST_ONE_PROCESS := tests/models tests/extensions/retrieval tests/test_list_models.py \
+	tests/test_without_extensions.py $(addprefix tests/training/,engine objectives optim parity test_combinations.py)
 TEST_FULL = python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 test-full: test-full-parity test-full-rest

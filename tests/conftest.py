@@ -15,25 +15,32 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 gc.disable()  # until all is imported: none of it is garbage, and to look through it takes a tenth of a worker's time
 
-from support.environment import clean_this_process  # noqa: E402
+from support.environment import clean_this_process, leave_flushing_to_the_system  # noqa: E402
 
 clean_this_process()  # before torch and huggingface_hub are imported, which read theirs once
 
-from support.workers import WorkerGroup  # noqa: E402
+from support.configs import prepare_hydra_once  # noqa: E402
+from support.workers import WorkerGroup, freeze_what_stays  # noqa: E402
+
+prepare_hydra_once()
+leave_flushing_to_the_system()
 
 # The same examples in every run, so that a change alone makes a test fail; the seconds that one takes are the machine's
 settings.register_profile("project", deadline=None, derandomize=True, database=None)
 settings.load_profile("project")
 
-# Files that take half a minute and more, in the long suite first, then in the short one: the longest first, so that the
-# processes that share the files end together.
+# Files that take minutes in the long suite, then those that take half a minute in the short one: the longest first, so
+# that the processes that share the files end together
 _LONGEST = (
-    "test_combinations", "test_tensor_parallel", "test_resume_layouts", "test_resume_sharded", "test_launcher",
-    "test_resume_state", "test_run", "test_parity",
-    "test_plan_against_engine", "test_dpo", "test_two_hosts", "test_family_parity", "test_lora", "test_families",
-    "test_plan_run", "test_device", "test_bad_input", "test_schedules", "test_nonfinite", "test_interrupts",
-    "test_docs", "test_configs", "test_packing_parity", "test_order_across_layouts", "test_registry",
-    "test_layer_times", "test_conversion", "test_plan_search", "test_convert2ckpt",
+    "test_launcher_faults", "test_combinations", "test_resume_sharded", "test_docs", "test_resume_layouts",
+    "test_tensor_parallel", "test_list_models", "test_launcher_signals", "test_expert_parallel", "test_two_hosts",
+    "test_lora", "test_zero_stages", "test_context_parallel", "test_launcher", "test_hybrid_parity",
+    "test_wrapped_training", "test_routers", "test_schedules", "test_sequence_parallel", "test_plan_against_engine",
+    "test_family_parity", "test_reward", "test_watchdog", "test_dpo", "test_kto", "test_generic_parity",
+    "test_parity", "test_gpu_report", "test_embedding", "test_elastic", "test_first_day",
+    "test_search", "test_plan_run", "test_run", "test_interrupts", "test_configs", "test_sweep", "test_fp16",
+    "test_supervise", "test_simulated_nccl", "test_bad_input", "test_gradient_sums", "test_families",
+    "test_compilation", "test_streaming", "test_kept_in_fp32", "test_conversion",
 )  # fmt: skip
 
 
@@ -53,6 +60,14 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_look_through() -> Iterator[None]:
+    """What a file's tests leave, such as the syntax trees of all sources, would cost each garbage collection of those
+    after them half a second."""
+    yield
+    freeze_what_stays()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -91,16 +92,21 @@ H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", ("0",), 85_000_000_000, {})
 H200 = Machine("cuda", "NVIDIA H200", ("0",), 150_000_000_000, {})
 
 
-def list_features() -> Iterator[str]:
-    """Yields `key=value` for each value but the default of a key that is a choice, and the key alone for others; of a
+@cache
+def find_features() -> frozenset[str]:
+    """Returns `key=value` for each value but the default of a key that is a choice, and the key alone for others; of a
     section with keys of its own the section."""
-    types = list_types()
+    return frozenset(list_features())
+
+
+def list_features() -> Iterator[str]:
+    types, known = list_types(), list_keys()
     for key, values in NAMED.items():
-        default = DEFAULTS.get(key) or list_keys()[key].default
+        default = DEFAULTS.get(key) or known[key].default
         yield from (f"{key}={value}" for value in values if value != default)
-    for key in list_keys().values():
+    for key in known.values():
         parent = key.name.partition(".")[0]
-        is_part = parent != key.name and parent in list_keys()
+        is_part = parent != key.name and parent in known
         if not key.section.startswith(SECTIONS) or key.name in NAMED or is_part:
             continue
         choices = list(list_choices(types.get(key.name)))
@@ -128,7 +134,7 @@ def list_covered(cases: tuple[Case, ...]) -> set[str]:
 
 
 def test_every_feature_has_a_row_or_a_reason() -> None:
-    features, covered = set(list_features()), list_covered(CASES)
+    features, covered = find_features(), list_covered(CASES)
     exempt = [feature for group in WITHOUT_ROW.values() for feature in group]
     assert features - covered - set(exempt) == set()
     assert len(exempt) == len(set(exempt))
@@ -146,7 +152,7 @@ FIRST = (
 @pytest.mark.parametrize("feature", FIRST)
 def test_a_row_that_is_left_out_is_missed(feature: str) -> None:
     rest = tuple(case for case in CASES if not any(feature in (key, key.split("=")[0]) for key in case.list_keys()))
-    assert len(rest) < len(CASES) and feature in set(list_features()) - list_covered(rest)
+    assert len(rest) < len(CASES) and feature in find_features() - list_covered(rest)
 
 
 def test_what_no_gpu_has_run_comes_first() -> None:

@@ -96,14 +96,17 @@ def collect(find: Callable[[str], list[str]], files: list[Path]) -> dict[str, li
     return {file: words for file, words in found.items() if words}
 
 
+@pytest.mark.full
 def test_replaced_words_are_in_no_file() -> None:
     assert collect(find_words, FILES) == {}
 
 
+@pytest.mark.full
 def test_replaced_names_are_in_no_source() -> None:
     assert collect(find_identifiers, SOURCES) == {}
 
 
+@pytest.mark.full
 def test_docstrings_are_sentences() -> None:
     assert collect(find_fragments, SOURCES) == {}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from omegaconf import OmegaConf
@@ -144,8 +145,13 @@ def train_case(case: Case) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "bounds": bounds, "routed": routed}
 
 
-def train_run(case: Case) -> None:
-    """The whole run on this rank: what `trainer_base_ds_mp.py` does once the launcher has started it."""
+def train_run(case: Case, rounds: int = 1) -> None:
+    """The whole run on this rank: what `trainer_base_ds_mp.py` does once the launcher has started it.
+
+    rounds: the number of times that its layers are timed for its plan, besides warming up. With a run's own number each
+    rank would compute more micro-batches for that than in a few steps of its stage.
+    """
+    from training.planner import layer_times
     from training.run import evaluate_only, train
     from training.setup import Run, check_run
 
@@ -155,7 +161,8 @@ def train_run(case: Case) -> None:
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     run = Run.of(check_run(config, ranks), ranks)
     try:
-        work(run)
+        with patch.object(layer_times, "ROUNDS", rounds):
+            work(run)
     finally:
         run.folder.release_lock()  # after an error too: the process lives on
     for signum, handler in handlers.items():  # a run that a signal has ended keeps its own, until its process ends
@@ -183,11 +190,25 @@ def train_oracle(
     attention mask.
 
     model: another one than the case's, such as it is with an adapter. build_optimizer: of another optimizer than SGD
-    with one group, and of its schedule.
+    with one group, and of its schedule. Without them it is trained once for all layouts.
     """
+    if model is None and build_optimizer is None:
+        trained = _train_plain_model(replace(case, num_stages=1, world_size=1))
+        return {**trained, "weights": {**trained["weights"]}}
+    return _train_model(case, _load_plain_model(case) if model is None else model, build_optimizer)
+
+
+@lru_cache(maxsize=32)
+def _train_plain_model(case: Case) -> dict[str, Any]:
+    return _train_model(case, _load_plain_model(case))
+
+
+def _load_plain_model(case: Case) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(case.config().model_name_or_path, dtype=torch.float32)
+
+
+def _train_model(case: Case, model: torch.nn.Module, build_optimizer: BuildOptimizer | None = None) -> dict[str, Any]:
     config = replace(case).config()
-    if model is None:
-        model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=torch.float32)
     model.train()
     pad = AutoTokenizer.from_pretrained(config.tokenizer_name_or_path or config.model_name_or_path).pad_token_id
     trained = [p for p in model.parameters() if p.requires_grad]

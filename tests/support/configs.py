@@ -17,10 +17,32 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from training.config.schema import RunConfig, register_schema
+from training.config import schema
+from training.config.schema import RunConfig
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
 REQUIRED = ("model_name_or_path=model", "train_file=train.jsonl", "output_dir=out")
+
+
+def prepare_hydra_once() -> None:
+    """Lets OmegaConf read a config of the project once, and again when the file has changed, and Hydra learn the schema
+    once: a composed config is made of fifteen files, and both take most of its time. Called before other modules import
+    `register_schema`."""
+    schema.register_schema = cache(schema.register_schema)
+    read, known = OmegaConf.load, dict[tuple[Path, int, int], Any]()
+
+    def load(file: Any) -> Any:
+        path = Path(file if isinstance(file, str | Path) else str(getattr(file, "name", ""))).resolve()
+        if ROOT not in path.parents or not path.is_file():
+            return read(file)
+        state = path.stat()
+        key = path, state.st_mtime_ns, state.st_size
+        if key not in known:
+            known[key] = read(file)
+        return deepcopy(known[key])
+
+    OmegaConf.load = load
 
 
 def compose_config(name: str, *overrides: str) -> DictConfig:
@@ -48,7 +70,7 @@ def _parse(override: str) -> Override:
 
 @cache
 def _compose(name: str, overrides: tuple[str, ...]) -> DictConfig:
-    register_schema()
+    schema.register_schema()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(name, list(overrides))

@@ -45,6 +45,12 @@ def clean_this_process() -> None:
     locale.setlocale(locale.LC_ALL, "C.UTF-8")  # what files are read and written in
 
 
+def leave_flushing_to_the_system() -> None:
+    """Makes `os.fsync` return at once, in this process. A run of a few steps waits for fifty of them, and what is not
+    flushed is lost only with the machine."""
+    os.fsync = lambda descriptor: None
+
+
 def hostile_environment(folder: Path) -> dict[str, str]:
     """Returns variables that a shell may have set for other work, each of which would change some test's result."""
     return {

@@ -133,6 +133,27 @@ def _run_trainer(arguments: list[str], cwd: Path, log: Path) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def run_code(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs `python -c code` as a fork of a process that has already imported torch and DeepSpeed."""
+    streams = [cwd / name for name in ("stdout.txt", "stderr.txt")]
+    process = FORKSERVER.Process(target=_run_code, args=(code, cwd, streams))
+    process.start()
+    process.join(SECONDS)
+    alive = process.is_alive()
+    process.kill()
+    output, errors = (stream.read_text() for stream in streams)
+    assert not alive, f"hangs: ...{errors[-2000:]}"
+    return subprocess.CompletedProcess(code, process.exitcode, output, errors)
+
+
+def _run_code(code: str, cwd: Path, streams: Sequence[Path]) -> None:
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+    torch.set_num_threads(1)
+    os.chdir(cwd)
+    exec(code, {"__name__": "__main__"})
+
+
 def list_launcher_words(hosts: TwoHosts, slots: int, folder: Path) -> list[str]:
     """The deepspeed launcher for both hosts, with `slots` ranks on each; "{rank}" is the host's number."""
     hostfile = folder / "hostfile"

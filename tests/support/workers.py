@@ -153,6 +153,14 @@ def _run_in_group(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         _drop_engines()
         if dist.is_initialized():
             leave_process_group()
+        freeze_what_stays()
+
+
+def freeze_what_stays() -> None:
+    """Takes what is not garbage by now, such as imported modules and caches, out of Python's garbage collection. Each
+    later one, as a run makes at its evaluations and saves, would look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _drop_engines() -> None:

@@ -93,7 +93,7 @@ def test_only_the_sample_is_read_from_the_disk(model: Path) -> None:
     save_file({"weight": torch.zeros(size, dtype=torch.uint8)}, file, metadata={"format": "pt"})
     source = open_weights(str(model))
     with open(file, "rb") as stream:
-        os.fsync(stream.fileno())
+        os.fdatasync(stream.fileno())
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     before = psutil.Process().io_counters().read_bytes
     fingerprint_weights(source)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from support.cases import Case, train_run
+from support.launching import run_code
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
@@ -305,7 +306,7 @@ print("ended", flush=True)
 )
 def test_listeners_within_each_other(tmp_path: Path, closed: str, then: str, code: int, lines: list[str]) -> None:
     text = NESTED.format(root=str(ROOT), closed=closed, then=then)
-    ended = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ended = run_code(text, tmp_path)
     found = [line for line in ended.stdout.splitlines() if "stopped by" not in line]
     assert (ended.returncode, found) == (code, lines), ended.stderr
     assert ("stopped by SIGINT outside of training steps" in ended.stdout + ended.stderr) == (code == 130)
@@ -327,7 +328,5 @@ worker.kill()
 
 def test_a_listener_ends_beside_processes_that_were_forked_since(tmp_path: Path) -> None:
     """As data workers are: a run that ends with an error still has them."""
-    ended = subprocess.run(
-        [sys.executable, "-c", FORKED.format(root=str(ROOT))], cwd=tmp_path, capture_output=True, text=True, timeout=50
-    )
+    ended = run_code(FORKED.format(root=str(ROOT)), tmp_path)
     assert ended.stdout == "closed True\n", ended.stderr

@@ -27,6 +27,8 @@ from support.cases import (
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
+from training.planner.layer_times import ROUNDS
+
 INTERLEAVED, ZERO_BUBBLE = "schedule=interleaved", "schedule=zero_bubble"
 BOTH = pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE], ids=["interleaved", "zero_bubble"])
 STEPS, STEPS_BEFORE = 4, 2
@@ -241,9 +243,8 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
                 *(f"save_steps={STEPS_BEFORE}", "logging_steps=1", "optimizer=adamw", "learning_rate=1e-3"),
                 *("max_grad_norm=1.0", "lr_scheduler_type=cosine"),
             )
-            workers(2).run(
-                train_run, Case(root / "tiedTrue", root / "train.jsonl", root, 2, 2, STEPS, (*keys, *overrides))
-            )
+            case = Case(root / "tiedTrue", root / "train.jsonl", root, 2, 2, STEPS, (*keys, *overrides))
+            workers(2).run(train_run, case, ROUNDS)  # predicted bubbles are compared
         return out
 
     return start

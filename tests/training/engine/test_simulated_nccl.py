@@ -68,7 +68,7 @@ def test_every_evaluation_ends(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_end(way: str, zero_stage: int, meets_in_passes: bool) -> None:
     for seed, schedule in enumerate(list_schedules(3)):
-        programs = record(schedule, num_replicas=2, zero_stage=zero_stage, meets_in_passes=meets_in_passes)
+        programs = record_once(schedule, num_replicas=2, zero_stage=zero_stage, meets_in_passes=meets_in_passes)
         reduced = sum(isinstance(call, Kernel) and call.stream == "replicas" for call in programs[0])
         passes = schedule.num_micro_batches if zero_stage == 2 else 1
         assert reduced == LAYERS * len(schedule.list_chunks(0)) * passes
@@ -81,7 +81,7 @@ def test_replicas_that_divide_experts_end(way: str, zero_stage: int) -> None:
     """Each pass meets the ranks of its expert group; gradients are reduced over two kinds of groups. That the host also
     waits for its passes there, for the numbers of rows, changes nothing: what it launches later comes after them."""
     for seed, schedule in enumerate(list_schedules(2)):
-        programs = record(schedule, num_replicas=4, zero_stage=zero_stage, expert_parallel_size=2)
+        programs = record_once(schedule, num_replicas=4, zero_stage=zero_stage, expert_parallel_size=2)
         streams = [call.stream for call in programs[0] if isinstance(call, Kernel)]
         assert streams.count(SAME_EXPERTS) == streams.count(REPLICAS) > 0 < streams.count(EXPERTS)
         assert not any(play(programs, **WAYS[way], seed=seed)), schedule
@@ -104,7 +104,7 @@ def test_an_expert_without_a_token_on_one_rank_changes_no_order(zero_stage: int)
 @pytest.mark.parametrize("way", WAYS)
 def test_evaluations_with_divided_experts_end(way: str) -> None:
     for seed, schedule in enumerate(list_schedules(3)):
-        programs = record(schedule, num_evaluated=schedule.num_stages + 1, num_replicas=2, expert_parallel_size=2)
+        programs = record_once(schedule, schedule.num_stages + 1, num_replicas=2, expert_parallel_size=2)
         assert any(isinstance(call, Kernel) and call.stream == EXPERTS for call in programs[0])
         assert not any(play(programs, **WAYS[way], seed=seed)), schedule
 

@@ -22,7 +22,7 @@ STEPS = 4
 @pytest.fixture
 def case(tmp_path: Path) -> Callable[..., Case]:
     """case(name, num_stages, world_size, *overrides): a run of a mixture whose gates no number of 16 bits holds."""
-    save_family(tmp_path / "hf", MIXTURE)
+    save_family(tmp_path / "hf", MIXTURE, num_hidden_layers=2)
     save_tokenizer(tmp_path / "hf")
     records = save_records(tmp_path / "train.jsonl", 40)
 
