@@ -27,6 +27,7 @@ from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+PACKED = ("data.packing=true", "max_seq_length=512", "micro_batch_size=1", "global_batch_size=4")
 NEGATIVES, BINARY = "data.num_negatives=2", "rerank.loss_type=binary"
 
 
@@ -52,6 +53,11 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
         *(
             pytest.param(layout, False, (BINARY, CHECKPOINTED), marks=pytest.mark.full)
             for layout in (*LAYOUTS, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *ZERO_LAYOUTS)
+        ),
+        *(
+            pytest.param(layout, False, (*PACKED, *overrides), marks=pytest.mark.full)
+            for layout in ("pp1", "pp2", "pp2xdp2", "cp2")
+            for overrides in ((BINARY, CHECKPOINTED), (CLIPPED,))
         ),
         *(
             pytest.param("pp2", True, (f"schedule={name}", *overrides), marks=pytest.mark.full)
