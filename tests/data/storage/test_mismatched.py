@@ -79,7 +79,7 @@ def test_packed_rows_have_room_for_the_mismatched_answers_too(tmp_path: Path) ->
     for rows, folder in ((own, path), (others, mismatched_path(path))):
         dataset = TokenizedDataset(folder, True, True)
         for row in every:
-            samples = rows.list_samples([row])
+            samples = rows.list_samples(np.array([row]))
             expected = np.concatenate([dataset.input_ids(sample) for sample in samples])
             assert rows.input_ids(row).tolist() == expected.tolist()
             assert rows.num_targets[row] == dataset.num_targets[samples].sum()
