@@ -153,9 +153,8 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: i
         ("pp2", False, (*WEIGHTS, CLIPPED)),
         ("pp2", True, (*PACKED, *WEIGHTS, CHECKPOINTED)),
         *(
-            pytest.param(layout, False, (*PACKED, *overrides), marks=pytest.mark.full)
+            pytest.param(layout, False, (*PACKED, *WEIGHTS), marks=pytest.mark.full)
             for layout in ("pp1", "pp2", "pp2xdp2", "cp2")
-            for overrides in (WEIGHTS, ("data=preference",))
         ),
         pytest.param("cp2", False, (RING, *WEIGHTS, CLIPPED), marks=pytest.mark.full),
         *(
