@@ -90,10 +90,12 @@ def measure_width(output: TextIO) -> int | None:
 
 def fit(text: str, width: int | None, indent: str = "  ") -> str:
     """Wraps lines that are longer than `width` between words, and indents the rest. A path is never broken, so that it
-    can be copied."""
+    can be copied, nor a line of a command that continues after a backslash."""
     if width is None:
         return text
-    return "\n".join(line if len(line) <= width else _wrap(line, width, indent) for line in text.split("\n"))
+    return "\n".join(
+        line if len(line) <= width or line.endswith("\\") else _wrap(line, width, indent) for line in text.split("\n")
+    )
 
 
 def _wrap(line: str, width: int, indent: str, first: str = "") -> str:

@@ -65,8 +65,13 @@ class Extension:
     actions: Mapping[str, str] = field(default_factory=dict)
     # Values of the key `plan` beyond true and false -> "module:function". The function takes the config and the width
     # of the screen in characters (None for no limit), and yields texts as soon as it knows them; it may raise
-    # UserError. A line `use: KEY=VALUE ...` is the layout that it proposes (training/cli/plan_process.py)
+    # UserError. A line `use: ...` is the command of the layout that it proposes, or its keys alone, KEY=VALUE
+    # (training/cli/plan_process.py)
     plans: Mapping[str, str] = field(default_factory=dict)
+    # Options of the training command -> "module:function" of what runs in its place, before torch is imported. The
+    # function takes the path of the script, the arguments, and the name of the config without `-cn`; it returns the
+    # exit code, and may raise UserError. `--multirun`, which Hydra knows, is given by its short form `-m` too
+    flags: Mapping[str, str] = field(default_factory=dict)
     # Options that it adds to `scripts/supervise.py`, with what each is for: {"--mine": "..."} is a flag, and
     # {"--mine N": "..."} takes a value
     options: Mapping[str, str] = field(default_factory=dict)
@@ -149,7 +154,8 @@ def _check_offered_once(extensions: Iterable[Extension]) -> None:
         offered = [
             *extension.actions,
             *(f"plan={value}" for value in extension.plans),
-            *list_flags(extension),
+            *extension.flags,
+            *list_options(extension),
             *extension.aliases,
         ]
         for each in offered:
@@ -217,7 +223,7 @@ def list_model_files() -> list[str]:
     return [name for extension in load_extensions() for name in extension.model_files]
 
 
-def list_flags(extension: Extension) -> list[str]:
+def list_options(extension: Extension) -> list[str]:
     """Return the options of `Extension.options` without their values."""
     return [option.partition(" ")[0] for option in extension.options]
 
@@ -225,6 +231,12 @@ def list_flags(extension: Extension) -> list[str]:
 def list_actions() -> dict[str, str]:
     """Return the keys that run something in place of training, with what each runs, as `Extension.actions` has it."""
     return {key: place for extension in load_extensions() for key, place in extension.actions.items()}
+
+
+def list_flags() -> dict[str, str]:
+    """Return the options that take the place of the training command, with what each runs, as `Extension.flags` has
+    it."""
+    return {flag: place for extension in load_extensions() for flag, place in extension.flags.items()}
 
 
 def list_plans() -> dict[str, str]:

@@ -5,11 +5,12 @@ peak memory of a forward and backward pass, as ratios.
 
 64 experts, 8 for each token, 4,096 tokens of 512, each token's experts drawn at random: all alike, or some more often
 (Zipf). LoRA of rank 8 on all of them, against the same experts trained in full, and against the same experts frozen
-without it. One thread; in this process, on the same tensors, in turns; ratios are taken within a round, since the
-machine's speed drifts. Time is the processor's, which other programs on the machine disturb less than a clock's; on a
-GPU, if there is one, a clock's. Freed memory is kept for the next tensor, as a GPU's allocator does; with
---fresh_memory the kernel hands out, and clears, large tensors page by page, as glibc has it. Memory is that of all
-tensors that live at once, without inputs and weights. --tiny: small ones, to see that it works.
+without it; and on experts in nf4 (QLoRA; needs bitsandbytes), eight of which are dequantized at once. One thread; in
+this process, on the same tensors, in turns; ratios are taken within a round, since the machine's speed drifts. Time is
+the processor's, which other programs on the machine disturb less than a clock's; on a GPU, if there is one, a clock's.
+Freed memory is kept for the next tensor, as a GPU's allocator does; with --fresh_memory the kernel hands out, and
+clears, large tensors page by page, as glibc has it. Memory is that of all tensors that live at once, without inputs and
+weights. --tiny: small ones, to see that it works.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -35,12 +37,16 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeMLP
 
 from benchmarks.allocation import AllocationPeak, keep_freed_memory
+from models.adapters.quantized import quantize_stacks
+from models.experts import frozen
+from models.experts.frozen import FrozenStack
 from models.experts.grouped import GROUPED
 from models.experts.lora import use_grouped_products
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUTINGS = ("uniform", "zipf")
-OURS, THEIRS, DENSE, LORA, FROZEN = "ours", "grouped_mm", "dense", "LoRA", "frozen"
+OURS, THEIRS, DENSE, LORA, FROZEN, QLORA = "ours", "grouped_mm", "dense", "LoRA", "frozen", "QLoRA"
+EXPERTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Contender:
-    """run: a forward and backward pass. inputs: what it starts from, and what the gradients are of."""
+    """run: a forward and backward pass. inputs: what it starts from, weights included."""
 
     run: Callable[[], Any]
     inputs: Sequence[torch.Tensor]
@@ -75,6 +81,7 @@ def main() -> None:
     sizes = [32] if arguments.tiny else arguments.intermediate_sizes
     shape = Shape(tokens=64, hidden_size=32, num_experts=8, num_active=2) if arguments.tiny else Shape()
     print_head(shape, arguments.rounds)
+    frozen.count_chunk = lambda shape: min(EXPERTS_AT_ONCE, shape[0])
     for precision, size, routing in itertools.product(arguments.precisions, sizes, arguments.routings):
         contenders = build_contenders(dataclasses.replace(shape, intermediate_size=size), precision, routing)
         peaks = {name: measure_peak(contender) for name, contender in contenders.items()}
@@ -92,11 +99,13 @@ def build_contenders(shape: Shape, precision: str, routing: str) -> dict[str, Co
     gradient = torch.randn_like(hidden_states)
     top_k_weights, top_k_index = route(shape, routing)  # [N, K]
     top_k_weights = top_k_weights.to(**options).requires_grad_()
-    experts = {name: build_experts(shape, OURS, options) for name in (OURS, FROZEN, LORA)}
+    experts = {name: build_experts(shape, OURS, options) for name in (OURS, FROZEN, LORA, QLORA)}
     experts[THEIRS] = build_experts(shape, THEIRS, options)
     experts[THEIRS].load_state_dict(experts[OURS].state_dict())
     experts[FROZEN].requires_grad_(False)
-    experts[LORA] = put_adapter_on(experts[LORA])
+    experts[LORA], experts[QLORA] = (put_adapter_on(experts[name]) for name in (LORA, QLORA))
+    for each in quantize_stacks(nn.ModuleDict({"experts": experts[QLORA]})):
+        each.replace()
     routed = (hidden_states, top_k_index.to(hidden_states.device), top_k_weights)
     dense = build_dense(shape, options)
     return {
@@ -107,7 +116,9 @@ def build_contenders(shape: Shape, precision: str, routing: str) -> dict[str, Co
 
 def build_contender(module: nn.Module, inputs: Sequence[torch.Tensor], gradient: torch.Tensor) -> Contender:
     wanted = [tensor for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
-    return Contender(lambda: torch.autograd.grad(module(*inputs), wanted, gradient), (*inputs, *wanted, gradient))
+    stacks = (each for part in module.modules() for each in vars(part).values() if isinstance(each, FrozenStack))
+    given = (*inputs, gradient, *module.parameters(), *(tensor for stack in stacks for tensor in stack.parts))
+    return Contender(lambda: torch.autograd.grad(module(*inputs), wanted, gradient), given)
 
 
 def build_experts(shape: Shape, implementation: str, options: dict[str, Any]) -> nn.Module:
@@ -174,7 +185,8 @@ def read_clock() -> float:
 
 def measure_peak(contender: Contender) -> int:
     """Returns the peak bytes of all live storages, without the inputs."""
-    with AllocationPeak(*contender.inputs) as counter:
+    seen = patch.object(frozen, "frozen_mm", frozen.multiply_in_chunks)  # whose operators the counter sees
+    with seen, AllocationPeak(*contender.inputs) as counter:
         contender.run()
     return counter.peak
 
@@ -185,7 +197,8 @@ def print_head(shape: Shape, rounds: int) -> None:
         f"{rounds} rounds, medians (least - most)"
     )
     columns = ["precision", "intermediate", "routing", "grouped_mm / ours, time", "ours / dense, time"]
-    columns += ["LoRA / ours, time", "LoRA / frozen, time", "ours, s", "peak, MiB: ours", "grouped_mm", "dense", "LoRA"]
+    columns += ["LoRA / ours, time", "LoRA / frozen, time", "QLoRA / LoRA, time", "ours, s"]
+    columns += ["peak, MiB: ours", "grouped_mm", "dense", "LoRA", "QLoRA"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
 
 
@@ -196,8 +209,9 @@ def print_row(case: str, seconds: dict[str, list[float]], peaks: dict[str, int])
         compare(seconds[OURS], seconds[DENSE]),
         compare(seconds[LORA], seconds[OURS]),
         compare(seconds[LORA], seconds[FROZEN]),
+        compare(seconds[QLORA], seconds[LORA]),
         f"{statistics.median(seconds[OURS]):.2f}",
-        *(f"{peaks[name] / 2**20:,.0f}" for name in (OURS, THEIRS, DENSE, LORA)),
+        *(f"{peaks[name] / 2**20:,.0f}" for name in (OURS, THEIRS, DENSE, LORA, QLORA)),
     ]
     print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -2,7 +2,8 @@
 removed.
 
 An entry is a key, the prefix of keys (with a dot at its end), a choice of a config group or a value of a key
-(KEY=VALUE), a config that `-cn` takes, an option of `scripts/supervise.py`, or a module under its former name.
+(KEY=VALUE), a config that `-cn` takes, an option of the training command or of `scripts/supervise.py`, or a module
+under its former name.
 """
 
 from __future__ import annotations
@@ -23,5 +24,6 @@ TABLE: dict[str, tuple[str, ...]] = {
         *("models.losses.embeddings", "training.objectives.embedding", "training.objectives.rerank"),
     ),
     "search": ("plan=search",),
+    "sweep": ("--multirun", "training.cli.sweep"),
     "trackers": (*(f"logger={name}" for name in _TRACKERS), *(f"training.trackers.{name}" for name in _TRACKERS)),
 }

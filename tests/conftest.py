@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -19,6 +20,10 @@ from support.environment import clean_this_process  # noqa: E402
 clean_this_process()  # before torch and huggingface_hub are imported, which read theirs once
 
 from support.workers import WorkerGroup  # noqa: E402
+
+# The same examples in every run, so that a change alone makes a test fail; the seconds that one takes are the machine's
+settings.register_profile("project", deadline=None, derandomize=True, database=None)
+settings.load_profile("project")
 
 # Files that take half a minute and more, in the long suite first, then in the short one: the longest first, so that the
 # processes that share the files end together.

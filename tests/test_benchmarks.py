@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks.loss import PLAIN, list_losses, make_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
@@ -35,6 +39,20 @@ def test_each_says_what_it_measures() -> None:
     paths = [path for path in sorted(FOLDER.glob("*.py")) if "ArgumentParser(" in path.read_text()]
     text = run("-c", HELP, *map(str, paths))
     assert [path.name for path in paths if f"usage: {path.name}" not in text] == [] != paths
+
+
+def test_the_losses_are_one_function() -> None:
+    """Torch's own too, where torch has it: what the benchmark compares has the same value and gradients."""
+    arguments = argparse.Namespace(vocab_size=300, tokens=40, hidden_size=16, precision="fp32")
+    hidden_states, weight, targets = make_inputs(arguments)
+    values, gradients = {}, {}
+    for name, loss in list_losses().items():
+        values[name] = loss((hidden_states, weight), targets)
+        gradients[name] = torch.autograd.grad(values[name], (hidden_states, weight))
+    assert len(values) == 2 + hasattr(torch.nn.functional, "linear_cross_entropy")
+    for name, value in values.items():
+        torch.testing.assert_close(value, values[PLAIN])
+        torch.testing.assert_close(gradients[name], gradients[PLAIN])
 
 
 def test_a_rank_has_half_of_divided_experts() -> None:

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,8 +33,8 @@ from support.workers import free_port
 
 from errors import UserError
 from extension import OWN_FOLDERS, load_extensions
-from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments, list_given
-from training.cli.sweep import plan_sweep
+from extensions.sweep.sweep import plan_sweep
+from training.cli.command_line import check_command_line, clean_arguments, find_flag, list_given
 from training.config.incompatible import CheckedConfig
 from training.config.schema import Init, register_schema, to_typed
 from training.config.validate import check_config
@@ -191,7 +191,7 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
         for before, argument in zip(["", *arguments], arguments)
     ]
     register_schema()
-    if asks_for_sweep(arguments):
+    if find_flag(arguments):
         jobs, _ = plan_sweep(arguments, folder / "conf", DEFAULT_CONFIG)
         assert len(jobs) > 1
         return str(jobs[0].output_dir.parent)
@@ -208,8 +208,9 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
     check_config(config, has_accelerator=True)
     check_objective(config)
     check_read(CheckedConfig(config), list_given(arguments), continues=config.resume is not None)
-    if config.plan:
-        check_world_size(config)
+    sizes = config.world_size if isinstance(config.world_size, list) else [config.world_size]
+    for size in sizes if config.plan else ():
+        check_world_size(replace(config, world_size=size))
     return config.output_dir
 
 

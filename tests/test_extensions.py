@@ -26,12 +26,13 @@ from test_structure import IMPORTS, MODULES, ROOT, SOURCES, read_imports
 
 from data.components import find_component
 from errors import UserError
-from extension import OWN_FOLDERS, Extension, list_flags, load_extensions, load_part
+from extension import OWN_FOLDERS, Extension, list_options, load_extensions, load_part
 from training.config.schema import RunConfig
 
 # Of an extension: words that mean something else in the core, with what that is
 HOMONYMS: dict[str, dict[str, str]] = {
     "retrieval": dict.fromkeys(("embedding", ".embedding"), "the layer that looks tokens up"),
+    "sweep": {"--multirun": "an option of Hydra's, which parses it"},
 }
 COMMANDS = {"benchmarks/heads.py"}  # trains what an extension adds
 
@@ -50,7 +51,8 @@ def list_offered(extension: Extension) -> set[str]:
         *choices,
         *extension.aliases,
         *extension.actions,
-        *list_flags(extension),
+        *extension.flags,
+        *list_options(extension),
         *(f"plan={value}" for value in extension.plans),
         *groups,
         *(f"{key}." for key in groups),
@@ -209,6 +211,7 @@ MINE = {
             receiver="mine.receiver:Mine",
             actions={"mine_only": "mine.plan:count"},
             plans={"mine": "mine.plan:plan"},
+            flags={"--mine_alone": "mine.plan:run"},
             options={"--mine": "adds a word to each start", "--mine_word WORD": "which one"},
             starter="mine.starts:add_word",
             refusals="mine.readers:ROWS",
@@ -295,6 +298,9 @@ MINE = {
     "plan.py": """
         def plan(config, width):
             yield f"mine plans {config.num_stages} stages"
+        def run(script, arguments, config_name):
+            print(f"mine runs {script.name} {' '.join(arguments)} {config_name}")
+            return 3
         def count(config, ranks, given):
             print(f"mine counts {config.num_stages} stages, {'mine_only' in given}")
     """,
@@ -469,6 +475,7 @@ class Life:
     unread: str
     out_of_range: str
     acted: str
+    in_place: str
     restarted: str
     supervisor: str
     described: str
@@ -505,6 +512,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
         "refused": run(*planned, "mine.file=x", "precision=fp16", own=mine).stderr,
         "unread": run(*planned, "mine.every=3", own=mine).stderr,
         "out_of_range": run(*planned, "mine.every=0", own=mine).stderr,
+        "in_place": run("--mine_alone", "-cn", "mine_tiny", own=mine).stdout,
         "acted": run("-cn", "mine_tiny", *words, "mine_only=true", own=mine).stdout,
         "restarted": supervise("--mine", "--mine_word", "given", own=mine).stdout,
         "supervisor": supervise("--help", own=mine).stdout,
@@ -559,6 +567,7 @@ SEAMS: dict[str, Callable[[Life], bool]] = {
     "heads": lambda life: life.described.splitlines()[-1:] == ["model of mine"],
     "model_files": lambda life: life.read("kind/checkpoints/mine.json") == life.read("kind/hf/mine.json") == "prompt",
     "actions": lambda life: life.acted.splitlines()[-1:] == ["mine counts 2 stages, True"],
+    "flags": lambda life: life.in_place == "mine runs trainer_base_ds_mp.py --mine_alone -cn mine_tiny base\n",
     "options": lambda life: "--mine_word WORD" in life.supervisor,
     "starter": lambda life: "started with given" in life.restarted,
     "receiver": lambda life: life.read("taken.txt").split("\n")[:2] == ["step 1: True", "step 1: True"],

@@ -71,7 +71,7 @@ DEEPSPEED_WINGS = (
 CONFIGURATION_FILES = {
     "trainer_base_ds_mp.py",
     "training/cli/command_line.py",
-    "training/cli/sweep.py",
+    "extensions/sweep/sweep.py",
     "training/config/ranges.py",
     "training/config/schema.py",
     "training/entry.py",
@@ -281,16 +281,16 @@ def test_a_wrong_arrow_is_found() -> None:
         "models.weights.sources": {"models.conversion.convert", "models.layers.layer"},
         "data.encoders.sft": {"data.storage.rows", "data.sample"},
         "training.config.schema": {"training.engine.pipeline_engine", "data.loading.loader"},
-        "training.cli.sweep": {"training.planner.plan", "training.config.schema"},
-        "training.planner.plan": {"training.cli.sweep", "training.setup", "training.costs.cost"},
+        "training.cli.help": {"training.planner.plan", "training.config.schema"},
+        "training.planner.plan": {"training.cli.help", "training.setup", "training.costs.cost"},
         "training.run": {"training.config.schema"},
     }
     assert list_wrong_arrows(wrong) == [
         "data.encoders.sft -> data.storage.rows",
         "models.weights.sources -> models.conversion.convert",
-        "training.cli.sweep -> training.planner.plan",
+        "training.cli.help -> training.planner.plan",
         "training.config.schema -> training.engine.pipeline_engine",
-        "training.planner.plan -> training.cli.sweep",
+        "training.planner.plan -> training.cli.help",
         "training.planner.plan -> training.setup",
     ]
 

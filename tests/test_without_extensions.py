@@ -28,7 +28,7 @@ from test_structure import ROOT
 from errors import UserError
 from extension import Extension, find_plan, load_part
 from extensions.table import TABLE
-from training.cli.command_line import check_command_line
+from training.cli.command_line import check_command_line, find_flag
 from training.config.changed_keys import write_config
 from training.config.schema import CONF, register_schema
 
@@ -105,17 +105,30 @@ def test_the_core_runs_without_extensions(tree: Path, model: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "words", [["gone.a=1"], ["gone=1"], ["logger=gone"], ["data.gone_field=a"], ["-cn", "gone_run"]]
+    "words", [["gone.a=1"], ["gone=1"], ["logger=gone"], ["data.gone_field=a"], ["-cn", "gone_run"], ["--gone", "a=1"]]
 )
 def test_what_belongs_to_one_that_is_gone_is_named(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "extensions.table.TABLE", {"gone": ("gone", "gone.", "logger=gone", "data.gone_field", "gone_run")}
+        "extensions.table.TABLE", {"gone": ("gone", "gone.", "logger=gone", "data.gone_field", "gone_run", "--gone")}
     )
     register_schema()
     with pytest.raises(
         UserError, match=r"gone\w*'? belongs to the extension 'gone', and the folder extensions/gone is"
     ):
         check_command_line(words, CONF, "base")
+
+
+def test_hydras_multirun_is_named_where_nothing_runs_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.cli.command_line.list_flags", dict)
+    with pytest.raises(UserError, match="^--multirun: no extension runs several; "):
+        find_flag(["-m", "seed=1,2"])
+    monkeypatch.setattr("extensions.table.TABLE", {"gone": ("--multirun",)})
+    with pytest.raises(UserError, match="^--multirun belongs to the extension 'gone', and"):
+        find_flag(["--multirun", "seed=1,2"])
+    assert find_flag(["seed=1"]) is None
+    register_schema()
+    with pytest.raises(UserError, match=r"^seed=1,2 is several values; write seed=\[1,2\] for a list$"):
+        check_command_line(["seed=1,2"], CONF, "base")
 
 
 def test_a_plan_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

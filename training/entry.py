@@ -17,12 +17,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from extension import load_extensions
+from extension import load_extensions, load_part
 from interpreter import check_interpreter
 from training.checkpoint.run_folder import RunFolder
-from training.cli.command_line import asks_for_completion, asks_for_sweep, check_command_line, clean_arguments
+from training.cli.command_line import asks_for_completion, check_command_line, clean_arguments, find_flag
 from training.cli.help import render_help
-from training.cli.sweep import build_launch, plan_sweep, run_sweep
 from training.config.schema import register_schema
 from training.distributed.host_share import set_allocator_defaults
 from training.distributed.launcher import end_with_launcher
@@ -36,7 +35,8 @@ Work = Callable[[DictConfig, Collection[str]], None]
 
 def prepare(script: Path, config_name: str) -> bool:
     """Return whether Hydra has to compose a config: this process, its environment and the command line are ready for
-    it. Otherwise the command has answered, as `--help` and `--version` ask it to. A sweep ends the process.
+    it. Otherwise the command has answered, as `--help` and `--version` ask it to. What an extension runs in its place
+    (`Extension.flags`) ends the process.
 
     script: the entry point, next to `conf/`. config_name: of the config without `-cn`.
     """
@@ -52,9 +52,8 @@ def prepare(script: Path, config_name: str) -> bool:
         check_internals(package="hydra-core")
         load_extensions()
         register_schema()
-    config_dir = script.parent / "conf"
-    if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
-        sys.exit(sweep(script, config_dir, config_name))
+        if place := find_flag(sys.argv[1:]):
+            sys.exit(load_part(place)(script, sys.argv[1:], config_name))
     with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("SLURM_PROCID", "0") == "0"):
         ranks = read_ranks()
     end_with_launcher(ranks)
@@ -66,7 +65,7 @@ def prepare(script: Path, config_name: str) -> bool:
         return False
     if not asks_for_completion(sys.argv[1:]):  # for that Hydra prints, and runs nothing
         with exit_on_user_error(ranks, reports=ranks.local_rank == 0):
-            composed = check_command_line(sys.argv[1:], config_dir, config_name, check_names)
+            composed = check_command_line(sys.argv[1:], script.parent / "conf", config_name, check_names)
             sys.argv += continue_requeued(composed)
     return True
 
@@ -126,11 +125,3 @@ def check_names(composed: DictConfig) -> None:
     name = OmegaConf.select(composed, "schedule", throw_on_resolution_failure=False)
     if name is not None:
         find_schedule(name)
-
-
-def sweep(script: Path, config_dir: Path, config_name: str) -> int:
-    """Run what `--multirun` asks for, one launcher after the other. Return the exit code."""
-    register_schema()
-    with exit_on_user_error(SINGLE_PROCESS):
-        jobs, num_gpus = plan_sweep(sys.argv[1:], config_dir, config_name, check_names)
-    return run_sweep(jobs, num_gpus, build_launch(script, num_gpus, jobs[0].output_dir.parent.name))

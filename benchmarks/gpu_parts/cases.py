@@ -88,6 +88,10 @@ CASES = (
     Case("pp2 experts, fp32", PP2, 2, model="mixtral"),
     Case("ep2 experts, fp32", ("expert_parallel_size=2",), 2, model="mixtral"),
     Case("pp2 experts, bf16", PP2, 2, "bf16", model="mixtral"),
+    Case(
+        "pp2 LoRA on experts in 4 bits, fp32", PP2, 2, model="mixtral", adapter=True, in_4bit=True,
+        needs=("bitsandbytes",),
+    ),
     Case("pp2 activation_offload, bf16", (*PP2, RECOMPUTED, "activation_offload=true"), 2, "bf16"),
     Case(
         "cp2 ring, packed, flash kernels, bf16", (*CP2, "context_parallel_mode=ring", FA3), 2, "bf16", packed=True,

@@ -85,16 +85,18 @@ def save_model(folder: Path, device: str = "cpu", dtype: str = "float32", kind: 
 
 
 def save_adapter(folder: Path, model_folder: Path) -> None:
-    """A peft folder in which every matrix is random, so that each has a gradient."""
+    """A peft folder in which every matrix is random, so that each has a gradient; on the experts of a mixture too."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, trust_remote_code=False)
+    stacks = {".".join(name.split(".")[-3:]) for name, parameter in model.named_parameters() if parameter.ndim == 3}
     options = LoraConfig(
-        r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+        r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM",
+        target_parameters=sorted(stacks) or None,
+    )  # fmt: skip
     get_peft_model(model, options).save_pretrained(folder)
 
 

@@ -25,8 +25,8 @@ from benchmarks.gpu_parts.routers import RouterChoices
 @dataclass(frozen=True)
 class Job:
     """data: a tokenized folder. optimizer: sgd, or adamw with the betas of conf/optimizer. adapter: a peft folder, or
-    empty. in_4bit: projections hold what nf4 makes of them. skipped: steps, from 1, whose update the run has left out
-    (fp16, while it looks for its loss scale)."""
+    empty. in_4bit: frozen weights hold what nf4 makes of them. skipped: steps, from 1, whose update the run has left
+    out (fp16, while it looks for its loss scale)."""
 
     model: str
     data: str
@@ -86,20 +86,22 @@ def build_model(job: Job) -> Any:
         model = PeftModel.from_pretrained(model, job.adapter, is_trainable=True)
     model = model.to(job.device).train()
     if job.in_4bit:
-        _round_projections(model)
+        _round_frozen(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return model
 
 
-def _round_projections(model: nn.Module) -> None:
+def _round_frozen(model: nn.Module) -> None:
     from bitsandbytes import functional
 
     for name, parameter in model.named_parameters():
-        if "base_layer" in name:
-            packed, state = functional.quantize_4bit(parameter.data, quant_type="nf4", compress_statistics=True)
-            parameter.data = functional.dequantize_4bit(packed, state)
+        if "base_layer" in name and "lora_" not in name:
+            whole = parameter.data
+            for matrix in (expert.view(-1, 1) for expert in whole) if whole.ndim == 3 else [whole]:
+                packed, state = functional.quantize_4bit(matrix, quant_type="nf4", compress_statistics=True)
+                matrix.copy_(functional.dequantize_4bit(packed, state))
 
 
 def _build_optimizer(job: Job, masters: list[nn.Parameter]) -> torch.optim.Optimizer:

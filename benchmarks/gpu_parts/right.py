@@ -62,7 +62,6 @@ class Right:
         self._lock = threading.Lock()
         self._oracle_locks: dict[Job, threading.Lock] = {}
         self._oracles: dict[Job, Path] = {}
-        self.adapter = folder / "adapter"
 
     def list_rows(self) -> list[Row]:
         expected, limit = _SECONDS[self.machine.device]
@@ -80,12 +79,13 @@ class Right:
                 save_model(folder, kind=kind, max_position_embeddings=self._scale * 128, **fields)
         return folder
 
-    def find_adapter(self) -> Path:
-        model = self.find_model()
+    def find_adapter(self, name: str) -> Path:
+        """Returns an adapter of the model of this name; the first to ask makes it."""
+        model, folder = self.find_model(name), self.folder / f"adapter-{name}"
         with self._lock:
-            if not self.adapter.exists():
-                save_adapter(self.adapter, model)
-        return self.adapter
+            if not folder.exists():
+                save_adapter(folder, model)
+        return folder
 
     def find_records(self, kind: str = "sft") -> Path:
         """The file of a kind of data; the first to ask makes it."""
@@ -124,7 +124,7 @@ class Right:
 
     def _list_overrides(self, case: Case) -> list[str]:
         batch = self._count_rows() if case.packed else len(LENGTHS)
-        adapter = [f"adapter.name_or_path={self.find_adapter()}"] if case.adapter else []
+        adapter = [f"adapter.name_or_path={self.find_adapter(case.model)}"] if case.adapter else []
         return [
             *self._shared_overrides(case.model, case.data), f"global_batch_size={batch}", *case.list_keys(), *adapter,
         ]  # fmt: skip
@@ -180,7 +180,7 @@ class Right:
             model=str(self.find_model(case.model)), data=str(samples), output="",
             device=self.machine.device, dtype=DTYPES[case.precision], steps=STEPS, learning_rate=case.learning_rate,
             task=case.task, optimizer=update, epsilon=EPSILON,
-            adapter=str(self.find_adapter()) if case.adapter else "", in_4bit=case.in_4bit, skipped=skipped,
+            adapter=str(self.find_adapter(case.model)) if case.adapter else "", in_4bit=case.in_4bit, skipped=skipped,
         )  # fmt: skip
         with self._lock:
             lock = self._oracle_locks.setdefault(job, threading.Lock())

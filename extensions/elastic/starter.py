@@ -21,7 +21,7 @@ from console import pluralize
 from errors import UserError
 from filesystem import write_atomically
 from training.cli.plan_process import ask_plan
-from training.pipeline.schedules import SCHEDULE_KEYS
+from training.planner.command import change_keys
 
 FIRST_SLOTS = "first_slots"  # in output_dir
 Starter = Callable[[Sequence[str]], list[str]]
@@ -59,15 +59,16 @@ class Elastic:
             self._num_slots = self._recall_slots(command, num_slots)
         if self._num_slots == num_slots:
             return self._fill_in(command, hosts, num_slots)
-        batch, reason = self._find_batch(command, self._num_slots), ""
+        batched, reason = change_keys(command, self._find_batch(command, self._num_slots)), ""
         for num_ranks in range(num_slots, 0, -1):
-            keys, reason = search_layout(change_keys(command, batch), num_ranks)
-            if keys:
+            keys, reason = search_layout(batched, num_ranks)
+            if not reason:
+                changed = change_keys(batched, keys)
                 self._say(
                     f"slots left: {num_slots} of {self._num_slots} ({', '.join(hosts)}); used: {num_ranks}, with "
-                    f"{' '.join(keys)}"
+                    f"{' '.join(word for word in changed if word not in command)}"
                 )
-                return self._fill_in(change_keys(command, keys), hosts, num_ranks)
+                return self._fill_in(changed, hosts, num_ranks)
         raise UserError(f"no layout fits the slots that are left, {num_slots} of {self._num_slots}: {reason}")
 
     def _recall_slots(self, command: Sequence[str], num_slots: int) -> int:
@@ -83,10 +84,10 @@ class Elastic:
     def _find_batch(self, command: Sequence[str], num_slots: int) -> list[str]:
         """Returns the keys that keep the global batch of the first start, which may depend on its number of ranks."""
         keys, reason = search_layout(command, num_slots)
-        batch = next((key for key in keys if key.startswith("global_batch_size=")), None)
-        if batch is None:
+        if reason:
             raise UserError(f"the global batch of the first start, on {num_slots} slots, is not known: {reason}")
-        return [batch, "micro_batch_size=1", "gradient_accumulation_steps=null"]
+        batch = [key for key in keys if key.startswith("global_batch_size=")]  # none where the command itself gives it
+        return [*batch, "micro_batch_size=1", "gradient_accumulation_steps=null"]
 
     def _fill_in(self, command: Sequence[str], hosts: Mapping[str, int], num_ranks: int) -> list[str]:
         lines, left = [], num_ranks
@@ -125,20 +126,9 @@ def read_hosts(hosts_command: str) -> dict[str, int]:
 
 
 def search_layout(command: Sequence[str], num_ranks: int) -> tuple[list[str], str]:
-    """Returns the keys of the fastest layout for `num_ranks`, or no keys and the reason."""
+    """Returns the keys in which the fastest layout for `num_ranks` differs from the command, and "", or no keys and the
+    reason."""
     script = next((place for place, word in enumerate(command) if word.endswith(".py")), None)
     if script is None:
         raise UserError("--elastic: the command names no .py file whose plan could be asked for")
     return ask_plan(command[script:], "search", num_ranks)
-
-
-def change_keys(command: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Returns the command with these keys in place of its own, without what would be for another layout: a list in
-    `partition_method`, and keys of another schedule."""
-    values = {name: value for name, _, value in (key.partition("=") for key in keys)}
-    others = SCHEDULE_KEYS if "schedule" in values else {}
-    names = {*values, *(name for schedule, read in others.items() if schedule != values["schedule"] for name in read)}
-    kept = [
-        word for word in command if word.partition("=")[0] not in names and not word.startswith("partition_method=[")
-    ]
-    return [*kept, *keys]

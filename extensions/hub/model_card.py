@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from filesystem import write_atomically
 from masking import mask
 from training.checkpoint.run_folder import RunFolder
+from training.config.sources import HELD_OUT
 from training.objectives.objective import Objective
 from training.objectives.registry import OBJECTIVES
-from training.observability.run_page import RunHistory, read_history
+from training.observability.run_page import RunHistory, read_history, read_lines
+
+if TYPE_CHECKING:  # most runs write no model card
+    from huggingface_hub import EvalResult
 
 README, PLOT = "README.md", "loss.png"
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -76,7 +82,52 @@ def render_card(run: RunFolder, folder: Path, history: RunHistory, repo_id: str,
         f"## How it was made\n\n```bash\n{facts.get('environment', {}).get('command', '')}\n```",
     ]
     header = _describe_header(config, base, license, is_adapter)
-    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n" + "\n\n".join(sections) + "\n"
+    if results := list_results(find_evaluation(run, history), header["pipeline_tag"], facts.get("data", {})):
+        header |= {"model_name": repo_id.rpartition("/")[2], "eval_results": results}
+    return f"---\n{_render_header(header)}\n---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def find_evaluation(run: RunFolder, history: RunHistory) -> Facts:
+    """Return what the evaluation of the exported step has reported, by name. Empty for a run that has not ended, and
+    where that step was not evaluated."""
+    done = _read(run.completed)
+    if done.get("step", -1) < history.last.get("step", 0):
+        return {}
+    step = done.get("best_step", done["step"])
+    records = [each for each in read_lines(run.metrics) if each.get("step") == step and "eval_loss" in each]
+    return records[-1] if records else {}
+
+
+def list_results(evaluation: Facts, task: str, data: Mapping[str, Sequence[Facts]]) -> list[EvalResult]:
+    """Return the figures of an evaluation as the hub lists them. data: what each key's files became, as `run.json` has
+    it; an evaluation file of several has a key such as `eval_file.math`, and figures such as `eval_math_loss`."""
+    from huggingface_hub import EvalResult
+
+    files = {
+        key.partition(".")[2]: [f"{'held out of ' * (key == HELD_OUT)}{file['name']}" for file in listed]
+        for key, listed in data.items()
+        if key != "train_file"
+    }
+    results = []
+    for key, value in evaluation.items():
+        is_figure = key.startswith("eval_") and not key.endswith("_tokens") and isinstance(value, int | float)
+        if not is_figure or not math.isfinite(value):
+            continue
+        figure = key.removeprefix("eval_")
+        name = max((name for name in files if name and figure.startswith(f"{name}_")), key=len, default="")
+        names = files.get(name) or [*chain.from_iterable(files.values())] or ["the evaluation files"]
+        described = ", ".join(names)
+        results.append(
+            EvalResult(
+                task_type=task,
+                dataset_type=next(_list_hub_data(names[0]), described) if len(names) == 1 else described,
+                dataset_name=described,
+                metric_type=figure.removeprefix(f"{name}_") if name else figure,
+                metric_name=key,
+                metric_value=value,
+            )
+        )
+    return results
 
 
 def draw_losses(history: RunHistory, file: Path) -> None:
@@ -97,17 +148,26 @@ def draw_losses(history: RunHistory, file: Path) -> None:
 
 
 def _describe_header(config: Facts, base: str | None, license: str | None, is_adapter: bool) -> dict[str, Any]:
-    """Return the fields by which the hub lists a model."""
+    """Return the fields by which the hub lists a model; None where one is not known."""
+    is_on_hub = base is not None and HUB_ID.fullmatch(base) is not None and not Path(base).exists()
     objective = OBJECTIVES.get(str(config.get("task") or (config.get("data") or {}).get("name")), Objective())
     is_plain_adapter = is_adapter and objective.made_for == Objective.made_for
     return {
-        **({"base_model": base} if base and HUB_ID.fullmatch(base) and not Path(base).exists() else {}),
-        **({"license": license} if license else {}),
+        "base_model": base if is_on_hub else None,
+        "base_model_relation": ("adapter" if is_adapter else "finetune") if is_on_hub else None,
+        "license": license,
         "library_name": "peft" if is_plain_adapter else objective.made_for,
         "pipeline_tag": objective.pipeline_tag,
-        **({"datasets": datasets} if (datasets := sorted(set(_list_hub_data(config.get("train_file"))))) else {}),
+        "datasets": sorted(set(_list_hub_data(config.get("train_file")))) or None,
         "tags": ["llm-pipeline", "deepspeed", *([] if not is_adapter else ["lora"])],
     }
+
+
+def _render_header(fields: Facts) -> str:
+    """Return the fields as YAML, with the evaluations as the hub's `model-index`."""
+    from huggingface_hub import ModelCardData
+
+    return ModelCardData(**fields).to_yaml()
 
 
 def _list_hub_data(entry: Any) -> Iterator[str]:

@@ -49,9 +49,10 @@ def propose_layout(imported: Imported, num_gpus: int, hardware: str) -> tuple[Im
     with TemporaryDirectory() as folder:
         words = [str(CONF.parent / "trainer_base_ds_mp.py"), *write_config(imported, folder), f"hardware={hardware}"]
         overrides, reason = ask_plan(words, "search", num_gpus)
-    if not overrides:
+    if reason:
         return imported, f"no layout for {num_gpus} x {hardware} was found: {reason}"
-    return take_layout(imported, overrides), f"for {num_gpus} x {hardware}, by plan=search: {' '.join(overrides)}"
+    found = " ".join(overrides) or "the layout as it is"
+    return take_layout(imported, overrides), f"for {num_gpus} x {hardware}, by plan=search: {found}"
 
 
 def check_output(file: Path | None) -> None:

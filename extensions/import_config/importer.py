@@ -137,13 +137,10 @@ def write_config(imported: Imported, folder: str) -> list[str]:
 
 
 def take_layout(imported: Imported, overrides: Sequence[str]) -> Imported:
-    """Return the imported config with the layout that `plan=search` has found. overrides: words KEY=VALUE, as the
-    search prints them. If they set a key of the batch size, all keys of the batch size of `imported` are dropped: the
-    search keeps the size of the global batch, and its own keys give it."""
+    """Return the imported config with the layout that `plan=search` has found. overrides: words KEY=VALUE, the keys in
+    which the layout differs from the config."""
     layout = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in overrides)}
-    batch = {"gradient_accumulation_steps", "micro_batch_size", "global_batch_size"}
-    kept = {key: value for key, value in imported.keys.items() if not (batch & layout.keys() and key in batch)}
-    return replace(imported, keys=kept | layout)
+    return replace(imported, keys={**imported.keys, **layout})
 
 
 def find_project(their: Mapping[str, Any]) -> str | None:

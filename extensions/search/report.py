@@ -1,4 +1,4 @@
-"""The found layouts as text: a table of the best and the overrides of the first, or what the nearest one lacks."""
+"""The found layouts as text: a table of the best and the command of the first, or what the nearest one lacks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from errors import UserError
-from extensions.search.space import Candidate
+from extensions.search.command import build_command, list_needs, render_command
+from extensions.search.space import VARIED, Candidate
 from training.costs.hardware import GIB
-from training.planner.advice import Variant
+from training.planner.advice import Variant, render_value
 from training.planner.formatting import render_cost, render_rows, render_seconds
 from training.planner.plan import Plan
 from training.planner.report import describe_peak
@@ -16,11 +17,17 @@ from training.planner.report import describe_peak
 MARGIN = 0.1  # of tokens/s: of published runs, two layouts so near are often in the other order (docs/plan.md)
 
 
-def render_search(candidates: Sequence[Candidate], width: int | None = None, total_steps: int | None = None) -> str:
+def render_search(
+    candidates: Sequence[Candidate],
+    words: Sequence[str],
+    width: int | None = None,
+    total_steps: int | None = None,
+) -> str:
     """Return the table of the best layouts, where the price of a GPU is known with that of the run, or of a billion
-    tokens; how many the plan cannot distinguish from the first; and the overrides of the first.
+    tokens; how many the plan cannot distinguish from the first; and the command that trains with the first.
 
-    width: as in `render_rows`. total_steps: of the run; None where not known. Raises UserError when none fits.
+    words: the arguments of the search's own command. width: as in `render_rows`. total_steps: of the run; None where
+    not known. Raises UserError when none fits.
     """
     first, *others = candidates
     require_fit(first)
@@ -33,14 +40,21 @@ def render_search(candidates: Sequence[Candidate], width: int | None = None, tot
             *_render_table(candidates, total_steps, width),
             "",
             _render_margin(f"the first: {near or 'none'} of these"),
-            f"use: {' '.join(first.overrides)}",
+            "",
+            *list_needs(first),
+            render_command(["use:", *build_command(first, words)], width),
         ]
     )
 
 
-def render_sizes(found: Mapping[int, Candidate], width: int | None = None, total_steps: int | None = None) -> str:
+def render_sizes(
+    found: Mapping[int, Candidate],
+    words: Sequence[str],
+    width: int | None = None,
+    total_steps: int | None = None,
+) -> str:
     """Return the table of the best layout of each number of GPUs; which of them is fastest, which cheapest, and which
-    needs the fewest GPUs, each with its overrides; and which the plan cannot distinguish from those. found: by
+    needs the fewest GPUs, each with its command; and which the plan cannot distinguish from those. found: by
     number, the first that `search_plans` returns. Otherwise as `render_search`.
 
     Whatever a GPU costs, the cheapest trains the most tokens a second on each.
@@ -59,23 +73,26 @@ def render_sizes(found: Mapping[int, Candidate], width: int | None = None, total
         near = [str(size) for size in best if size != chosen and _is_near(values[size], values[chosen])]
         return f"{' and '.join(near)} GPUs" if near else "none of these"
 
-    choices = [
-        f"{', '.join(role for role, holder in roles.items() if holder == size)}: {size} GPU{'s' * (size > 1)}, "
-        f"{speeds[size]:,.0f} tokens/s, {per_gpu[size]:,.0f} per GPU"
-        + "".join(f", {name} {cost}" for name, cost in _price(best[size].plan, total_steps).items())
-        + f"; use: world_size={size} {' '.join(best[size].overrides)}"
-        for size in dict.fromkeys(roles.values())
-    ]
+    choices = list[str]()
+    for size in dict.fromkeys(roles.values()):
+        costs = (f", {name} {cost}" for name, cost in _price(best[size].plan, total_steps).items())
+        choices += [
+            "",
+            f"{', '.join(role for role, holder in roles.items() if holder == size)}: {size} GPU{'s' * (size > 1)}, "
+            f"{speeds[size]:,.0f} tokens/s, {per_gpu[size]:,.0f} per GPU{''.join(costs)}",
+            *list_needs(best[size]),
+            render_command(["use:", *build_command(best[size], words)], width),
+        ]
     near = f"the fastest: {list_near(fastest, speeds)}; to the cheapest: {list_near(cheapest, per_gpu)}"
     return "\n".join(
         [
             f"the fastest layout of each number of {name}, as predicted:",
             "",
-            *_render_table(list(best.values()), total_steps, width, {"GPUs": list(map(str, best))}),
+            *_render_table(list(best.values()), total_steps, width, {"world_size": list(map(str, best))}),
             "",
             *(f"nothing fits {size} x {name}: {_describe_lack(found[size])}" for size in found if size not in best),
-            *choices,
             _render_margin(near),
+            *choices,
         ]
     )
 
@@ -119,7 +136,7 @@ def _describe_lack(nearest: Candidate) -> str:
         )
     if plan.missing_host_memory > 0:
         missing.append(f"{plan.missing_host_memory / GIB:,.0f} GiB of host memory a node")
-    return f"the nearest ({' '.join(nearest.overrides)}) misses {' and '.join(missing)}"
+    return f"the nearest ({' '.join(nearest.overrides) or 'the run as it is'}) misses {' and '.join(missing)}"
 
 
 def _is_near(speed: float, other: float) -> bool:
@@ -143,40 +160,24 @@ def _render_table(
     width: int | None,
     first: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[str]:
-    """The lines of a table with a row for each candidate; a column of ranks in which all are 1 is omitted. first: the
-    first columns, by name."""
-    known = {name: [read(candidate) for candidate in candidates] for name, read in _COLUMNS.items()}
+    """The lines of a table with a row for each candidate: the keys in which any of them differs from the run, by their
+    names, and what the plan predicts. first: the first columns, by name."""
+    changed = {key for candidate in candidates for key in candidate.changed}
+    keys = [key for key in VARIED if key in changed and key not in _OF_THE_BATCH]
     prices = [_price(candidate.plan, total_steps) for candidate in candidates]
     columns: dict[str, Sequence[str]] = {
         **first,
-        **{name: cells for name, cells in known.items() if name not in ("tp", "cp", "ep") or {*cells} != {"1"}},
+        **{key: [render_value(getattr(candidate.keys, key)) for candidate in candidates] for key in keys},
+        **{name: [read(candidate) for candidate in candidates] for name, read in _FIGURES.items()},
         **{name: [price[name] for price in prices] for name in prices[0]},
     }
     return render_rows(tuple(columns), list(zip(*columns.values(), strict=True)), width)
 
 
-def _name_checkpointing(candidate: Candidate) -> str:
-    mode, interval = candidate.checkpointing
-    return {"grouped": str(interval), "every": f"every {interval}", "selective": "selective"}[mode.value]
-
-
-def _name_shared(size: int, how: str) -> str:
-    return f"{size} {how}".strip() if size > 1 else "1"
-
-
-_COLUMNS: dict[str, Callable[[Candidate], str]] = {
-    "pp": lambda candidate: str(candidate.keys.num_stages),
-    "tp": lambda candidate: _name_shared(candidate.keys.tensor_parallel_size, "sp" * candidate.keys.sequence_parallel),
-    "cp": lambda candidate: _name_shared(
-        candidate.keys.context_parallel_size, candidate.keys.context_parallel_mode.value
-    ),
-    "dp": lambda candidate: str(candidate.plan.layout.dp_size),
-    "ep": lambda candidate: str(candidate.keys.expert_parallel_size),
-    "schedule": lambda candidate: candidate.keys.schedule,
-    "micro-batch": lambda candidate: str(candidate.plan.layout.micro_batch_size),
+_OF_THE_BATCH = ("gradient_accumulation_steps", "global_batch_size")  # the same in all layouts
+_FIGURES: dict[str, Callable[[Candidate], str]] = {
+    "replicas": lambda candidate: str(candidate.plan.layout.dp_size),
     "micro-batches": lambda candidate: str(candidate.plan.layout.gradient_accumulation_steps),
-    "checkpoint": _name_checkpointing,
-    "saving memory": lambda candidate: candidate.saving,
     "peak GiB": lambda candidate: f"{candidate.plan.fullest.memory.peak / GIB:.1f}",
     "host GiB": lambda candidate: f"{candidate.plan.host_bytes / GIB:,.0f}",
     "step": lambda candidate: render_seconds(candidate.plan.step_seconds),

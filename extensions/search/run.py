@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -53,11 +54,12 @@ def search(config: RunConfig, width: int | None) -> Iterator[str]:
     total, _ = estimate_steps(config, nearest.plan.layout.global_batch_size, model.architecture)
     steps = count_steps(config, total)
     if len(configs) > 1:
-        yield render_sizes({int(each.world_size): first for each, (first, *_) in zip(configs, searched)}, width, steps)
+        best = {int(each.world_size): first for each, (first, *_) in zip(configs, searched)}
+        yield render_sizes(best, sys.argv[1:], width, steps)
         return
     if not nearest.plan.fits:
         require_fit(nearest, advise(nearest.plan, model.layers, partial(plan_config, machine=machine)))
-    yield render_search(found, width, steps)
+    yield render_search(found, sys.argv[1:], width, steps)
     if others := _try_other_updates(config, models, machine, found):
         yield render_other_updates(others, nearest, width, steps)
 

@@ -81,7 +81,7 @@ def search_plans(
     layout.
     """
     sharings = among or list_sharings(models, int(config.world_size), machine.cards_per_node)
-    planner = Planner(models, machine, sharings)
+    planner = Planner(models, machine)
     layouts = list_layouts(config, sharings, models.model.num_units)
     bases = [base for keys in layouts if (base := planner.choose(keys, CHECKPOINTING[0]))]
     if not bases:

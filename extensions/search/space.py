@@ -56,9 +56,12 @@ class Sharing(NamedTuple):
         return replace(config, **dict[str, Any](self._asdict()))
 
 
-_BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
-_CHECKPOINTING = ("activation_checkpoint_interval", "activation_checkpoint_mode")
-_TOGETHER = (Sharing._fields[:2], Sharing._fields[2:3], Sharing._fields[3:])  # keys that are named all or none
+# The keys that a search varies, or sets so that the global batch stays what it is
+VARIED = (
+    *("num_stages", *Sharing._fields),
+    *("micro_batch_size", "gradient_accumulation_steps", "global_batch_size"),
+    *("activation_checkpoint_interval", "activation_checkpoint_mode", "schedule", *UNUSED, "partition_method"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Candidate:
     """A layout that was tried."""
 
     plan: Plan
-    named: Sequence[str]  # the keys that `overrides` names
+    config: RunConfig  # that of the search
     is_moved: bool  # whether layers are on other stages than with more memory, and these uneven
 
     @property
@@ -83,24 +86,20 @@ class Candidate:
         return self.keys.activation_checkpoint_mode, int(self.keys.activation_checkpoint_interval)
 
     @property
-    def memory_overrides(self) -> dict[str, Any]:
-        """The keys of `UNUSED` with other values."""
-        return {key: value for key, unused in UNUSED.items() if (value := getattr(self.keys, key)) != unused}
-
-    @property
     def has_room(self) -> bool:
         """Whether it fits with its layers where they are fastest."""
         return self.plan.fits and not self.is_moved
 
     @property
-    def overrides(self) -> tuple[str, ...]:
-        """The keys that differ from the config's own, as they are given on the command line."""
-        return tuple(render_override(key, getattr(self.keys, key)) for key in self.named)
+    def changed(self) -> dict[str, Any]:
+        """The values of the keys in which it differs from the config of the search."""
+        values = {key: getattr(self.keys, key) for key in VARIED}
+        return {key: value for key, value in values.items() if value != getattr(self.config, key)}
 
     @property
-    def saving(self) -> str:
-        """`memory_overrides` as text, for a column."""
-        return " ".join(render_override(key, value) for key, value in self.memory_overrides.items()) or "-"
+    def overrides(self) -> tuple[str, ...]:
+        """`changed` as it is given on the command line."""
+        return tuple(render_override(key, value) for key, value in self.changed.items())
 
 
 class SharedModels:
@@ -181,28 +180,23 @@ def _list_powers(most: int) -> list[int]:
 class Planner:
     """Plans the runs of a search, each once. known: those that were planned, by the values of their keys."""
 
-    def __init__(self, models: SharedModels, machine: Machine, sharings: Sequence[Sharing]) -> None:
+    def __init__(self, models: SharedModels, machine: Machine) -> None:
         self.models, self._machine, self.known = models, machine, dict[tuple[Any, ...], Candidate]()
-        differing = {key for key, *values in zip(Sharing._fields, *sharings, strict=True) if len({*values}) > 1}
-        shared = [key for keys in _TOGETHER if differing & {*keys} for key in keys]
-        split = ["partition_method"] if isinstance(models.config.partition_method, list) else []
-        self._named = ["num_stages", *shared, *_BATCH, *_CHECKPOINTING, "schedule", *UNUSED, *split]
 
     def plan(self, keys: RunConfig) -> Candidate:
         """Return the plan of a run; an uneven split, which takes long to find, is looked for only where the fullest
         stage has too much of what others, each of one chunk, have room for. Raises UserError where the run would."""
-        sharing = Sharing.of(keys)
-        values = (sharing, *(getattr(keys, key) for key in self._named))
+        values = tuple(getattr(keys, key) for key in VARIED)
         if values not in self.known:
             check_config(keys, has_accelerator=True)
-            model = self.models.get(sharing)
+            model = self.models.get(Sharing.of(keys))
             target = Target(int(keys.world_size), True, self._machine, fills=False, is_planned=True)
             plan = plan_resolved(resolve_layout(model, keys, target), self._machine)
             room = len(plan.stages) * plan.memory_limit - sum(stage.memory.peak for stage in plan.stages)
             is_moved = plan.missing_memory > 0 and room >= 0 and plan.layout.num_chunks == 1
             if is_moved:
                 plan = plan_resolved(resolve_layout(model, keys, replace(target, fills=True)), self._machine)
-            self.known[values] = Candidate(plan, self._named, is_moved)
+            self.known[values] = Candidate(plan, self.models.config, is_moved)
         return self.known[values]
 
     def choose(self, keys: RunConfig, choices: Sequence[Choice]) -> Candidate | None:

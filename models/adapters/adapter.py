@@ -1,5 +1,5 @@
 """LoRA (2106.09685) through peft, attached to the layers of a stage and merged layer by layer; and QLoRA (2305.14314),
-with the projections of those layers in 4 bits through bitsandbytes.
+with the projections and the experts of those layers in 4 bits through bitsandbytes.
 
 peft works on the module of one layer at a time and never sees a whole model. What it would name
 "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight" is that prefix, the layer's own prefix, and the name in
@@ -24,7 +24,8 @@ from errors import UserError
 from models.adapters.base_inits import describe_starts, restore_starts, start_from_base
 from models.adapters.folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
 from models.adapters.options import starts_from_base
-from models.adapters.targets import AdapterTargets, is_saved, list_projections, list_targets
+from models.adapters.quantized import Replacement, mark_quantized, quantize_projections, quantize_stacks
+from models.adapters.targets import AdapterTargets, is_saved, list_adaptable, list_targets
 from models.layers.layer import Layer
 from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
 from models.sharding.expert_parallel import divide_adapter
@@ -33,13 +34,6 @@ from models.sharding.tensor_parallel import shard_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
-
-
-# Bytes of an element in nf4 with double quantization (2305.14314): 4 bits, for each block of 64 a scale in 8 bits, and
-# for each 256 of those one in fp32.
-NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
-# Bytes of an element of a projection that is dequantized for a product, besides the result: the fp32 scales of blocks.
-NF4_SCALE_BYTES = 4 / 64
 
 # On CPUs with bf16, bitsandbytes (0.50.2), which peft imports, warns about a 4-bit kernel that is not used here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -50,7 +44,8 @@ class Adapter:
     """A LoRA adapter for the layers of a model.
 
     tensors: initial weights, named as in a peft folder; without them peft's random ones, which depend on the seed and
-    not on the layout. in_4bit: whether the projections of the layers that get adapters are quantized to 4 bits (nf4).
+    not on the layout. in_4bit: whether the projections and the stacks of experts of the layers that get adapters are
+    quantized to 4 bits (nf4).
     """
 
     config: LoraConfig
@@ -67,7 +62,8 @@ class Adapter:
         expert_parallel: ExpertParallel = NO_EP,
     ) -> None:
         """Freeze the module of layer `index`, whose weights are loaded, and put trainable adapters on its targets,
-        sharded as those are. A module in `modules_to_save` stays trainable and gets no adapter.
+        sharded as those are. A module in `modules_to_save` stays trainable and gets no adapter. Stacks that
+        `list_frozen_stacks` names may lie in the host's memory; they are quantized on the device of the other weights.
 
         Raises UserError for initial weights that do not fit.
         """
@@ -78,9 +74,15 @@ class Adapter:
         if not list_targets(module, layer, self.config):
             return
         is_meta = next(module.parameters()).is_meta
-        if self.in_4bit:
-            (mark_projections if is_meta else quantize_projections)(module)
+        stacks: list[Replacement] = []
+        if self.in_4bit and is_meta:
+            mark_quantized(module)
+        elif self.in_4bit:
+            quantize_projections(module)
+            stacks = quantize_stacks(module)
         self._inject_random(module, index, layer)
+        for each in stacks:
+            each.replace()
         tensors = (
             {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)}
             if self.tensors
@@ -107,8 +109,14 @@ class Adapter:
         if tensors:
             fill_adapter(module, tensors)
 
+    def list_frozen_stacks(self, module: nn.Module, layer: Layer) -> tuple[str, ...]:
+        """Return the stacks of experts of a layer's module, without an adapter yet, that `attach` quantizes."""
+        if not self.in_4bit or is_saved(layer, self.config) or not list_targets(module, layer, self.config):
+            return ()
+        return list_adaptable(module).stacks
+
     def list_quantized(self, layers: Sequence[Layer]) -> list[str]:
-        """Return the prefixes of the layers whose projections `attach` quantizes."""
+        """Return the prefixes of the layers whose projections and experts `attach` quantizes."""
         if not self.in_4bit:
             return []
         unsaved = [layer for layer in layers if not is_saved(layer, self.config)]
@@ -161,45 +169,6 @@ def _list_adapted(module: nn.Module) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [child for child in module.modules() if isinstance(child, BaseTunerLayer)]
-
-
-def quantize_projections(module: nn.Module) -> None:
-    """Replace the projections of a layer, whose weights are loaded, by nf4 ones (with double quantization) that compute
-    in the old dtype.
-    """
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    for name, linear in list_projections(module).items():
-        weight = linear.weight
-        quantized = Linear4bit(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            compute_dtype=weight.dtype,
-            quant_type="nf4",
-            device="meta",
-        )
-        packed = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized)
-        quantized.weight = packed.to(weight.device)  # type: ignore[misc]
-        # On some CPUs bitsandbytes (0.50.2) repacks the weights in the first pass of an evaluation, for good, and for
-        # kernels that have no backward pass
-        quantized.support_avx512bf16_for_cpu = False
-        quantized.bias = linear.bias
-        module.set_submodule(name, quantized)
-    module.is_loaded_in_4bit = True  # type: ignore[assignment]  # peft asks for it before it puts an adapter on such a projection
-
-
-def mark_projections(module: nn.Module) -> None:
-    """Mark the projections of a layer on the meta device, where nothing can be quantized, as held in 4 bits, for
-    `list_quantized`."""
-    for linear in list_projections(module).values():
-        linear.is_in_4bit = True  # type: ignore[assignment]
-
-
-def list_quantized(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the weights, at full size, of the projections of a layer on the meta device that a run holds in 4
-    bits."""
-    return [child.weight for child in module.modules() if getattr(child, "is_in_4bit", False)]  # type: ignore[misc]
 
 
 def adapter_names(module: nn.Module) -> list[str]:

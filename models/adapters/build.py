@@ -27,7 +27,6 @@ from models.adapters.stacks import restore_order
 from models.adapters.targets import (
     build_lora_config,
     is_named,
-    list_adaptable,
     list_full_names,
     list_projections,
     list_targets,
@@ -225,20 +224,14 @@ def check_experts(lora: LoraConfig, layers: Sequence[Layer]) -> None:
 
 
 def check_4bit(layers: Sequence[Layer]) -> None:
-    """Raises UserError for a weight that bitsandbytes cannot quantize."""
+    """Raises UserError for a projection that bitsandbytes cannot quantize."""
     for layer in layers:
-        module = layer.build_on_meta()
-        for name, projection in list_projections(module).items():
+        for name, projection in list_projections(layer.build_on_meta()).items():
             if not isinstance(projection, nn.Linear):
                 raise UserError(
                     f"adapter.load_in_4bit=true: '{layer.hf_prefix}{name}' is a {type(projection).__name__}, which "
                     "cannot be quantized"
                 )
-        if stacks := list_adaptable(module).stacks:
-            raise UserError(
-                f"adapter.load_in_4bit=true: the experts of a layer are one tensor, '{layer.hf_prefix}{stacks[0]}', "
-                "which would not be quantized; give adapter.load_in_4bit=false and more num_stages"
-            )
 
 
 def check_peft_names(adapter: Adapter | None, config: PretrainedConfig) -> None:

@@ -15,9 +15,11 @@ from functools import cached_property
 from typing import Any
 
 from models.adapters.engines import (
+    GATE_UP,
     MODEL_CLASSES,
     PATTERNS,
     PEFT_PREFIX,
+    STACKS,
     Engine,
     Form,
     ModelClass,
@@ -298,7 +300,8 @@ class _Check:
         """Return the inputs and outputs of a module of `_experts`."""
         hidden, width = self.dimensions.hidden, self.dimensions.width
         if self.form is Form.stacked:
-            return (hidden, 2 * width) if path.endswith(".base_layer") else (width, hidden)
+            is_gate_up = path.endswith(".base_layer") or self._single == GATE_UP
+            return (hidden, 2 * width) if is_gate_up else (width, hidden)
         return (width, hidden) if path.endswith(f".{self.model_class.names[2]}") else (hidden, width)
 
     def _name_unknown(self, name: str) -> str:
@@ -314,9 +317,17 @@ class _Check:
     def _experts(self) -> set[str]:
         """The names in a layer of the modules of its experts that have adapters."""
         if self.form is Form.stacked:
-            return {self._rename("mlp.experts.base_layer"), self._rename("mlp.experts")}
+            names = ("mlp.experts",) if self._single else ("mlp.experts.base_layer", "mlp.experts")
+            return set(map(self._rename, names))
         numbers = range(self.dimensions.experts)
         return {self._rename(f"mlp.experts.{number}.{name}") for number in numbers for name in self.model_class.names}
+
+    @cached_property
+    def _single(self) -> str:
+        """The only one of a layer's two stacks that peft puts an adapter on, which then has the name "experts" of
+        either; "" where it is both, and for engines that need both."""
+        named = {name.rpartition(".")[2] for name in self.fields.get("target_parameters") or ()} & set(STACKS)
+        return named.pop() if self.name == "peft" and len(named) == 1 else ""
 
     @cached_property
     def _projections(self) -> set[str]:

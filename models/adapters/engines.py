@@ -27,7 +27,7 @@ from errors import UserError
 from models.adapters.stacks import StackAdapter, join_experts, split_experts
 
 PEFT_PREFIX = "base_model.model."
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+STACKS = GATE_UP, DOWN = "gate_up_proj", "down_proj"
 PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
@@ -195,10 +195,11 @@ def write_for_engine(
             del written[name]
         factors = {stack: _read_factors(tensors, adapter) for stack, adapter in pair.items()}
         gate_up, down = factors.get(GATE_UP), factors.get(DOWN)
-        gate_up = gate_up or _make_zeros(down, 2)
-        down = down or _make_zeros(gate_up, 1)
-        prefix, experts = next((adapter.layer, adapter.experts) for adapter in pair.values())
-        base = f"{PEFT_PREFIX}{prefix}{experts}"
+        module = next(f"{adapter.layer}{adapter.experts}" for adapter in pair.values())
+        ranks = {stack: find_pattern(patterns["rank_pattern"], f"{module}.{stack}", fields["r"]) for stack in STACKS}
+        gate_up = gate_up or _make_zeros(down, 2, ranks[GATE_UP])
+        down = down or _make_zeros(gate_up, 1, ranks[DOWN])
+        base = f"{PEFT_PREFIX}{module}"
         if form is Form.stacked:
             written |= _name_pair(f"{base}.base_layer", *join_experts(*gate_up))
             written |= _name_pair(base, *join_experts(*down))
@@ -207,7 +208,7 @@ def write_for_engine(
         for stack, names in ((GATE_UP, model_class.names[:2]), (DOWN, model_class.names[2:])):
             if stack in pair and engine.reads_patterns:
                 _add_patterns(patterns, pair[stack], fields, names)
-    changed: dict[str, Any] = {"target_parameters": _list_stacks(fields, stacks), **patterns}
+    changed: dict[str, Any] = {"target_parameters": _name_both_stacks(fields), **patterns}
     if form is Form.pairs:
         leaves = sorted({_to_projection(leaf, model_class) for leaf in list_leaves(written)})
         changed |= {"target_parameters": None, "target_modules": leaves}
@@ -250,12 +251,12 @@ def _read_factors(tensors: Mapping[str, torch.Tensor], adapter: StackAdapter) ->
     return split_experts(tensors[adapter.first], tensors[adapter.second], adapter.num_experts)
 
 
-def _make_zeros(other: Factors | None, matrices: int) -> Factors:
+def _make_zeros(other: Factors | None, matrices: int, rank: int) -> Factors:
     """Return an adapter that changes nothing, for gate_up_proj (of two matrices) next to the one of down_proj, or the
-    other way round."""
+    other way round. rank: of what is returned."""
     assert other is not None  # a layer is listed only if one of its stacks has an adapter
     first, second = other
-    num_experts, rank, inputs = first.shape
+    num_experts, _, inputs = first.shape
     outputs = second.shape[1] // (3 - matrices)  # of one matrix
     return first.new_zeros(num_experts, rank, outputs), second.new_zeros(num_experts, matrices * inputs, rank)
 
@@ -282,22 +283,31 @@ def _write_pairs(base: str, gate_up: Factors, down: Factors, model_class: ModelC
 def _add_patterns(
     patterns: dict[str, dict[str, Any]], adapter: StackAdapter, fields: Mapping[str, Any], names: Sequence[str]
 ) -> None:
-    """Add the ranks and scales of a layer's experts that are not those of the whole adapter, by the names of pairs."""
-    module = re.escape(f"{adapter.layer}{adapter.experts}")
+    """Add the ranks and scales of a layer's experts that are not those which the engine would read for the names of
+    pairs. They come first: a key for another module ("gate_proj", of dense layers) may match such a name too."""
+    module = f"{adapter.layer}{adapter.experts}"
     for key, value, usual in (
         ("rank_pattern", adapter.rank, fields["r"]),
         ("alpha_pattern", adapter.alpha, fields["lora_alpha"]),
     ):
-        if value != usual:
-            patterns[key] |= {rf"{module}\.\d+\.{name}": value for name in names}
+        wrong = [name for name in names if find_pattern(patterns[key], f"{module}.0.{name}", usual) != value]
+        patterns[key] = {rf"{re.escape(module)}\.\d+\.{name}": value for name in wrong} | patterns[key]
+
+
+def find_pattern(patterns: Mapping[str, Any], module: str, usual: Any) -> Any:
+    """Return the value of the first key that matches a module, as peft and vLLM read `rank_pattern` and
+    `alpha_pattern`: at the end of its name, after a dot. usual: what is returned if none does."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
 
 
 def _escape_block(pattern: str, model_class: ModelClass) -> str:
     return re.sub(r"(?<![\w])mlp(\\?\.)", rf"{model_class.hub_block}\g<1>", pattern)
 
 
-def _list_stacks(fields: Mapping[str, Any], stacks: Sequence[StackAdapter]) -> list[str] | None:
-    """Return `target_parameters` with both matrices of the experts where it has one."""
-    named = {f"{adapter.experts}.{stack}" for adapter in stacks for stack in (GATE_UP, DOWN)}
-    others = [name for name in fields.get("target_parameters") or () if name.rpartition(".")[2] not in (GATE_UP, DOWN)]
-    return [*others, *sorted(named)] or None
+def _name_both_stacks(fields: Mapping[str, Any]) -> list[str] | None:
+    """Return `target_parameters` with both matrices of the experts where it has one; a name may be that of one
+    layer."""
+    named = fields.get("target_parameters") or ()
+    stacks = [name for name in named if name.rpartition(".")[2] in STACKS]
+    both = {name.removesuffix(name.rpartition(".")[2]) + stack for name in stacks for stack in STACKS}
+    return [*(name for name in named if name not in stacks), *sorted(both)] or None

@@ -88,11 +88,13 @@ def load_lora_config(path: Path) -> LoraConfig:
         )
     check_fields(path / ADAPTER_CONFIG, fields)
     try:
-        return LoraConfig.from_pretrained(str(path))
+        lora = LoraConfig.from_pretrained(str(path))
     except Exception as error:  # peft validates with types of its own
         raise UserError(
             f"{path / ADAPTER_CONFIG} is not a valid config of this peft: {' '.join(str(error).split())}"
         ) from None
+    lora.peft_version = fields.get("peft_version")  # where a folder has none, peft fills in the one that is installed
+    return lora
 
 
 def _list_unsupported(fields: Mapping[str, Any]) -> list[str]:

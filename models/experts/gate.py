@@ -6,7 +6,8 @@ they are: a product of 16 bits by 16 bits is exact in fp32, so that only sums ar
 
 The product is taken out of a router's own forward pass, whatever else that does: while it runs, its one call of
 `torch.nn.functional.linear` is answered here (`_GateMode`), for a parameter of the router, an `nn.Linear` within it and
-a router that is one alike. A family whose routers do not make exactly one is refused (`check_router_dtype`).
+a router that is one alike. A family whose routers do not make exactly one is refused (`check_router_dtype`). The
+products of an adapter on that `nn.Linear` are answered too, and are not counted.
 
 N tokens, K experts a token, E experts, D hidden.
 """
@@ -102,12 +103,13 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype
 
 
 class _GateMode(TorchFunctionMode):
-    """While this is on, `product` answers each `linear`, and gets its operands as they were before casts to fp32."""
+    """While this is on, `product` answers each `linear`, and gets its operands as they were before casts to fp32.
+    adapters: weights of adapters, whose products are those of no gate."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: Product, adapters: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.num_products = 0
-        self._product = product
+        self.num_products = self.num_gates = 0
+        self._product, self._adapters = product, adapters
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []  # (result, operand)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,6 +124,7 @@ class _GateMode(TorchFunctionMode):
 
     def _answer(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         x, weight = self._find_operand(input), self._find_operand(weight)
+        self.num_gates += not any(weight is each for each in self._adapters)
         return self._product(x, weight, None if bias is None else self._find_operand(bias), input.dtype)
 
     def _find_operand(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,6 +166,7 @@ class RouterForward:
 
     dtype: of the stage, 16 bits. in_fp32: whether the gate's product is in fp32, not as `transformers` computes it.
     lender: for gradients of its parameters; None where autograd has to have them. choices: None without a count.
+    adapters: the weights of adapters on projections within it.
     """
 
     router: nn.Module
@@ -170,6 +174,10 @@ class RouterForward:
     in_fp32: bool
     lender: Lender | None = None
     choices: ChoiceCounter | None = field(default=None, init=False)
+    adapters: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.adapters = [parameter for name, parameter in self.router.named_parameters() if "lora_" in name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.choices is not None and self.choices.is_on():
@@ -181,10 +189,10 @@ class RouterForward:
 
     def _run(self, product: Product, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Return the router's outputs, and whether they follow from one product."""
-        with _GateMode(product) as mode:
+        with _GateMode(product, self.adapters) as mode:
             outputs = self._forward(args, kwargs)
-        if self.in_fp32 and mode.num_products != 1:  # the logits may have been rounded
-            raise RuntimeError(f"{type(self.router).__name__} made {mode.num_products} products, not one")
+        if self.in_fp32 and mode.num_gates != 1:  # the logits may have been rounded
+            raise RuntimeError(f"{type(self.router).__name__} made {mode.num_gates} products, not one")
         return outputs, mode.num_products == 1
 
     def _multiply(

@@ -20,6 +20,7 @@ from transformers.integrations import moe
 
 from models.experts.adapted_products import adapted_linear
 from models.experts.exchange import plan_route
+from models.experts.frozen import FrozenStack, frozen_linear
 from models.experts.products import grouped_linear
 from models.experts.rows import add_bias, combine, gather, weighted_swiglu
 from models.parallel.shard import NO_EP
@@ -63,8 +64,11 @@ def project(
     weight, tokens = getattr(experts, name), None if source is None else where.tokens
     options: Any = {"transposed": experts.is_transposed, "source": source, "tokens": tokens}
     low_rank = getattr(experts, "low_rank", {})  # adapters: models/experts/lora.py
-    if name in low_rank:
-        outputs = adapted_linear(rows, weight, low_rank[name](), where.offsets, **options)
+    factors = low_rank[name]() if name in low_rank else None
+    if isinstance(weight, FrozenStack):
+        outputs = frozen_linear(rows, weight, factors, where.offsets, **options)
+    elif factors is not None:
+        outputs = adapted_linear(rows, weight, factors, where.offsets, **options)
     else:
         outputs = grouped_linear(rows, weight, where.offsets, **options, deferral=getattr(experts, "deferral", None))
     if not experts.has_bias:

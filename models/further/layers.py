@@ -40,9 +40,14 @@ class FurtherDecoderLayer(PipelineDecoderLayer):
 
     decoder_prefix = ""
 
-    def place(self, depth: int, num_depths: int) -> None:
+    def place(self, config: PretrainedConfig, depth: int, num_depths: int) -> None:
         """Set which depth, from 1, of how many this is."""
-        self._depth, self._num_depths = depth, num_depths
+        self._depth, self._num_depths, self._num_layers = depth, num_depths, config.num_hidden_layers
+
+    @property
+    def number_in_model(self) -> int:
+        """After the decoder layers, of which it has another one's `layer_idx`."""
+        return self._num_layers + self._depth - 1
 
     def forward(self, inputs: Activations) -> Activations:
         blocks = list(inputs[0].chunk(1 + self._num_depths))

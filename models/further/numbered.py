@@ -31,7 +31,7 @@ class NumberedLayer(FurtherDecoderLayer):
 
     def __init__(self, config: PretrainedConfig, template: Layer, norm: Layer, depth: int, num_depths: int) -> None:
         super().__init__(*template.args)
-        self.place(depth, num_depths)
+        self.place(config, depth, num_depths)
         self.enorm, self.hnorm, self.eh_proj = build_norm(norm), build_norm(norm), Joined(config)
         self.shared_head = nn.ModuleDict({"norm": build_norm(norm)})
 

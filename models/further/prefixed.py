@@ -30,7 +30,7 @@ class PrefixedLayer(FurtherDecoderLayer):
 
     def __init__(self, config: PretrainedConfig, template: Layer, norm: Layer) -> None:
         nn.Module.__init__(self)
-        self.place(1, 1)
+        self.place(config, 1, 1)
         self.fc, self.norm = Joined(config), build_norm(norm)
         self.layers = nn.ModuleList([template.module_class(*template.args)])
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = build_norm(norm), build_norm(norm)

@@ -88,6 +88,11 @@ class PipelineDecoderLayer(nn.Module):
         self.attention_type, self.layer_idx = get_attention_type(config, layer_idx), layer_idx
         isolate_documents(self, context, self.attention_type)
 
+    @property
+    def number_in_model(self) -> int:
+        """The place among the layers of the model, from 0."""
+        return self.layer_idx
+
     def forward(self, inputs: Activations) -> Activations:
         given = self.context(inputs, self.attention_type, self.layer_idx)
         return self.run(self.context.tokens, self.context.batches, inputs[0], **given), *inputs[1:]

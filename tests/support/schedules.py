@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
+
+from hypothesis import strategies as st
 
 from training.pipeline.exchanges import Exchanges, plan_exchanges
 from training.pipeline.schedule import Interleaved, OneForwardOneBackward, PassTimes, Schedule, Unit
@@ -12,15 +15,23 @@ from training.pipeline.zero_bubble import ZeroBubble
 # chunks, or what can be put off), some of them none, or up to a million times apart
 SCALES = ((1,), (0,), (0, 1), (1, 2, 3), (0, 1_000_000), tuple(10**power for power in range(7)))
 
+KINDS: tuple[type[Schedule], ...] = (OneForwardOneBackward, Interleaved, ZeroBubble)
+
+
+def schedules(most_stages: int = 4, kinds: Sequence[type[Schedule]] = KINDS) -> st.SearchStrategy[Schedule]:
+    """Return the schedules of two stages or more, of any sizes and times, for tests by hypothesis."""
+    return st.builds(
+        _draw_schedule, st.randoms(use_true_random=False), st.integers(2, most_stages), st.sampled_from(kinds)
+    )
+
 
 def draw_schedules(count: int, most_stages: int = 4) -> list[Schedule]:
-    """Return schedules of two stages or more with random sizes and times: the same ones in every test."""
+    """Return some of them, always the same ones."""
     random = Random(0)
-    return [_draw_schedule(random, random.randint(2, most_stages)) for _ in range(count)]
+    return [_draw_schedule(random, random.randint(2, most_stages), random.choice(KINDS)) for _ in range(count)]
 
 
-def _draw_schedule(random: Random, stages: int) -> Schedule:
-    kind = random.choice((OneForwardOneBackward, Interleaved, ZeroBubble))
+def _draw_schedule(random: Random, stages: int, kind: type[Schedule]) -> Schedule:
     micro_batches, chunks = random.randint(1, 2 * stages + 1), 1
     if kind is Interleaved:
         micro_batches, chunks = stages * random.randint(1, 2), random.randint(2, 3)

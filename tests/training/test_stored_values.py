@@ -326,6 +326,9 @@ def test_all_that_the_reference_is_computed_with(own_code: Path, model: Path, mo
     assert len(set(found)) == len(found)
     for field in fields(plain):  # a field that is added too
         assert identify(**{field.name: "another"}) not in found
+    # What was stored before a run had `fp32_routers` is found again
+    before = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name != "fp32_routers"}
+    assert scored._list_kernels(plain) == tuple(before.values())
     # What a stage is built with beyond that is of training, in the adapter, or says only where weights lie.
     others = {"checkpointing", "adapter", "freeze", "routers", "neftune_noise_alpha", "weight_sharding", "sums_in_fp32"}
     assert {field.name for field in fields(StageOptions)} == {"kernels"} | others

@@ -176,7 +176,11 @@ class RunFolder:
         self.completed.unlink(missing_ok=True)
 
     def write_completed(self, record: dict[str, Any]) -> None:
-        """Write the completion record: supervisors of the run read this, not the launcher's exit code."""
+        """Write the completion record: supervisors of the run read this, not the launcher's exit code.
+
+        record: `step`, the last one; `num_tokens` that the run has seen, without padding; the metrics of that step's
+        evaluation, if it had one; `best_step` and `best_metric` where the best step is exported; `ended_by`, in words.
+        """
         write_atomically(self.completed, json.dumps(record, indent=2) + "\n")
 
 

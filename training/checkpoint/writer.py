@@ -65,8 +65,10 @@ class CheckpointWriter:
         weights_only: bool = False,
         export: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """weights_only: without the optimizer's state. export: called on rank 0, in the thread, once the checkpoint of
-        a step is complete, and before older ones are deleted."""
+        """checkpoints: the folder of all steps; the first save makes it. retention: which older steps stay when a save
+        is complete. asynchronous: return from `save` once the state is copied, where the hosts' memory has room for
+        that. weights_only: without the optimizer's state. export: called on rank 0, in the thread, with the step whose
+        checkpoint is complete, before older ones are deleted."""
         self._engine, self._checkpoints, self._retention = engine, checkpoints, retention
         self._asynchronous, self._weights_only, self._export = asynchronous, weights_only, export
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -251,7 +253,11 @@ def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
 def write_share(
     folder: Path, share: list[ShareFile], writes_engine_state: bool, wrote: Callable[[int], None] = lambda count: None
 ) -> dict[str, FileRecord]:
-    """Write a rank's files, all of them on the disk on return. Returns their sizes and hashes by name."""
+    """Write a rank's files into `folder`, all of them on the disk on return. Returns their sizes and hashes by name.
+
+    writes_engine_state: write the file that marks a checkpoint as this engine's too; one rank does. wrote: called with
+    the number of bytes of each piece that was written. Raises OSError where the disk refuses.
+    """
     records = {file.name: _write_file(folder / file.name, partial(_fill, file=file), wrote) for file in share}
     if writes_engine_state:
         records[ENGINE_STATE_NAME] = _write_file(
@@ -280,7 +286,8 @@ def _write_file(
 
 
 def publish(folder: Path, checkpoints: Path, state: TrainerState, records: dict[str, FileRecord]) -> None:
-    """Make the written folder a checkpoint, and point `latest` to it."""
+    """Make the written folder a checkpoint, and point `latest` to it. folder: `tmp-global_stepN` in `checkpoints`.
+    records: of the files of all ranks, by name. Raises OSError where the disk refuses."""
     text = json.dumps(asdict(state), indent=2) + "\n"
     record = _write_file(folder / STATE_NAME, lambda stream: stream.write(text.encode()))
     write_manifest(folder, {**records, STATE_NAME: record})

@@ -1,3 +1,3 @@
-"""The command line, sweeps over it, and its plan in a process of its own. It runs before torch is imported, so it
-imports only config and distributed.
+"""The command line, and its plan in a process of its own. It runs before torch is imported, so it imports only config
+and distributed.
 """

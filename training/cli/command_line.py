@@ -21,13 +21,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from console import pluralize
 from errors import UserError
-from extension import check_not_removed, list_conf_folders
+from extension import check_not_removed, list_conf_folders, list_flags
 from models.adapters.options import UNSUPPORTED
 from training.config.foreign_keys import FOREIGN_CHOICES, find_hint
 from training.config.schema import CONF, RunConfig, build_schema
 
 CheckNames = Callable[[DictConfig], None]
-IN_SWEEP = "LLM_PIPELINE_IN_SWEEP"  # set in the environment of a run that a sweep starts
+MULTIRUN = "--multirun"  # an option of Hydra's own
+# Set in the environment of a run whose command line is that of several, as its config file is
+SHARED_COMMAND = "LLM_PIPELINE_SHARED_COMMAND"
 # OmegaConf's message for a value of the wrong type -> what the value must be.
 _WRONG_TYPES = {
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
@@ -53,9 +55,19 @@ def _is_override(argument: str) -> bool:
     return ("=" in argument and not argument.startswith("-")) or argument.startswith("~")
 
 
-def asks_for_sweep(arguments: Sequence[str]) -> bool:
-    """Return whether the command line has `--multirun`."""
-    return bool(parse_arguments(arguments)[0].multirun)
+def find_flag(arguments: Sequence[str]) -> str | None:
+    """Return what runs in place of the command, as `Extension.flags` has it; None without such a flag.
+
+    arguments: as `clean_arguments` returns them, without the command. Raises UserError for `--multirun` where no
+    extension has it.
+    """
+    options, unknown = parse_arguments(arguments)
+    flags = list_flags()
+    if options.multirun and MULTIRUN not in flags:
+        check_not_removed(MULTIRUN, MULTIRUN)
+        raise UserError(f"{MULTIRUN}: no extension runs several; start them one by one")
+    asked = [*unknown, *([MULTIRUN] if options.multirun else [])]
+    return next((flags[word] for word in asked if word in flags), None)
 
 
 def asks_for_completion(arguments: Sequence[str]) -> bool:
@@ -71,8 +83,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def list_given(arguments: Sequence[str]) -> set[str]:
-    """Return the keys that a command line gives, by their dotted names, and the groups that it chooses; of a run of a
-    sweep the groups alone, since the runs of a sweep share their command line as they share a config file.
+    """Return the keys that a command line gives, by their dotted names, and the groups that it chooses; the groups
+    alone where several runs share the command line, as they share a config file.
 
     arguments: as `clean_arguments` returns them, without the command.
     """
@@ -80,7 +92,7 @@ def list_given(arguments: Sequence[str]) -> set[str]:
     for override in parse_arguments(arguments)[0].overrides:
         parsed = parser.parse_override(override)
         given.update(_list_keys(parsed.package or parsed.key_or_group, parsed.value()))
-    return {key for key in given if IN_SWEEP not in os.environ or (CONF / key).is_dir()}
+    return {key for key in given if SHARED_COMMAND not in os.environ or (CONF / key).is_dir()}
 
 
 def _list_keys(key: str, value: Any) -> Iterator[str]:
@@ -101,19 +113,15 @@ def check_command_line(
 
     arguments: as `clean_arguments` returns them, without the command. check_names: raises UserError when the value of a
     key such as `schedule` is not a name in its table; this package knows none of the tables.
-    Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a missing config, an
-    unknown option, and for `--multirun` (see training/cli/sweep.py).
+    Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a missing config, and
+    an unknown option.
     """
     options, unknown = parse_arguments(arguments)
     if unknown:
+        check_not_removed(unknown[0], unknown[0])
         raise UserError(
             f"{unknown[0]} is not a valid option (--help lists them); a key of the run is given as key=value, such "
             f"as num_stages=2"
-        )
-    if options.multirun:
-        raise UserError(
-            "--multirun starts a launcher for each run, so start it without one: python trainer_base_ds_mp.py "
-            "--multirun num_gpus=2 ..."
         )
     for override in options.overrides:
         _check_override(override)
@@ -202,9 +210,8 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
         )
     if several := _first(r"Ambiguous value for argument '(.*)'", text):
         key, _, values = several.partition("=")
-        return (
-            f"{several} is several values; write {key}=[{values}] for a list; --multirun starts one run for each value"
-        )
+        each = f"; {MULTIRUN} starts one run for each value" if MULTIRUN in list_flags() else ""
+        return f"{several} is several values; write {key}=[{values}] for a list{each}"
     full_key = _first(r"full_key: (\S+)", text)
     if unknown := _first(r"Key '([^']+)' (?:is not in struct|not in )", text):
         others = [key for word in overrides if _is_unknown(key := word.partition("=")[0])]

@@ -25,8 +25,7 @@ Fine-tunes a language model on pipeline stages. conf/NAME.yaml is a run; any key
 
   deepspeed [--num_gpus N] trainer_base_ds_mp.py -cn NAME [key=value ...]
   python trainer_base_ds_mp.py -cn NAME plan=true world_size=N hardware=NAME   memory and time
-  python trainer_base_ds_mp.py -cn NAME --cfg job                              all keys of that run
-  python trainer_base_ds_mp.py --multirun num_gpus=N -cn NAME key=a,b          several runs"""
+  python trainer_base_ds_mp.py -cn NAME --cfg job                              all keys of that run"""
 
 
 def render_help() -> str:

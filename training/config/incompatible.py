@@ -259,7 +259,7 @@ TABLE: tuple[Row, ...] = (
         DORA: "its magnitudes are norms of whole rows of a weight; give tensor_parallel_size=1",
         STARTS_FROM_BASE: "they are decompositions of whole weights; "
             "give adapter.init_lora_weights=true, or tensor_parallel_size=1",
-        IN_4BIT: "quantized projections are not sharded; give tensor_parallel_size=1",
+        IN_4BIT: "quantized weights are not sharded; give tensor_parallel_size=1",
         TIMED_HERE: "it times whole layers; choose other hardware",
     }),
     (SEQUENCE_PARALLEL, {has_value("tensor_parallel_size", "1"):
@@ -302,7 +302,7 @@ TABLE: tuple[Row, ...] = (
             "give offload_optimizer=none, or zero_stage=1 or 2",
         ADAMW_8BIT: "blockwise state is not tested with it; "
             "give optimizer.state_dtype=bf16 with adamw, or zero_stage=1 or 2",
-        IN_4BIT: "it is not tested with quantized projections; give zero_stage=1 or 2",
+        IN_4BIT: "it is not tested with quantized weights; give zero_stage=1 or 2",
         DORA: "its magnitudes are norms of whole weights, which only the layer that holds them gathers; "
             "give zero_stage=1 or 2",
     }),

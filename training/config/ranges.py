@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,55 +20,61 @@ _RANGE = "range"  # the key in a field's metadata
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a field may have. words: follow "key=value: " in the message. NaN is in no range.
-
-    checks_anything: the schema does not type the field, so whatever its value is has to be in the range. Otherwise None
-    passes, and of a mapping every number is checked.
-    """
+    """The numbers that a field may have. NaN is in no range."""
 
     holds: Callable[[Any], bool]
-    words: str
+    words: str  # that follow "key=value: " in the message
+    keywords: Mapping[str, Any]  # the same range in JSON Schema
+    # The schema does not type the field, so whatever its value is has to be in the range. Otherwise None passes, and of
+    # a mapping every number is checked
     checks_anything: bool = False
 
 
 def at_least(lowest: int, *, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of a finite number that is not below `lowest`. note: added to the message, after a semicolon."""
-    return _declare(lambda value: lowest <= value < math.inf, f"at least {lowest}", note, default)
+    return _declare(lambda value: lowest <= value < math.inf, f"at least {lowest}", {"minimum": lowest}, note, default)
 
 
 def positive(*, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of a finite number above 0."""
-    return _declare(lambda value: 0 < value < math.inf, "more than 0", note, default)
+    return _declare(lambda value: 0 < value < math.inf, "more than 0", {"exclusiveMinimum": 0}, note, default)
 
 
 def zero_or_more(*, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of a finite number that is not negative."""
-    return _declare(lambda value: 0 <= value < math.inf, "0 or more", note, default)
+    return _declare(lambda value: 0 <= value < math.inf, "0 or more", {"minimum": 0}, note, default)
 
 
 def share(*, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of a number from 0 to 1, both included."""
-    return _declare(lambda value: 0 <= value <= 1, "a share between 0 and 1", note, default)
+    return _declare(
+        lambda value: 0 <= value <= 1, "a share between 0 and 1", {"minimum": 0, "maximum": 1}, note, default
+    )
 
 
 def fraction(*, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of a number above 0, and of at most 1."""
-    return _declare(lambda value: 0 < value <= 1, "more than 0 and at most 1", note, default)
+    keywords = {"exclusiveMinimum": 0, "maximum": 1}
+    return _declare(lambda value: 0 < value <= 1, "more than 0 and at most 1", keywords, note, default)
 
 
 def below(limit: float, *, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of a number that is not negative, and less than `limit`."""
-    return _declare(lambda value: 0 <= value < limit, f"from 0 to below {limit:g}", note, default)
+    keywords = {"minimum": 0, "exclusiveMaximum": limit}
+    return _declare(lambda value: 0 <= value < limit, f"from 0 to below {limit:g}", keywords, note, default)
 
 
 def between(low: float, high: float, *, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of a number between two others, both excluded."""
-    return _declare(lambda value: low < value < high, f"more than {low:g} and less than {high:g}", note, default)
+    keywords = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+    words = f"more than {low:g} and less than {high:g}"
+    return _declare(lambda value: low < value < high, words, keywords, note, default)
 
 
 def one_of(*values: int, note: str = "", default: Any = MISSING) -> Any:
     """Return a field of one of these numbers."""
-    return _declare(lambda value: value in values, f"one of {', '.join(map(str, values))}", note, default)
+    words = f"one of {', '.join(map(str, values))}"
+    return _declare(lambda value: value in values, words, {"enum": [*values]}, note, default)
 
 
 def whole_or(word: str, *, note: str = "", default: Any = MISSING) -> Any:
@@ -76,6 +82,7 @@ def whole_or(word: str, *, note: str = "", default: Any = MISSING) -> Any:
     return _declare(
         lambda value: value == word or (type(value) is int and value >= 0),
         f"0 or more, or {word}",
+        {"anyOf": [{"type": "integer", "minimum": 0}, {"const": word}]},
         note,
         default,
         checks_anything=True,
@@ -88,18 +95,32 @@ def count_or_counts(*, note: str = "", default: Any = MISSING) -> Any:
     def is_count(value: Any) -> bool:
         return type(value) is int and value >= 1
 
+    count = {"type": "integer", "minimum": 1}
     return _declare(
         lambda value: value is None or is_count(value) or (isinstance(value, list) and all(map(is_count, value))),
         "1 or more, or a list of such numbers",
+        {"anyOf": [{"type": "null"}, count, {"type": "array", "items": count}]},
         note,
         default,
         checks_anything=True,
     )
 
 
-def _declare(holds: Callable[[Any], bool], words: str, note: str, default: Any, checks_anything: bool = False) -> Any:
-    allowed = Range(holds, f"{words}; {note}" if note else words, checks_anything)
+def _declare(
+    holds: Callable[[Any], bool],
+    words: str,
+    keywords: Mapping[str, Any],
+    note: str,
+    default: Any,
+    checks_anything: bool = False,
+) -> Any:
+    allowed = Range(holds, f"{words}; {note}" if note else words, keywords, checks_anything)
     return dataclasses.field(default=default, metadata={_RANGE: allowed})
+
+
+def find_range(field: dataclasses.Field[Any]) -> Range | None:
+    """Return the range that a field states, None if it states none."""
+    return field.metadata.get(_RANGE)
 
 
 def list_ranges(config: Any) -> dict[str, Range]:
@@ -126,7 +147,7 @@ def _walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range]]:
     """Yield (dotted key, value, range) of each field that has a range."""
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)
-        if _RANGE in each.metadata:
-            yield f"{prefix}{each.name}", value, each.metadata[_RANGE]
+        if (allowed := find_range(each)) is not None:
+            yield f"{prefix}{each.name}", value, allowed
         elif dataclasses.is_dataclass(value):
             yield from _walk(value, f"{prefix}{each.name}.")

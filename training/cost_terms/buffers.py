@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.adapters.adapter import NF4_SCALE_BYTES
+from models.layers.nf4 import NF4_SCALE_BYTES
 from training.config.schema import Device
 from training.cost_terms.cost_term import Memory, Stage
 from training.pipeline.schedule import UnitKind

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from models.adapters.adapter import NF4_BYTES
 from training.config.precision import DTYPES
 from training.config.schema import AttnImplementation, Precision, RunConfig
 from training.costs.cost import LayerCost
@@ -299,8 +298,8 @@ class Stage:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the weights, whole on this rank."""
-        in_4bit = count_distinct("in_4bit", self.layers)
-        return self.run.weight_bytes * (self.num_parameters - in_4bit) + round(NF4_BYTES * in_4bit)
+        whole = self.num_parameters - count_distinct("in_4bit", self.layers)
+        return self.run.weight_bytes * whole + count_distinct("bytes_in_4bit", self.layers)
 
     @cached_property
     def num_trainable(self) -> int:

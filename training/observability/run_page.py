@@ -94,16 +94,16 @@ def read_history(folder: RunFolder) -> RunHistory:
     if not folder.metrics.is_file():
         raise UserError(f"{folder.path} has no metrics.jsonl; give the output_dir of a run that has trained")
     history = RunHistory()
-    for record in _read_lines(folder.metrics):
+    for record in read_lines(folder.metrics):
         if isinstance(record.get("step"), int):
             history.report(record)
-    for event in _read_lines(folder.events):
+    for event in read_lines(folder.events):
         if event.keys() == Event.__dataclass_fields__.keys():
             history.note(Event(**event))
     return history
 
 
-def _read_lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines; none where it is missing. A line may be half written."""
     records = []
     for line in file.read_bytes().split(b"\n") if file.is_file() else []:  # a text has more ends of lines than JSON
@@ -153,7 +153,7 @@ def _name_runs(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def _describe(name: str, folder: RunFolder, history: RunHistory) -> dict[str, Any]:
-    samples = _read_lines(folder.path / SAMPLES)
+    samples = read_lines(folder.path / SAMPLES)
     return {
         "name": name,
         "facts": _read_json(folder.facts),

@@ -12,7 +12,7 @@ import torch
 
 from training.optim.elementwise_update import ElementwiseOptimizer, scale_last
 
-NUM_BUFFERS = 1
+NUM_BUFFERS = 1  # in fp32, of one chunk: the average with the gradient
 
 
 class Lion(ElementwiseOptimizer):

@@ -187,8 +187,14 @@ def _load(
     dtypes = {name: tensors[name].dtype for name in layer.spec.buffer_names()}
     kept = layer.spec.list_fp32(options.kernels.dtype) if options.keeps_fp32 else frozenset()
     dtypes |= dict.fromkeys(kept, torch.float32)
+    # Stacks of experts that the adapter quantizes, one expert after the other, are never whole on the device
+    on_host = () if options.adapter is None else options.adapter.list_frozen_stacks(module, layer.spec)
     copies = {
-        name: tensor.to(device=device, dtype=dtypes.get(name, options.kernels.dtype), copy=True)
+        name: tensor.to(
+            device=None if name in on_host else device,
+            dtype=dtypes.get(name, options.kernels.dtype),
+            copy=name not in on_host,
+        )
         for name, tensor in tensors.items()
     }
     module.load_state_dict(copies, strict=True, assign=True)

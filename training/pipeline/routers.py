@@ -91,7 +91,7 @@ class StageRouters:
     def _build_comparison(self, found: Sequence[tuple[PipelineDecoderLayer, RoutedBlock]]) -> Comparison:
         """Have the routers count in their forward passes. All ranks call it."""
         comparison = Comparison()
-        numbers = self._counts.new_tensor([layer.layer_idx for layer, _ in found])
+        numbers = self._counts.new_tensor([layer.number_in_model for layer, _ in found])
         last = torch.cat([numbers, numbers.new_tensor([-1])]).max()
         dist.all_reduce(last, op=dist.ReduceOp.MAX)
         self._layer_numbers, self._num_layers = numbers, int(last) + 1

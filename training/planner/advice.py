@@ -122,7 +122,12 @@ def render_changes(config: RunConfig, changes: Changes) -> str:
 
 def render_override(key: str, value: Any) -> str:
     """Return an override as it is given on the command line."""
-    return f"{key.removesuffix('.name')}={'null' if value is None else str(getattr(value, 'value', value)).lower()}"
+    return f"{key.removesuffix('.name')}={render_value(value)}"
+
+
+def render_value(value: Any) -> str:
+    """Return the value of a key as it is given on the command line."""
+    return "null" if value is None else str(getattr(value, "value", value)).lower()
 
 
 def render_variants(plan: Plan, variants: Sequence[Variant], width: int | None = None) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from training.pipeline.preparation import Kernels
 
 T = TypeVar("T")
 _VERSION = 5  # raise it when the same model gives other values, or their files change
+_FIRST_KERNELS = 5  # fields of `Kernels` that every name has; what was stored before a later one has it at its default
 _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
 
 
@@ -68,10 +69,18 @@ def compute_model_id(
     def compute() -> str:
         forward = sorted(describe_forward(config).items())
         rows = source.config.vocab_size  # the softmax is over all, and those that are added are in no file
-        state = (_VERSION, fingerprint_weights(source), rows, astuple(kernels), forward, list(special))
+        state = (_VERSION, fingerprint_weights(source), rows, _list_kernels(kernels), forward, list(special))
         return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     return broadcast_from_main(compute, ranks)
+
+
+def _list_kernels(kernels: Kernels) -> tuple[Any, ...]:
+    """Return the values of the first fields, and of later ones up to the last that is not at its default."""
+    values, usual = astuple(kernels), [field.default for field in fields(kernels)]
+    while len(values) > _FIRST_KERNELS and values[-1] == usual[len(values) - 1]:
+        values = values[:-1]
+    return values
 
 
 def find_missing(

@@ -1,20 +1,13 @@
 """Rows from lengths: best fit against a slow textbook version, and documents end to end without a lost token."""
 
 import numpy as np
-import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from data.storage.packing import Pieces, concatenate, lay_singly, pack_best_fit
 
-RANDOM = np.random.default_rng(0)
-LENGTHS = {
-    "few": np.array([7, 3, 5, 5, 2, 8, 1, 4]),
-    "one": np.array([3]),
-    "all alike": np.full(23, 3),
-    "all full": np.full(5, 16),
-    "tiny": np.ones(40, dtype=np.int32),
-    "many": RANDOM.integers(1, 17, 300),
-    "skewed": np.minimum(16, RANDOM.geometric(0.2, 300)),
-}
+LENGTHS = st.lists(st.integers(1, 16), min_size=1, max_size=60)
+MANY = list(range(1, 17)) * 20
 
 
 def pack_slowly(lengths: np.ndarray, capacity: int) -> list[int]:
@@ -34,9 +27,10 @@ def rows_of(pieces: Pieces) -> list[list[tuple[int, int, int]]]:
     return [every[start:stop] for start, stop in zip(pieces.offsets, pieces.offsets[1:])]
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-def test_best_fit_is_the_textbook_one(name: str) -> None:
-    lengths = LENGTHS[name]
+@given(LENGTHS)
+@example(MANY)
+def test_best_fit_is_the_textbook_one(drawn: list[int]) -> None:
+    lengths = np.array(drawn)
     pieces = pack_best_fit(np.arange(len(lengths)), lengths, 16)
     assert sorted(16 - pieces.compute_row_lengths()) == pack_slowly(lengths, 16)
     assert sorted(pieces.sample_ids) == list(range(len(lengths)))
@@ -75,10 +69,10 @@ def test_a_million_samples_take_seconds_and_fill_the_rows() -> None:
     assert np.array_equal(np.sort(pieces.sample_ids), np.arange(len(lengths)))
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.parametrize("capacity", [2, 3, 7, 16, 1000])
-def test_documents_end_to_end_lose_no_token(name: str, capacity: int) -> None:
-    lengths = LENGTHS[name] + 1
+@given(LENGTHS, st.integers(2, 20) | st.just(1000))
+@example(MANY, 7)
+def test_documents_end_to_end_lose_no_token(drawn: list[int], capacity: int) -> None:
+    lengths = np.array(drawn) + 1
     rows = rows_of(concatenate(np.arange(len(lengths)), lengths, capacity))
     pieces = [piece for row in rows for piece in row]
     assert [i for i, start, _ in pieces if start == 0] == list(range(len(lengths)))

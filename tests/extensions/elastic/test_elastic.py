@@ -16,7 +16,7 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import free_port
 
 from errors import UserError
-from extensions.elastic.starter import Elastic, change_keys, read_hosts
+from extensions.elastic.starter import Elastic, read_hosts
 from scripts.supervise import say
 
 SUPERVISE = str(ROOT / "scripts" / "supervise.py")
@@ -93,24 +93,6 @@ def test_hosts_are_what_the_command_prints() -> None:
             read_hosts(command)
 
 
-def test_keys_take_the_place_of_the_commands_own() -> None:
-    command = ["run.py", "num_stages=2", "partition_method=[1,7]", "seed=1"]
-    assert change_keys(command, ["num_stages=1", "schedule=1f1b"]) == [
-        "run.py",
-        "seed=1",
-        "num_stages=1",
-        "schedule=1f1b",
-    ]
-
-
-def test_keys_of_another_schedule_do_not_stay() -> None:
-    """A run refuses a key on its command line that it does not read."""
-    command = ["run.py", "schedule=interleaved", "virtual_stages_per_rank=2"]
-    assert change_keys(command, ["schedule=1f1b"]) == ["run.py", "schedule=1f1b"]
-    assert change_keys(command, ["schedule=interleaved"]) == ["run.py", *command[2:], "schedule=interleaved"]
-    assert change_keys(command, ["micro_batch_size=1"]) == [*command, "micro_batch_size=1"]
-
-
 PLAN = """
 import sys
 ranks = int(next(word for word in sys.argv if word.startswith("world_size=")).partition("=")[2])
@@ -142,8 +124,9 @@ def test_the_largest_layout_that_fits_is_taken(tmp_path: Path, capsys: pytest.Ca
     assert (
         fitted[:5] == ["launch", "--hostfile", file, "-n", "2"] and Path(file).read_text() == "a slots=1\nb slots=1\n"
     )
-    assert fitted[5:] == [str(script), "resume=latest", "num_stages=2", "global_batch_size=16"]
-    assert "slots left: 3 of 4 (a, b); used: 2, with num_stages=2 global_batch_size=16" in capsys.readouterr().err
+    batch = ["global_batch_size=16", "micro_batch_size=1", "gradient_accumulation_steps=null"]
+    assert fitted[5:] == [str(script), "resume=latest", *batch, "num_stages=2"]
+    assert f"slots left: 3 of 4 (a, b); used: 2, with {' '.join(batch)} num_stages=2" in capsys.readouterr().err
     # Started again itself, on as many hosts as there are then: the run's first start is still that of four
     assert Elastic(f"cat {hosts}", tmp_path / "out", say).fit(command) == fitted
     anew = [*command[:-1], "overwrite_output_dir=true"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, ModelCardData, constants
 from support.configs import build_config, compose_config
 from support.hub_server import TOKEN, Hub, serve_hub
 
@@ -42,7 +42,10 @@ FACTS: dict[str, Any] = {
         "hosts": {"a": 4, "b": 4}, "device": "NVIDIA H100", "python": "3.11.7", "packages": {"torch": "2.13.0"},
         "git": "abc123",
     },
-    "data": {"train_file": [{"name": "mine.jsonl", "samples": 1200, "tokens": 34000, "targets": 5000}]},
+    "data": {
+        "train_file": [{"name": "mine.jsonl", "samples": 1200, "tokens": 34000, "targets": 5000}],
+        "held_out": [{"name": "mine.jsonl", "samples": 12, "tokens": 340, "targets": 50}],
+    },
 }  # fmt: skip
 
 
@@ -95,8 +98,21 @@ def test_the_model_card_lists_a_model_by_its_task(
 def test_the_model_card_says_what_the_files_of_the_run_say(run_folder: RunFolder) -> None:
     text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", "llama3")
     assert read_header(text) == {
-        "base_model": "meta/base-8b", "license": "llama3", "library_name": "transformers",
-        "pipeline_tag": "text-generation", "datasets": ["org/chats"], "tags": ["llm-pipeline", "deepspeed"],
+        "base_model": "meta/base-8b", "base_model_relation": "finetune", "license": "llama3",
+        "library_name": "transformers", "pipeline_tag": "text-generation", "datasets": ["org/chats"],
+        "tags": ["llm-pipeline", "deepspeed"],
+        "model-index": [
+            {
+                "name": "mine",
+                "results": [
+                    {
+                        "task": {"type": "text-generation"},
+                        "dataset": {"name": "held out of mine.jsonl", "type": "held out of mine.jsonl"},
+                        "metrics": [{"type": "loss", "value": 1.75, "name": "eval_loss"}],
+                    }
+                ],
+            }
+        ],
     }  # fmt: skip
     for line in (
         "| base model | `meta/base-8b` |", "| licence of the base | llama3 |", "| steps | 3, 3,000 tokens |",
@@ -108,6 +124,32 @@ def test_the_model_card_says_what_the_files_of_the_run_say(run_folder: RunFolder
         f"```bash\n{FACTS['environment']['command']}\n```",
     ):  # fmt: skip
         assert line in text, line
+
+
+def test_the_hub_lists_the_evaluation_of_the_exported_step(run_folder: RunFolder) -> None:
+    """The best one where that is exported; of each file by itself, and of all; none before the run has ended."""
+    lines: list[dict[str, Any]] = [
+        {"step": 2, "eval_loss": 1.5, "eval_math_loss": 1.0, "eval_math_easy_f1": 0.5, "eval_tokens": 9},
+        {"step": 3, "eval_loss": 2.0, "eval_math_loss": 2.0, "eval_math_easy_f1": 0.1},
+    ]
+    run_folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = {"eval_file.math": "hf:org/math?split=test", "eval_file.math_easy": "easy.jsonl"}
+    data = {key: [{"name": name, "samples": 1, "tokens": 1, "targets": 1}] for key, name in files.items()}
+    run_folder.facts.write_text(json.dumps({**FACTS, "data": data}))
+    run_folder.completed.write_text(json.dumps({"step": 3, "best_step": 2, "best_metric": 1.5}))
+    (run_folder.export / "adapter_config.json").write_text("{}")
+
+    def read_listed() -> ModelCardData:
+        text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", None)
+        return ModelCard(text).data
+
+    listed = read_listed()
+    assert (listed.model_name, listed.base_model_relation) == ("mine", "adapter")
+    assert {(each.dataset_type, each.metric_type, each.metric_value) for each in listed.eval_results} == {
+        ("hf:org/math?split=test, easy.jsonl", "loss", 1.5), ("org/math", "loss", 1.0), ("easy.jsonl", "f1", 0.5),
+    }  # fmt: skip
+    run_folder.completed.unlink()
+    assert not read_listed().eval_results
 
 
 @pytest.mark.parametrize(

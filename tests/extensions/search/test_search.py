@@ -5,19 +5,31 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import sys
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.configs import compose_config
 from support.planned import describe_machine, plan_config, search_config, share_models
 
+from console import fit
 from errors import UserError
 from extensions.search import search
+from extensions.search.command import build_command, list_needs, render_command
 from extensions.search.report import MARGIN, render_other_updates, render_search, render_sizes
 from extensions.search.run import SHARED_AS, list_other_updates
 from extensions.search.search import MOST_ORDERS, SHOWN, search_plans
-from extensions.search.space import CHECKPOINTING, PLAIN, Candidate, Sharing, list_layouts, list_sharings
+from extensions.search.space import (
+    CHECKPOINTING,
+    PLAIN,
+    VARIED,
+    Candidate,
+    Sharing,
+    list_layouts,
+    list_sharings,
+)
 from training.config import incompatible
 from training.config.incompatible import INCOMPATIBLE, CheckedConfig, Feature, Pair, check_together
 from training.config.schema import RunConfig, to_typed
@@ -33,6 +45,11 @@ NEARLY = (
 
 def build(*overrides: str) -> RunConfig:
     return to_typed(compose_config("llama_7b_pp4", "plan=search", "global_batch_size=16", *overrides), UNREAD)
+
+
+def list_saving(candidate: Candidate) -> dict[str, Any]:
+    """The overrides that save memory."""
+    return {key: value for key, unused in UNUSED.items() if (value := getattr(candidate.keys, key)) != unused}
 
 
 def find_all(config: RunConfig) -> list[Candidate]:
@@ -72,7 +89,7 @@ def test_every_schedule_is_tried_where_a_layout_allows_it() -> None:
         if stages > 1 and 16 // (4 // tensor // stages * micro) % stages == 0
     }
     assert zero_bubble < plain and 0 < len(zero_bubble) <= MOST_ORDERS
-    assert all(f"schedule={c.plan.layout.schedule}" in c.overrides for c in found)
+    assert all((f"schedule={c.keys.schedule}" in c.overrides) == (c.keys.schedule != PLAIN) for c in found)
 
 
 @pytest.mark.parametrize("memory", [pytest.param(40, marks=pytest.mark.full), 0.1])
@@ -159,33 +176,66 @@ def test_what_fits_is_listed_and_the_fastest_of_it_first() -> None:
     speeds = [candidate.plan.tokens_per_second for candidate in found]
     assert speeds == sorted(speeds, reverse=True)
     near = sum(speed > (1 - MARGIN) * speeds[0] for speed in speeds[1:])
-    text = render_search(found)
+    text = render_search(found, [])
     margin = "a plan cannot tell apart what differs by less than 10%; so near to the first: "
     assert near > 0 and f"{margin}{near} of these" in text and "cost" not in text
-    assert f"{margin}none of these" in render_search(found[:1])
+    assert f"{margin}none of these" in render_search(found[:1], [])
     listed = search_config(build("world_size=8", "hardware=a100_40g", "hardware.price_per_hour=2"))
-    priced = render_search(listed)
+    priced = render_search(listed, [])
     first = priced.splitlines()[3]
     assert "1B tokens cost" in priced and float(first.split()[-1].replace(",", "")) == pytest.approx(
         2 * 8 * 1e9 / speeds[0] / 3600, rel=0.01
     )
     plan = listed[0].plan
-    run = render_search(listed, total_steps=1000)
+    run = render_search(listed, [], total_steps=1000)
     assert "run costs" in run and "1B tokens" not in run
     assert float(run.splitlines()[3].split()[-1].replace(",", "")) == pytest.approx(
         plan.price(1000 * plan.step_seconds), rel=0.01
     )
 
 
-def test_the_overrides_make_the_plan_that_was_ranked() -> None:
-    config = build("world_size=8", "hardware=a100_40g")
+def test_the_command_trains_as_the_plan_that_was_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys are those of the search's own command, but for what the layout changes."""
+    given = ["global_batch_size=16", "hardware=a100_40g", "num_stages=8", "micro_batch_size=2"]
+    words = ["-cn", "llama_7b_pp4", "plan=search", "world_size=8", *given]
+    monkeypatch.setattr(sys, "argv", ["trainer_base_ds_mp.py", *words])
+    config = build("world_size=8", *given)
     best = search_config(config)[0]
     report = next(iter(plan_run(config)))
-    used = shlex.split(report.splitlines()[-1].removeprefix("use: "))
-    assert tuple(used) == best.overrides
-    again = build("world_size=8", "hardware=a100_40g", *used)
-    plan = plan_config(again)
+    use, *command = shlex.split(report.splitlines()[-1])
+    launcher = ["deepspeed", "--num_gpus", "8", "trainer_base_ds_mp.py", "-cn", "llama_7b_pp4"]
+    assert use == "use:" and command[: len(launcher)] == launcher
+    keys = command[len(launcher) :]
+    assert {*best.overrides} < {*keys} and {key.partition("=")[0] for key in keys} >= {"global_batch_size", "hardware"}
+    assert best.keys.num_stages != 8 and "num_stages=8" not in keys and "plan=search" not in keys
+    plan = plan_config(replace(build("world_size=8", *keys), plan=True))
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
+
+
+def test_only_what_differs_from_the_config_is_named() -> None:
+    found = search_config(build("world_size=2", "model=llama_tiny", "hardware=a100_40g"))
+    best = found[0]
+    same = search_config(build("world_size=2", "model=llama_tiny", "hardware=a100_40g", *best.overrides))[0]
+    assert best.overrides and same.overrides == () and same.plan.step_seconds == best.plan.step_seconds
+    header = {*render_search(found, []).splitlines()[2].split()}
+    assert header & {*VARIED} == {key for candidate in found for key in candidate.changed} and "tokens/s" in header
+
+
+def test_the_command_can_be_pasted() -> None:
+    keys = [f"key_{number}=1" for number in range(20)]
+    command = ["deepspeed", "train.py", "data.prompt_template=Q: {prompt}", *keys]
+    text = render_command(command, 60)
+    assert len(text.splitlines()) > 3 and max(map(len, text.splitlines())) <= 60 and fit(text, 60) == text
+    assert shlex.split(text.replace("\\\n", "")) == command == shlex.split(render_command(command, None))
+    assert fit(narrow := render_command(command, 20), 20) == narrow  # though a word is wider
+
+
+def test_the_command_of_several_hosts_names_their_file() -> None:
+    best = search_config(build("world_size=4", "model=llama_tiny", "hardware=a100_40g", "hardware.cards_per_node=2"))[0]
+    assert build_command(best, ["plan=search"])[1:4] == ["--hostfile", "hostfile", "trainer_base_ds_mp.py"]
+    keys, hosts = list_needs(best)
+    assert keys == "the command needs train_file=... too"
+    assert hosts.startswith("hostfile has a line 'NAME slots=2' for each host, 4 slots in all; ")
 
 
 @pytest.mark.full
@@ -197,7 +247,7 @@ def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str
     replicas = [
         c.plan
         for c in found
-        if c.plan.layout.num_stages == 1 and c.checkpointing in CHECKPOINTING[0] and not c.memory_overrides
+        if c.plan.layout.num_stages == 1 and c.checkpointing in CHECKPOINTING[0] and not list_saving(c)
     ]
     by_size = sorted(replicas, key=lambda plan: plan.layout.micro_batch_size)
     speeds = [plan.tokens_per_second for plan in by_size]
@@ -209,21 +259,21 @@ def test_where_a_gpu_is_too_small_replicas_shard_or_the_host_helps() -> None:
     one replica has nothing to shard."""
     config = build("world_size=8", "hardware=a100_40g", "hardware.cards_per_node=1")
     found = find_all(config)
-    assert {c.memory_overrides.get("zero_stage", 1) for c in found} == {1, 2, 3}
-    assert any("offload_optimizer" in c.memory_overrides for c in found)
+    assert {list_saving(c).get("zero_stage", 1) for c in found} == {1, 2, 3}
+    assert any("offload_optimizer" in list_saving(c) for c in found)
     for c in found:
         layout = c.plan.layout
-        if "zero_stage" in c.memory_overrides:
-            assert layout.num_stages < 8 and (c.memory_overrides["zero_stage"] == 2 or layout.num_stages == 1)
-        is_free = c.memory_overrides == {"zero_stage": 2} and layout.gradient_accumulation_steps == 1
-        if layout.num_stages == 1 and c.memory_overrides and not is_free:  # else layers may have moved to other stages
+        if "zero_stage" in list_saving(c):
+            assert layout.num_stages < 8 and (list_saving(c)["zero_stage"] == 2 or layout.num_stages == 1)
+        is_free = list_saving(c) == {"zero_stage": 2} and layout.gradient_accumulation_steps == 1
+        if layout.num_stages == 1 and list_saving(c) and not is_free:  # else layers may have moved to other stages
             assert not plan_config(replace(c.keys, plan=True, **UNUSED)).fits
 
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_overrides_of_a_stage_of_zero_make_its_plan(zero_stage: int) -> None:
     found = find_all(build("world_size=8", "hardware=a100_40g", "hardware.cards_per_node=1"))
-    used = next(c for c in found if c.memory_overrides == {"zero_stage": zero_stage})
+    used = next(c for c in found if list_saving(c) == {"zero_stage": zero_stage})
     again = build("world_size=8", "hardware=a100_40g", "hardware.cards_per_node=1", *used.overrides)
     plan = plan_config(again)
     assert plan.step_seconds == used.plan.step_seconds and plan.fullest.memory.peak == used.plan.fullest.memory.peak
@@ -243,9 +293,7 @@ def test_nothing_fits_and_by_how_much() -> None:
     plan = nearest.plan
     assert not others
     assert f"misses {plan.missing_memory / 2**30:.1f} GiB on a GPU (stage 0; most of it is " in str(caught.value)
-    assert str(caught.value).startswith(
-        "no layout fits world_size=1 x hardware=rtx4090; the nearest (num_stages=1 micro_batch_size=1 "
-    )
+    assert str(caught.value).startswith("no layout fits world_size=1 x hardware=rtx4090; the nearest (num_stages=1 ")
 
 
 def test_nothing_fits_but_with_what_the_search_does_not_try() -> None:
@@ -258,7 +306,7 @@ def test_nothing_fits_but_with_what_the_search_does_not_try() -> None:
 def test_a_host_that_is_too_small_is_named() -> None:
     config = build("world_size=4", "hardware=rtx4090", "hardware.host_memory=140")
     with pytest.raises(UserError, match=r"GiB of host memory a node; raise world_size"):
-        render_search(search_config(config))
+        render_search(search_config(config), [])
 
 
 def test_several_numbers_of_gpus() -> None:
@@ -275,12 +323,13 @@ def test_several_numbers_of_gpus() -> None:
     assert [line.split()[0] for line in lines[3:5]] == ["2", "4"]
     (nothing,) = (line for line in lines if line.startswith("nothing fits "))
     assert nothing.startswith("nothing fits 1 x a100_40g: the nearest (") and " misses " in nothing
-    named = {name: line for line in lines if "; use: " in line for name in line.partition(":")[0].split(", ")}
+    named = {name: place for place, line in enumerate(lines) for name in line.partition(":")[0].split(", ")}
     fastest, cheapest = max(fitting, key=lambda n: fitting[n]), max(fitting, key=lambda n: fitting[n] / n)
     for name, size in (("fastest", fastest), ("cheapest", cheapest), ("fewest GPUs", 2)):
-        assert f": {size} GPUs, {fitting[size]:,.0f} tokens/s, {fitting[size] / size:,.0f} per GPU" in named[name]
-        assert named[name].endswith(f"; use: world_size={size} {' '.join(best[size].overrides)}")
-        assert "1B tokens cost" in named[name]
+        line, command = lines[named[name]], next(line for line in lines[named[name] :] if line.startswith("use: "))
+        assert f": {size} GPUs, {fitting[size]:,.0f} tokens/s, {fitting[size] / size:,.0f} per GPU" in line
+        assert f"--num_gpus {size} " in command and command.endswith(" ".join(best[size].overrides))
+        assert "1B tokens cost" in line
 
 
 def test_what_changes_the_update_is_a_table_of_its_own() -> None:
@@ -307,8 +356,8 @@ def test_what_a_plan_cannot_tell_apart_is_named_with_the_margin() -> None:
     assert others.endswith("differs by less than 10%; so near to the run's own fastest: one")
     others = render_other_updates({"two": fast}, slow)
     assert others.endswith("so near to the run's own fastest: none of these")  # faster by more
-    sizes = render_sizes({2: fast, 4: fast})
-    assert sizes.endswith("differs by less than 10%; so near to the fastest: 4 GPUs; to the cheapest: none of these")
+    sizes = render_sizes({2: fast, 4: fast}, [])
+    assert "differs by less than 10%; so near to the fastest: 4 GPUs; to the cheapest: none of these\n" in sizes
 
 
 def test_several_numbers_of_gpus_that_cannot_be_compared() -> None:

@@ -13,9 +13,9 @@ from support.families import build_family, build_family_config
 from support.tiny import save_llama
 
 from errors import UserError
-from models.adapters.adapter import quantize_projections
 from models.adapters.build import check_added_tokens, check_peft_names
 from models.adapters.options import AdapterName, AdapterOptions
+from models.adapters.quantized import list_quantized, quantize_projections
 from models.adapters.targets import build_lora_config, describe_targets
 from models.architecture.lookup import build_layers
 
@@ -119,10 +119,6 @@ def test_adapted_and_unadapted_parts_of_a_mixture_are_counted(options: dict[str,
             "'model.layers.1.mlp.experts.gate_up_proj'",
         ),
         ({"use_dora": True}, "adapter.target_parameters=[] to leave the experts without adapters"),
-        (
-            {"load_in_4bit": True, "target_parameters": []},
-            "the experts of a layer are one tensor, 'model.layers.1.mlp.experts.gate_up_proj'",
-        ),
     ],
 )
 def test_invalid_adapter_options_of_a_mixture(options: dict[str, Any], expected: str) -> None:
@@ -171,6 +167,24 @@ def test_4_bits_need_linear_projections() -> None:
         match=r"adapter.load_in_4bit=true: 'transformer.h.0.attn.c_attn' is a Conv1D, which cannot be quantized",
     ):
         build_lora(GPT2, load_in_4bit=True)
+
+
+def test_stacks_in_4_bits_take_the_bytes_of_the_plan() -> None:
+    """Whether they have adapters or not; a router stays as it is."""
+    pytest.importorskip("bitsandbytes")
+    adapter, layer = build_lora(DEEPSEEK, load_in_4bit=True, target_parameters=[]), DEEPSEEK[3]
+    planned, module = layer.build_on_meta(), layer.build_on_meta().to_empty(device="cpu")
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    assert adapter.list_frozen_stacks(module, layer) == ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    for each in (planned, module):
+        adapter.attach(each, 3, layer)
+    experts = module.mlp.experts
+    assert not list(experts.parameters()) and module.mlp.gate.weight.dtype is torch.float32
+    sizes = {weight.numel: weight.nbytes for weight in list_quantized(planned)}
+    for stack in (experts.gate_up_proj, experts.down_proj):
+        assert sizes[stack.shape.numel()] == stack.nbytes
+    assert experts.gate_up_proj.shape == planned.mlp.experts.gate_up_proj.shape
 
 
 def test_added_tokens_need_trained_rows_or_an_explicit_no() -> None:

@@ -25,9 +25,11 @@ from models.adapters.engine_check import (
 from models.adapters.engines import (
     ENGINES,
     MODEL_CLASSES,
+    PATTERNS,
     EngineAdapter,
     find_engine,
     find_model_class,
+    find_pattern,
     write_for_engine,
 )
 from models.adapters.folder import name_for_peft, to_peft_name
@@ -41,8 +43,9 @@ QWEN, GPT = "Qwen3MoeForCausalLM", "GptOssForCausalLM"
 def make(class_name: str, **options: Any) -> tuple[Tensors, dict[str, Any], list[Any]]:
     """A peft folder's tensors and fields, and its adapters of stacks."""
     config = build_family_config(MODEL_CLASSES[class_name].model_type)
-    layers = build_layers(config)
+    layers, patterns = build_layers(config), {key: options.pop(key, {}) for key in PATTERNS}
     lora = build_lora(layers, **{"r": 4, "lora_alpha": 6, **options}).config
+    lora.rank_pattern, lora.alpha_pattern = patterns["rank_pattern"], patterns["alpha_pattern"]
     torch.manual_seed(0)
     tensors = {}
     for layer in layers:
@@ -118,6 +121,25 @@ def test_one_matrix_without_the_other_is_next_to_zeros(stack: str, other: str) -
     assert not count_problems(check(served, GPT, "vllm"))
 
 
+def test_zeros_have_the_rank_that_is_read_for_their_matrix() -> None:
+    """peft doubles the rank of gate_up_proj alone where `target_modules` had gate_proj and up_proj."""
+    one = {"target_parameters": ["mlp.experts.gate_up_proj"], "rank_pattern": {r".*\.gate_up_proj": 8}}
+    base = "base_model.model.model.layers.0.mlp.experts"
+    for engine in ("peft", "vllm"):
+        tensors = serve(GPT, engine, **one).tensors
+        assert (len(tensors[f"{base}.base_layer.lora_A.weight"]), len(tensors[f"{base}.lora_A.weight"])) == (64, 32)
+    tensors = serve(QWEN, "vllm", **one).tensors
+    shapes = [len(tensors[f"{base}.0.{name}.lora_A.weight"]) for name in ("gate_proj", "up_proj", "down_proj")]
+    assert shapes == [8, 8, 4]
+
+
+def test_the_other_matrix_is_named_where_the_first_one_is() -> None:
+    """An adapter of one layer's experts stays one of that layer."""
+    module = "model.layers.2.mlp.experts"
+    fields = serve(GPT, "peft", target_parameters=[f"{module}.gate_up_proj"]).fields
+    assert fields["target_parameters"] == [f"{module}.down_proj", f"{module}.gate_up_proj"]
+
+
 def test_one_scale_for_an_engine_that_reads_no_other() -> None:
     fields = serve(QWEN, "sglang", use_rslora=True).fields
     assert (fields["use_rslora"], fields["lora_alpha"]) == (False, 12)  # 12 / 4 is 6 / sqrt(4)
@@ -137,6 +159,20 @@ def test_ranks_of_stacks_become_those_of_pairs() -> None:
     names = [name.partition(".lora_")[0].removeprefix("base_model.model.") for name in served.tensors]
     matched = {name for name in names if any(re.match(rf"(.*\.)?({key})$", name) for key in patterns)}
     assert matched == {name for name in names if ".experts." in name} and set(patterns.values()) == {3}
+
+
+@pytest.mark.parametrize("experts", [{}, {"mlp.experts.gate_up_proj": 12}])
+def test_a_scale_of_dense_layers_is_not_that_of_experts_with_the_same_name(experts: dict[str, int]) -> None:
+    """vLLM takes the first key that matches, and "gate_proj" matches that of an expert too."""
+    class_name, patterns = "DeepseekV3ForCausalLM", {"gate_proj": 32, **experts}
+    tensors, fields, stacks = make(class_name, alpha_pattern=patterns, rank_pattern={"up_proj": 2})
+    read = write_for_engine(tensors, fields, stacks, ENGINES["vllm"], class_name).fields
+    for adapter in stacks:
+        names = ("gate_proj", "up_proj") if adapter.stack == "gate_up_proj" else ("down_proj",)
+        for name in (f"{adapter.layer}{adapter.experts}.7.{name}" for name in names):
+            assert find_pattern(read["alpha_pattern"], name, fields["lora_alpha"]) == adapter.alpha
+            assert find_pattern(read["rank_pattern"], name, fields["r"]) == adapter.rank == 4
+    assert find_pattern(read["alpha_pattern"], "model.layers.0.mlp.gate_proj", fields["lora_alpha"]) == 32
 
 
 def exchange_stacks(tensors: Tensors) -> Tensors:
@@ -196,6 +232,13 @@ def test_mistakes_are_found(
     served = serve(class_name, engine)
     broken = EngineAdapter(damage(dict(served.tensors)), served.fields)
     assert count_problems(check(broken, class_name, engine)) == expected
+
+
+@pytest.mark.parametrize("stack", ["down_proj", "gate_up_proj"])
+@pytest.mark.parametrize("class_name", [QWEN, GPT])
+def test_peft_takes_an_adapter_of_one_matrix(class_name: str, stack: str) -> None:
+    tensors, fields, _ = make(class_name, target_parameters=[f"mlp.experts.{stack}"])
+    assert not count_problems(check(EngineAdapter(tensors, fields), class_name, "peft"))
 
 
 def test_a_form_of_another_engine_is_not_taken() -> None:

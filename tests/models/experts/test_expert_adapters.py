@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -15,14 +16,19 @@ from safetensors.torch import load_file, save_file
 from support.cases import relative_difference
 from support.families import MIXTURES, build_family_config, save_family
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from convert2ckpt import main as convert2ckpt
 from models.adapters.adapter import Adapter, adapter_names, adapter_off, merge_adapter
 from models.adapters.folder import ADAPTER_WEIGHTS, name_for_peft, to_peft_name
+from models.adapters.quantized import quantize_stacks
 from models.adapters.targets import build_lora_config, list_adaptable
 from models.architecture.lookup import build_layers
+from models.experts import frozen
+from models.experts.frozen import FrozenStack
 from models.experts.grouped import GROUPED
 from models.experts.lora import GroupedLora, use_grouped_products
 from models.layers.layer import Layer
@@ -138,6 +144,94 @@ def test_recomputation_gives_the_same(family: str, mode: CheckpointMode) -> None
     run = partial(ActivationCheckpointing(1, mode).build_function(), ours.experts)
     again = compute(ours, run)
     assert all(torch.equal(tensor, again[name]) for name, tensor in compute(ours).items())
+
+
+def quantize(holder: Holder) -> Holder:
+    """Returns the same with its stacks in nf4; `holder` gets their values."""
+    pytest.importorskip("bitsandbytes")
+    quantized = deepcopy(holder)
+    for each in quantize_stacks(quantized):
+        each.replace()
+        getattr(get_experts(holder), each.name).data.copy_(each.stack.dequantize(slice(None)))
+    return quantized
+
+
+@pytest.mark.parametrize("chunk", [1, 3, NUM_EXPERTS])
+@pytest.mark.parametrize("family", STACKS)
+def test_quantized_stacks_are_those_of_their_values(family: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters, and without: chunks of some experts, or all of them."""
+    monkeypatch.setattr(frozen, "count_chunk", lambda shape: chunk)
+    _, ours = build_pair(family, r=3)
+    quantized = quantize(ours)
+    expected = compute(ours)
+    for name, tensor in compute(quantized).items():
+        assert relative_difference(tensor, expected[name]) < BOUND, name
+    for holder in (ours, quantized):
+        for part in holder.modules():
+            if isinstance(part, GroupedLora):
+                part.set_low_rank(False)
+    for name in ("outputs", "inputs"):
+        assert relative_difference(compute(quantized)[name], compute(ours)[name]) < BOUND, name
+
+
+@pytest.mark.parametrize("family", STACKS)
+def test_of_a_quantized_stack_one_chunk_is_dequantized_at_a_time(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward; experts without a row are not dequantized."""
+    _, ours = build_pair(family, r=4)
+    quantized = quantize(ours)
+    monkeypatch.setattr(frozen, "count_chunk", lambda shape: 2)
+    monkeypatch.setattr(frozen, "frozen_mm", frozen.multiply_in_chunks)  # whose operators are seen
+    made: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+    written = FrozenStack.dequantize
+
+    def dequantize(stack: FrozenStack, experts: slice) -> torch.Tensor:
+        assert all(each() is None for _, each in made), "the chunk before is still there"
+        assert experts.stop < NUM_EXPERTS, "experts without a row"
+        matrices = written(stack, experts)
+        made.append((matrices.numel(), weakref.ref(matrices)))
+        return matrices
+
+    monkeypatch.setattr(FrozenStack, "dequantize", dequantize)
+    hidden_states, chosen, weights = route()
+    chosen %= NUM_EXPERTS - 2  # the last two have no row
+    with Largest() as largest:
+        quantized.experts(hidden_states.requires_grad_(), chosen, weights).sum().backward()
+    stacks = [getattr(get_experts(quantized), name) for name in ("gate_up_proj", "down_proj")]
+    sizes = [2 * stack.shape[1] * stack.shape[2] for stack in stacks]
+    chunks = NUM_EXPERTS // 2 - 1
+    assert [numel for numel, _ in made] == [sizes[0]] * chunks + [sizes[1]] * 2 * chunks + [sizes[0]] * chunks
+    assert largest.numel == max(sizes)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that an operator makes, in elements."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // 4)
+        return result
+
+
+@pytest.mark.parametrize("mode", [CheckpointMode.grouped, CheckpointMode.selective], ids=lambda mode: mode.value)
+def test_recomputation_of_quantized_stacks_gives_the_same(mode: CheckpointMode) -> None:
+    _, ours = build_pair("gpt_oss", r=4)
+    quantized = quantize(ours)
+    run = partial(ActivationCheckpointing(1, mode).build_function(), quantized.experts)
+    again = compute(quantized, run)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in compute(quantized).items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", STACKS)
+def test_compilation_of_quantized_stacks_gives_the_same(family: str) -> None:
+    _, ours = build_pair(family, r=4)
+    quantized = quantize(ours)
+    compiled = compute(quantized, torch.compile(quantized.experts, fullgraph=True))
+    assert all(relative_difference(compiled[name], tensor) < BOUND for name, tensor in compute(quantized).items())
 
 
 @pytest.mark.full

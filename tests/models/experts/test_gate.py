@@ -231,6 +231,44 @@ def test_a_router_that_makes_two_products_is_refused() -> None:
         forward(torch.randn(2, 8, dtype=HALF))
 
 
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_an_adapter_on_a_projection_within_a_router(in_fp32: bool) -> None:
+    """As `all-linear` puts on AFMoE's: two products more, and nothing to compare."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = self.gate(x)
+            return logits, *logits.topk(2)
+
+    torch.manual_seed(0)
+    options = LoraConfig(r=2, target_modules=["gate"], init_lora_weights=False)
+    block = nn.ModuleDict({"experts": nn.Identity(), "router": Router()})
+    inject_adapter_in_model(options, block)
+    router, x = block["router"], torch.randn(400, 8).to(HALF)
+    exact = deepcopy(router).to(HALF).float()
+    replace_forward(block.to(HALF), HALF, in_fp32, None, set())
+    forward, is_real = find_forward(router), torch.ones(400)
+    assert forward is not None
+    context: Any = SimpleNamespace(tokens=SimpleNamespace(is_real=is_real))
+    forward.choices = ChoiceCounter(context, Comparison(is_on=True), torch.zeros((), dtype=torch.int64))
+    results = []
+    for each, inputs in ((router, x), (exact, x.float())):
+        trained = [parameter for parameter in each.parameters() if parameter.requires_grad]
+        logits = each(inputs)[0]
+        results.append((logits, *torch.autograd.grad(logits.square().sum(), trained)))
+    assert len(results[0]) == 3 and results[0][0].dtype is (torch.float32 if in_fp32 else HALF)
+    tolerance = 1e-5 if in_fp32 else 0.05
+    torch.testing.assert_close(results[0][0].float(), results[1][0], rtol=tolerance, atol=tolerance)
+    for own, exact_one in zip(results[0][1:], results[1][1:], strict=True):
+        torch.testing.assert_close(own.float(), exact_one, rtol=0.05, atol=0.02 * exact_one.abs().max().item())
+    assert forward.choices is None
+
+
 def test_families_whose_gates_are_not_found_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = build_family_config("mixtral")
     layers = build_layers(config)

@@ -15,6 +15,7 @@ from support.tiny import save_llama, save_tokenizer
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.further.table import count_tail, set_trained
+from models.layers.decoder import PipelineDecoderLayer
 from models.weights.edits import edit_weights
 from models.weights.further import FurtherLayers, choose_further
 from models.weights.sources import open_weights
@@ -37,6 +38,16 @@ def test_they_are_between_the_norm_and_the_head_and_stay_with_it(root: Path) -> 
     ]  # fmt: skip
     assert count_tail(layers) == 4 and count_tail(build_layers(open_weights(str(root / "deepseek_v3")).config)) == 1
     assert [layer.num_blocks for layer in layers[-4:]] == [1, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("family", "fields"), [("deepseek_v3", {"num_nextn_predict_layers": 2}), ("qwen3_next", {})])
+def test_each_has_a_number_of_its_own_after_the_decoder_layers(family: str, fields: dict[str, int]) -> None:
+    """Two layers would share what is reported by layer otherwise."""
+    config = build_family_config(family, **fields)
+    set_trained(config, trains=True)
+    modules = [layer.build_on_meta() for layer in build_layers(config)]
+    numbers = [module.number_in_model for module in modules if isinstance(module, PipelineDecoderLayer)]
+    assert numbers == list(range(config.num_hidden_layers + fields.get("num_nextn_predict_layers", 1)))
 
 
 @pytest.mark.parametrize("form", ["deepseek_v3", "converted"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.families import FAMILIES, build_family_config, has_sharding_plan
 from torch import nn
 from transformers import AutoConfig
@@ -18,24 +19,36 @@ from models.experts.grouped import is_stack
 from models.generic.shrink import shrink
 from models.layers.layer import Fused, Layer, Style
 from models.parallel.layers import PerRankRNG
-from models.parallel.shard import ShardSpec, TensorParallel
+from models.parallel.shard import ShardSpec, TensorParallel, split_evenly
 from models.sharding.tensor_parallel import shard_layers, shard_module
 
-UNSHARDED = torch.arange(7 * 12).reshape(7, 12)
-SPECS = [ShardSpec(0, (7,)), ShardSpec(1, (12,)), ShardSpec(1, (6, 3, 3)), ShardSpec(0, (5, 2))]
+SPECS = st.builds(ShardSpec, st.integers(0, 1), st.lists(st.integers(4, 9), min_size=1, max_size=3).map(tuple))
 
 
-@pytest.mark.parametrize(("spec", "size"), list(product(SPECS, (1, 2, 3))), ids=str)
-def test_the_parts_are_the_whole(spec: ShardSpec, size: int) -> None:
-    parts = [spec.take(UNSHARDED, TensorParallel(rank, size)) for rank in range(size)]
-    found = torch.full((UNSHARDED.numel(),), -1)
+@given(SPECS, st.integers(1, 4), st.integers(1, 5), st.integers(1, 12))
+def test_the_parts_are_the_whole(spec: ShardSpec, size: int, across: int, fragment: int) -> None:
+    """across: the length of the other dimension. fragment: elements of a part that are placed together, as those of
+    ZeRO's partitions are."""
+    shape = (spec.length, across) if spec.dim == 0 else (across, spec.length)
+    unsharded = torch.arange(spec.length * across).reshape(shape)
+    parts = [spec.take(unsharded, TensorParallel(rank, size)) for rank in range(size)]
+    assert [part.shape[spec.dim] for part in parts] == [spec.width(rank, size) for rank in range(size)]
+    found = torch.full((unsharded.numel(),), -1)
     for rank, part in enumerate(parts):
         place = spec.locate(part.shape, TensorParallel(rank, size))
         flat = part.flatten()
-        for start in range(0, len(flat), 5):  # fragments of it, as ZeRO's partitions have them
-            for low, whole, length in place.list_runs(start, min(start + 5, len(flat))):
+        for start in range(0, len(flat), fragment):
+            for low, whole, length in place.list_runs(start, min(start + fragment, len(flat))):
                 found[whole : whole + length] = flat[low : low + length]
-    assert torch.equal(found.reshape(UNSHARDED.shape), UNSHARDED)
+    assert torch.equal(found.reshape(shape), unsharded)
+
+
+@given(st.integers(0, 1000), st.integers(1, 64))
+def test_an_even_split_lacks_nothing_and_begins_with_the_longest(length: int, size: int) -> None:
+    runs = split_evenly(length, size)
+    assert [run[0] for run in runs] == [0, *(stop for _, stop in runs[:-1])] and runs[-1][1] == length
+    widths = [stop - start for start, stop in runs]
+    assert len(runs) == size and widths == sorted(widths, reverse=True) and widths[0] - widths[-1] <= 1
 
 
 def test_parts_of_several_matrices_hold_a_share_of_each() -> None:

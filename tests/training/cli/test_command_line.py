@@ -17,7 +17,7 @@ from data.encoders.kinds import KINDS
 from errors import UserError
 from extension import list_conf_folders
 from models.adapters.options import UNSUPPORTED
-from training.cli.command_line import IN_SWEEP, check_command_line, clean_arguments, compose_command, list_given
+from training.cli.command_line import SHARED_COMMAND, check_command_line, clean_arguments, compose_command, list_given
 from training.config.changed_keys import write_config
 from training.config.foreign_keys import FOREIGN_CHOICES
 from training.config.schema import RunConfig, register_schema
@@ -56,7 +56,7 @@ def test_the_keys_of_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list_given(line) == {
         "data", "eval_file.a", "distill", "distill.coef", "distill.model", "distill.model.a", "logger", "adapter.r",
     }  # fmt: skip
-    monkeypatch.setenv(IN_SWEEP, "true")
+    monkeypatch.setenv(SHARED_COMMAND, "true")
     assert list_given(line) == {"data", "logger"}
 
 
@@ -241,13 +241,6 @@ def test_the_config_of_a_run_starts_from_base(tmp_path: Path) -> None:
         check_command_line(given, CONF, "base")
     (tmp_path / "config.yaml").write_text(BASE + text)
     check_command_line(given, CONF, "base")
-
-
-def test_multirun_is_refused_inside_a_launch() -> None:
-    assert message_of("-m seed=1,2") == (
-        "--multirun starts a launcher for each run, so start it without one: python trainer_base_ds_mp.py "
-        "--multirun num_gpus=2 ..."
-    )
 
 
 def test_a_user_defined_folder_is_searched_too(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.configs import build_config
 
 from errors import UserError
@@ -50,31 +52,44 @@ def test_a_global_batch_means_the_same_at_every_layout() -> None:
         )
 
 
-def test_ranks_lie_as_deepspeed_lays_them() -> None:
-    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+SIZES = st.integers(1, 4)
 
-    layout = Layout(Topology.of(6, pipe=3), micro_batch_size=1, gradient_accumulation_steps=1)
-    topology = PipeDataParallelTopology(num_pp=3, num_dp=2)
-    for rank in range(6):
+
+@given(SIZES, SIZES, SIZES)
+def test_ranks_lie_as_deepspeed_lays_them(pipe: int, data: int, tensor: int) -> None:
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    layout = Layout(Topology.of(pipe * data * tensor, pipe=pipe, tensor=tensor), 1, 1)
+    topology = PipeModelDataParallelTopology(num_pp=pipe, num_mp=tensor, num_dp=data)
+    for rank in range(layout.world_size):
         coordinate = topology.get_coord(rank)
-        assert (layout.stage_id(rank), layout.dp_rank(rank)) == (coordinate.pipe, coordinate.data)
+        found = layout.stage_id(rank), layout.dp_rank(rank), layout.topology.index(rank, TENSOR)
+        assert found == (coordinate.pipe, coordinate.data, coordinate.model)
+    for axis, name in ((PIPE, "pipe"), (DATA, "data"), (TENSOR, "model")):
+        # DeepSpeed lists no groups of an axis of size 1
+        assert layout.topology.size(axis) == 1 or layout.topology.groups(axis) == topology.get_axis_comm_lists(name)
+
+
+@given(SIZES, SIZES, SIZES, SIZES, st.sets(st.sampled_from((PIPE, DATA, CONTEXT, TENSOR)), min_size=1))
+def test_groups_hold_every_rank_once(pipe: int, data: int, context: int, tensor: int, axes: set[str]) -> None:
+    ranks = Topology.of(pipe * data * context * tensor, pipe=pipe, context=context, tensor=tensor)
+    groups = ranks.groups(*axes)
+    assert sorted(itertools.chain(*groups)) == list(range(ranks.world_size))
+    for group in groups:
+        assert group == sorted(group) and len(group) == ranks.size(*axes)
+        assert [ranks.index(rank, *axes) for rank in group] == list(range(len(group)))
+        assert len({ranks.index(rank, *ranks.others(*axes)) for rank in group}) == 1
+    (axis,) = sorted(axes)[:1]
+    for group in ranks.groups(axis):
+        assert [ranks.neighbour(rank, axis) for rank in group] == [*group[1:], group[0]]
+        assert [ranks.neighbour(ranks.neighbour(rank, axis), axis, -1) for rank in group] == group
 
 
 def test_ranks_that_share_layers_are_neighbours() -> None:
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
     layout = build(
         "num_stages=2", "tensor_parallel_size=3", "micro_batch_size=1", "gradient_accumulation_steps=1", world_size=12
     )
-    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=3, num_dp=2)
-    for rank in range(12):
-        coordinate = topology.get_coord(rank)
-        assert (layout.stage_id(rank), layout.dp_rank(rank), layout.topology.index(rank, TENSOR)) == (
-            coordinate.pipe,
-            coordinate.data,
-            coordinate.model,
-        )
-    assert layout.topology.groups(TENSOR) == topology.get_axis_comm_lists("model")
+    assert layout.topology.groups(TENSOR)[:2] == [[0, 1, 2], [3, 4, 5]]
     assert layout.global_batch_size == 2 and layout.describe().startswith("tp3 x pp2 x dp2 = 12 ranks")
 
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from graphlib import TopologicalSorter
-from itertools import chain, product
+from itertools import chain
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.nccl_player import play
 from support.rank_programs import EXPERTS, LAYERS, PASSES, REPLICAS, SAME_EXPERTS, Kernel, Program, Wait, record
-from support.schedules import draw_schedules
+from support.schedules import draw_schedules, schedules
 
 from training.pipeline.exchanges import (
     Exchange,
@@ -45,7 +47,6 @@ def list_schedules(most_stages: int = 8) -> Iterator[Schedule]:
 
 TIMED = draw_schedules(20)  # with random times
 SCHEDULES = [*list_schedules(), *TIMED]
-PLANNED = [*SCHEDULES, *draw_schedules(100, most_stages=6)]  # more of those, for tests that record no rank
 record_once = cache(record)  # for tests that change nothing of what is recorded
 
 
@@ -108,30 +109,31 @@ def test_evaluations_with_divided_experts_end(way: str) -> None:
         assert not any(play(programs, **WAYS[way], seed=seed)), schedule
 
 
-def test_messages_between_two_ranks_are_received_in_the_order_of_sending() -> None:
-    for schedule in PLANNED:
-        for forward_only in (False, True):
-            sent, received = {}, {}
-            for stage, exchanges in enumerate(plan_exchanges(schedule, forward_only)):
-                exchanges = list(chain.from_iterable(exchanges))
-                for message in (exchange.sent for exchange in exchanges if exchange.sent):
-                    sent.setdefault((stage, schedule.find_stage(message.chunk)), []).append(message)
-                for message in (message for exchange in exchanges for message in exchange.received):
-                    received.setdefault((find_sender(schedule, message), stage), []).append(message)
-            assert sent == received and sent
+@given(schedules(most_stages=6), st.booleans())
+def test_messages_between_two_ranks_are_received_in_the_order_of_sending(
+    schedule: Schedule, forward_only: bool
+) -> None:
+    sent, received = {}, {}
+    for stage, exchanges in enumerate(plan_exchanges(schedule, forward_only)):
+        exchanges = list(chain.from_iterable(exchanges))
+        for message in (exchange.sent for exchange in exchanges if exchange.sent):
+            sent.setdefault((stage, schedule.find_stage(message.chunk)), []).append(message)
+        for message in (message for exchange in exchanges for message in exchange.received):
+            received.setdefault((find_sender(schedule, message), stage), []).append(message)
+    assert sent == received and sent
 
 
-def test_each_pass_has_its_input_and_its_result_is_sent_at_once() -> None:
-    for schedule, forward_only in product(PLANNED, (False, True)):
-        for stage, (first, *after) in enumerate(plan_exchanges(schedule, forward_only)):
-            units = schedule.list_forward(stage) if forward_only else schedule.list_units(stage)
-            held = {message for exchange in first for message in exchange.received}
-            for unit, stay in zip(units, after, strict=True):
-                needed, output = find_input(schedule, unit), find_output(schedule, unit)
-                assert needed is None or is_local(schedule, needed) or needed in held, (schedule, stage, unit)
-                is_sent = output is not None and not is_local(schedule, output)
-                assert [exchange.sent for exchange in stay if exchange.sent] == ([output] if is_sent else [])
-                held.update(message for exchange in stay for message in exchange.received)
+@given(schedules(most_stages=6), st.booleans())
+def test_each_pass_has_its_input_and_its_result_is_sent_at_once(schedule: Schedule, forward_only: bool) -> None:
+    for stage, (first, *after) in enumerate(plan_exchanges(schedule, forward_only)):
+        units = schedule.list_forward(stage) if forward_only else schedule.list_units(stage)
+        held = {message for exchange in first for message in exchange.received}
+        for unit, stay in zip(units, after, strict=True):
+            needed, output = find_input(schedule, unit), find_output(schedule, unit)
+            assert needed is None or is_local(schedule, needed) or needed in held, (stage, unit)
+            is_sent = output is not None and not is_local(schedule, output)
+            assert [exchange.sent for exchange in stay if exchange.sent] == ([output] if is_sent else [])
+            held.update(message for exchange in stay for message in exchange.received)
 
 
 def test_the_model_locks_where_it_should() -> None:
@@ -252,15 +254,12 @@ def test_long_pipelines_end(num_stages: int) -> None:
         assert not any(play(record(schedule), barriers=0.1)), schedule
 
 
-def test_two_ranks_plan_the_same_messages_at_a_moment() -> None:
-    for schedule in PLANNED:
-        for forward_only in (False, True):
-            groups = [list(chain.from_iterable(stays)) for stays in plan_exchanges(schedule, forward_only)]
-            for rank, own in enumerate(groups):
-                for other in range(rank):
-                    assert list_between(schedule, own, rank, other) == list_between(
-                        schedule, groups[other], other, rank
-                    )
+@given(schedules(most_stages=6), st.booleans())
+def test_two_ranks_plan_the_same_messages_at_a_moment(schedule: Schedule, forward_only: bool) -> None:
+    groups = [list(chain.from_iterable(stays)) for stays in plan_exchanges(schedule, forward_only)]
+    for rank, own in enumerate(groups):
+        for other in range(rank):
+            assert list_between(schedule, own, rank, other) == list_between(schedule, groups[other], other, rank)
 
 
 def list_between(schedule: Schedule, groups: Sequence[Exchange], rank: int, other: int) -> list[set[Message]]:

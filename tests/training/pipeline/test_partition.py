@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from errors import UserError
@@ -19,6 +21,9 @@ D, I, V, HEADS, KV_HEADS, DECODERS = 16, 24, 200, 4, 2, 6
 DECODER_WORK = (
     D * D * (HEADS + 2 * KV_HEADS) // HEADS + D * D + 3 * D * I
 )  # query, key and value; output; the three of the MLP
+
+LAYERS = st.tuples(st.integers(0, 9), st.integers(1, 9))  # (weight, size)
+WEIGHTS = st.lists(st.sampled_from((0, 1, 2, 3, 7)) | st.integers(0, 50), min_size=1, max_size=8)
 
 
 def build(tied: bool = False) -> list[Layer]:
@@ -34,55 +39,59 @@ def stages(weights: list[int], bounds: list[int]) -> list[int]:
     return [sum(weights[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
-def test_balance_is_the_best_of_all_cuts() -> None:
-    generator = random.Random(0)
-    for _ in range(300):
-        weights = [
-            generator.choice([0, 0, 1, 2, 3, 7, generator.randint(0, 50)]) for _ in range(generator.randint(1, 8))
-        ]
-        num_stages = generator.randint(1, len(weights))
-        bounds = balance(weights, num_stages)
-        assert bounds[0] == 0 and bounds[-1] == len(weights) and len(bounds) == num_stages + 1
-        assert all(start < stop for start, stop in itertools.pairwise(bounds))
-        every_cut = ([0, *cut, len(weights)] for cut in itertools.combinations(range(1, len(weights)), num_stages - 1))
-        best = min((max(s), sum(w * w for w in s)) for s in (stages(weights, cut) for cut in every_cut))
-        found = stages(weights, bounds)
-        assert (max(found), sum(w * w for w in found)) == best, (weights, num_stages, bounds)
+def list_cuts(weights: list[int], num_stages: int) -> Iterator[list[int]]:
+    """Yields the bounds of every split."""
+    for cut in itertools.combinations(range(1, len(weights)), num_stages - 1):
+        yield [0, *cut, len(weights)]
 
 
-def test_balance_under_a_cap_is_the_best_of_all_cuts_that_fit() -> None:
-    """Earlier stages hold more micro-batches, so the same layers may fit on a later one only."""
-    generator = random.Random(1)
-    outcomes = set()
-    for _ in range(300):
-        weights = [generator.randint(0, 9) for _ in range(generator.randint(1, 8))]
-        sizes, num_stages, cap = (
-            [generator.randint(1, 9) for _ in weights],
-            generator.randint(1, len(weights)),
-            generator.randint(5, 60),
-        )
+def judge(weights: list[int], bounds: list[int]) -> tuple[int, int]:
+    """Returns what is smallest for the best split: the slowest stage, then how uneven the others are."""
+    found = stages(weights, bounds)
+    return max(found), sum(weight * weight for weight in found)
 
-        def fits(stage: int, start: int, stop: int) -> bool:
-            return sum(sizes[start:stop]) * (num_stages - stage) <= cap
 
-        every_cut = ([0, *cut, len(weights)] for cut in itertools.combinations(range(1, len(weights)), num_stages - 1))
-        fitting = [
-            cut
-            for cut in every_cut
-            if all(fits(stage, *bounds) for stage, bounds in enumerate(itertools.pairwise(cut)))
-        ]
-        best = min(((max(s), sum(w * w for w in s)) for s in (stages(weights, cut) for cut in fitting)), default=None)
-        bounds = balance(weights, num_stages, fits)
-        found = None if bounds is None else stages(weights, bounds)
-        assert best == (None if found is None else (max(found), sum(w * w for w in found))), (
-            weights,
-            sizes,
-            num_stages,
-            cap,
-        )
-        assert bounds is None or bounds in fitting
-        outcomes.add((bounds is None, bounds == balance(weights, num_stages)))
-    assert outcomes == {(True, False), (False, True), (False, False)}  # none fits; the best fits; another one does
+@given(WEIGHTS, st.integers(1, 8))
+def test_balance_is_the_best_of_all_cuts(weights: list[int], most_stages: int) -> None:
+    num_stages = min(most_stages, len(weights))
+    bounds = balance(weights, num_stages)
+    assert bounds[0] == 0 and bounds[-1] == len(weights) and len(bounds) == num_stages + 1
+    assert all(start < stop for start, stop in itertools.pairwise(bounds))
+    assert judge(weights, bounds) == min(judge(weights, cut) for cut in list_cuts(weights, num_stages))
+
+
+def balance_under_cap(layers: list[tuple[int, int]], most_stages: int, cap: int) -> str:
+    """Holds the split of layers, (weight, size) each, against all that fit, and returns which it is. Earlier stages
+    hold more micro-batches, so the same layers may fit on a later one only."""
+    weights, sizes = map(list, zip(*layers))
+    num_stages = min(most_stages, len(weights))
+
+    def fits(stage: int, start: int, stop: int) -> bool:
+        return sum(sizes[start:stop]) * (num_stages - stage) <= cap
+
+    fitting = [
+        cut
+        for cut in list_cuts(weights, num_stages)
+        if all(fits(stage, *bounds) for stage, bounds in enumerate(itertools.pairwise(cut)))
+    ]
+    bounds = balance(weights, num_stages, fits)
+    if bounds is None:
+        assert not fitting
+        return "none"
+    assert bounds in fitting and judge(weights, bounds) == min(judge(weights, cut) for cut in fitting)
+    return "the best of all" if bounds == balance(weights, num_stages) else "another"
+
+
+@given(st.lists(LAYERS, min_size=1, max_size=8), st.integers(1, 8), st.integers(5, 60))
+def test_balance_under_a_cap_is_the_best_of_all_cuts_that_fit(
+    layers: list[tuple[int, int]], most_stages: int, cap: int
+) -> None:
+    balance_under_cap(layers, most_stages, cap)
+
+
+@pytest.mark.parametrize(("cap", "found"), [(5, "none"), (10, "another"), (12, "the best of all")])
+def test_a_cap_moves_layers_to_later_stages(cap: int, found: str) -> None:
+    assert balance_under_cap([(1, 3)] * 4, 2, cap) == found
 
 
 @pytest.mark.parametrize("head", [0, 1, 3, 5, 8])
@@ -91,7 +100,7 @@ def test_chunks_are_the_best_of_all_cuts_of_a_decoder(num_stages: int, num_chunk
     for num_decoders in range(num_stages * num_chunks - 2, 11):
         weights = [0, *[3] * num_decoders, 0, head]
 
-        def judge(bounds: list[int], weights: list[int] = weights) -> tuple[list[int], list[int]]:
+        def judge_chunks(bounds: list[int], weights: list[int] = weights) -> tuple[list[int], list[int]]:
             chunks = stages(weights, bounds)
             return sorted((sum(chunks[stage::num_stages]) for stage in range(num_stages)), reverse=True), sorted(
                 chunks, reverse=True
@@ -99,7 +108,7 @@ def test_chunks_are_the_best_of_all_cuts_of_a_decoder(num_stages: int, num_chunk
 
         shard_specs = itertools.combinations(range(1, len(weights)), num_stages * num_chunks - 1)
         bounds = balance_chunks(weights, Interleaved(num_stages, num_stages, num_chunks))
-        assert judge(bounds) == min(judge([0, *cut, len(weights)]) for cut in shard_specs)
+        assert judge_chunks(bounds) == min(judge_chunks([0, *cut, len(weights)]) for cut in shard_specs)
 
 
 def test_uniform_counts_layers_and_parameters_counts_weights() -> None:

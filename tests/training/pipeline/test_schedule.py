@@ -13,8 +13,9 @@ from random import Random
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+from hypothesis import example, given
 from support.configs import build_config
-from support.schedules import draw_schedules, draw_times, list_orders
+from support.schedules import draw_times, list_orders, schedules
 
 from errors import UserError
 from training.distributed.topology import Layout, build_layout
@@ -65,20 +66,21 @@ def count_most(schedule: Schedule, stage: int) -> int:
     return min(ahead + 1, schedule.num_chunks * schedule.num_micro_batches)
 
 
-def test_a_rank_holds_no_more_whatever_its_passes_take() -> None:
+@given(schedules(most_stages=6))
+def test_a_rank_holds_no_more_whatever_its_passes_take(schedule: Schedule) -> None:
     """Until the last half of a backward pass."""
     changes = dict.fromkeys(UnitKind, -1) | {UnitKind.forward: 1, UnitKind.input_backward: 0}
-    for schedule in draw_schedules(100, most_stages=6):
-        for stage in range(schedule.num_stages):
-            held = [*accumulate(changes[unit.kind] for unit in schedule.list_units(stage))]
-            assert max(held) <= count_most(schedule, stage) and held[-1] == 0, (schedule, stage)
-            assert schedule.splits_backward or max(held) == count_most(schedule, stage)
-            assert max(sum(map(sum, state)) for state in schedule.list_in_flight(stage)) == max(held)
+    for stage in range(schedule.num_stages):
+        held = [*accumulate(changes[unit.kind] for unit in schedule.list_units(stage))]
+        assert max(held) <= count_most(schedule, stage) and held[-1] == 0, stage
+        assert schedule.splits_backward or max(held) == count_most(schedule, stage)
+        assert max(sum(map(sum, state)) for state in schedule.list_in_flight(stage)) == max(held)
 
 
-@pytest.mark.parametrize(
-    "schedule", [OneForwardOneBackward(4, 8), Interleaved(4, 8, 2), ZeroBubble(4, 8), *draw_schedules(10)]
-)
+@given(schedules())
+@example(OneForwardOneBackward(4, 8))
+@example(Interleaved(4, 8, 2))
+@example(ZeroBubble(4, 8))
 def test_largest_states_in_flight_cover_every_pass(schedule: Schedule) -> None:
     """A state that is not listed takes no more than a listed one, whatever a chunk takes; none is listed in vain."""
 

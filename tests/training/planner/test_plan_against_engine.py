@@ -23,6 +23,7 @@ from support.workers import WorkerGroup
 
 from benchmarks.allocation import AllocationPeak
 from data.encoders.kinds import KINDS
+from models.experts import frozen
 from models.weights.sources import open_weights
 from training.config.schema import Device
 from training.config.teacher import derive_teacher
@@ -36,6 +37,7 @@ from training.resolution.target import Target
 SEQ_LENGTH = 128
 BUCKET = 370_000  # elements: smaller than the model, and nearly filled by whole matrices, as on real ones
 SMALL_BUCKET = 60_000  # smaller than most matrices
+CHUNK_NUMEL = 4 * 2 * 128 * 192  # of four of the sixteen experts of `save_mixture`
 OFFLOADED = ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")
 RECOMPUTED = ("activation_checkpoint_interval=1",)
 IN_RING = ("context_parallel_size=2", "context_parallel_mode=ring")
@@ -91,7 +93,9 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
 def train_counted(case: Case, bucket: int) -> int:
     """The peak of this rank's bytes in its second step, when the optimizer has its state."""
 
-    with small_buckets(bucket), AllocationPeak() as counter:
+    frozen_mm = patch.object(frozen, "frozen_mm", frozen.multiply_in_chunks)  # whose operators are seen
+    few_experts = patch.object(frozen, "CHUNK_NUMEL", CHUNK_NUMEL)
+    with small_buckets(bucket), frozen_mm, few_experts, AllocationPeak() as counter:
         engine, loaders, _, layout, _ = build_all(case)
         micro_batches, first_pass = loaders.train.iterate(0, 2), loaders.first_pass
         first = loaders.train.first.iterate(0, 2) if first_pass is not None else None
@@ -292,6 +296,25 @@ def test_deferred_experts(
     """Between the halves of a backward pass experts keep the rows of all tokens, and their gradients."""
     keys = (f"precision={precision}", f"activation_checkpoint_interval={interval}", "schedule=zero_bubble")
     compare_peaks(workers, root, tmp_path, 2, keys, monkeypatch, BUCKET, model=save_mixture(root))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("num_stages", "overrides"),
+    [
+        (1, ("precision=bf16", "activation_checkpoint_interval=0")),
+        (2, ("precision=bf16", *RECOMPUTED)),
+        (1, ("precision=fp32", *RECOMPUTED, "adapter.target_parameters=[]")),
+    ],
+)
+def test_experts_in_4_bits(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Four experts are dequantized at once."""
+    monkeypatch.setattr(frozen, "CHUNK_NUMEL", CHUNK_NUMEL)
+    keys = (*overrides, LORA, "adapter.load_in_4bit=true")
+    compare_peaks(workers, root, tmp_path, num_stages, keys, monkeypatch, BUCKET, model=save_mixture(root))
 
 
 def save_mixture(root: Path) -> str:

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from data.storage.rows import count_rows
 from errors import UserError
 from models.architecture.lookup import build_layers
+from models.layers.nf4 import NF4_BYTES, NF4_SCALE_BYTES
 from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import complete_hardware
@@ -488,6 +489,22 @@ def test_projections_in_4_bits_take_4_bits(tmp_path: Path) -> None:
     before, after = (sum(stage.memory.weights for stage in plan.stages) for plan in (whole, quantized))
     assert before - after == pytest.approx((2 - 1 / 2 - 1 / 64) * projections, rel=0.001)
     assert quantized.step_seconds > whole.step_seconds  # each product dequantizes its weight
+
+
+def test_experts_in_4_bits_take_4_bits() -> None:
+    """Mixtral 8x7B on one GPU of 80 GB, with adapters on its attention alone."""
+    keys = ("model=mixtral_8x7b", "max_seq_length=512", "micro_batch_size=1", "global_batch_size=16", "num_stages=1")
+    keys += ("world_size=1", "hardware=h100", "plan=true", "adapter=lora", "adapter.target_parameters=[]")
+    whole, quantized = (
+        plan_config(build("base", *keys, f"adapter.load_in_4bit={value}")) for value in ("false", "true")
+    )
+    assert not whole.fits and quantized.fits
+    numbers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 3 * 4096 * 14336)
+    before, after = (plan.stages[0].memory for plan in (whole, quantized))
+    assert before.weights - after.weights == pytest.approx((2 - NF4_BYTES) * numbers, rel=0.001)
+    two_experts = 2 * 2 * 4096 * 14336  # of 2^28 numbers at most
+    assert after.buffers - before.buffers == pytest.approx((2 + NF4_SCALE_BYTES) * two_experts)
+    assert quantized.step_seconds > whole.step_seconds
 
 
 @pytest.mark.parametrize(("adapter", "share"), [("none", 0.19), ("lora", 0.27)])

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from support.configs import CONF, build_config
 
 from errors import UserError
-from training.cli.command_line import clean_arguments
-from training.cli.sweep import Job, plan_sweep, run_sweep
+from extensions.sweep.sweep import SweptRun, plan_sweep, run, run_sweep
+from training.cli.command_line import clean_arguments, find_flag
 from training.config.schema import register_schema
 
 
-def plan(line: str) -> tuple[list[Job], int]:
+def plan(line: str) -> tuple[list[SweptRun], int]:
     register_schema()
     return plan_sweep(clean_arguments(["trainer_base_ds_mp.py", *shlex.split(line)])[1:], CONF, "llama_tiny_pp2")
 
@@ -46,6 +46,19 @@ def test_each_combination_is_a_run_with_its_own_folder() -> None:
     assert all(job.arguments[:2] == ("-cn", "llama_tiny_pp2") for job in jobs)
 
 
+def test_it_is_refused_inside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="^--multirun starts a launcher for each run, so start it without one: python "):
+        run(CONF.parent / "trainer_base_ds_mp.py", ["-m", "seed=1,2"], "base")
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun", "--multi"])
+def test_its_runs_are_not_asked_for_several(flag: str) -> None:
+    for job in plan(f"{flag} num_gpus=2 -cn llama_tiny_pp2 output_dir=out seed=1,2")[0]:
+        assert find_flag(job.arguments) is None
+    assert find_flag([flag, "seed=1,2"]) == "extensions.sweep.sweep:run"
+
+
 def test_values_that_read_the_same_have_their_own_folders() -> None:
     """Also those that differ after the first hundreds of characters; and the same values have the same folder again."""
     long = "x" * 300
@@ -55,7 +68,7 @@ def test_values_that_read_the_same_have_their_own_folders() -> None:
     assert [job.output_dir for job in plan(line + " max_steps=3")[0]] == folders
 
 
-def finish(job: Job) -> None:
+def finish(job: SweptRun) -> None:
     """Leaves what the run of a job leaves."""
     job.output_dir.mkdir(parents=True)
     config = build_config(*[word for word in job.arguments if "=" in word and not word.startswith("train_file")])
@@ -163,7 +176,7 @@ def test_a_mistake_in_any_run_is_reported_before_the_first_starts(line: str, mes
 
 
 def test_the_runs_start_in_order_and_end_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = [Job((f"seed={seed}",), (f"seed={seed}",), tmp_path / str(seed)) for seed in (1, 2, 3)]
+    jobs = [SweptRun((f"seed={seed}",), (f"seed={seed}",), tmp_path / str(seed)) for seed in (1, 2, 3)]
     started: list[str] = []
 
     def launch(arguments: Sequence[str]) -> int:

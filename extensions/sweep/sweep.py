@@ -30,12 +30,19 @@ from console import pluralize
 from errors import UserError
 from filesystem import hash_ends, write_atomically
 from masking import mask, mask_text
-from training.cli.command_line import IN_SWEEP, CheckNames, check_command_line, compose_command, parse_arguments
+from training.cli.command_line import (
+    SHARED_COMMAND,
+    CheckNames,
+    check_command_line,
+    compose_command,
+    parse_arguments,
+)
 from training.config.schema import to_typed
 from training.distributed.ranks import find_free_port
+from training.entry import check_names
 
 NUM_GPUS = "num_gpus"  # ranks of each launch: read only here
-DATA_FILE = "sweep_data.json"  # in output_dir: `Job.files` of the finished run
+DATA_FILE = "sweep_data.json"  # in output_dir: `SweptRun.files` of the finished run
 NAMES_FILES = (
     "train_file", "eval_file", "model_name_or_path", "tokenizer_name_or_path", "name_or_path", "teacher",
     "chat_template",
@@ -48,7 +55,7 @@ Launch = Callable[[Sequence[str]], int]
 
 
 @dataclass(frozen=True)
-class Job:
+class SweptRun:
     """One run of a sweep."""
 
     swept: tuple[str, ...]  # "learning_rate=1e-4"
@@ -95,18 +102,28 @@ class Job:
             yield from (f"{path} has changed" for path, found in now.items() if before.get(path) != found)
 
 
+def run(script: Path, arguments: Sequence[str], config_name: str) -> int:
+    """Run what `--multirun` asks for, one launcher after the other, as `Extension.flags` calls it. Return the exit
+    code. Raises UserError inside a launch, and for a mistake in any of the runs before the first one starts."""
+    if "RANK" in os.environ:
+        raise UserError(
+            "--multirun starts a launcher for each run, so start it without one: python trainer_base_ds_mp.py "
+            "--multirun num_gpus=2 ..."
+        )
+    jobs, num_gpus = plan_sweep(arguments, script.parent / "conf", config_name, check_names)
+    return run_sweep(jobs, num_gpus, build_launch(script, num_gpus, jobs[0].output_dir.parent.name))
+
+
 def plan_sweep(
     arguments: Sequence[str], config_dir: Path, default_config: str, check_names: CheckNames | None = None
-) -> tuple[list[Job], int]:
+) -> tuple[list[SweptRun], int]:
     """Return the runs that a command line asks for, each with its own folder below `output_dir`, and the ranks of each.
 
     arguments, check_names: see `check_command_line`. Raises UserError for a mistake in any of the runs, before the
     first one starts.
     """
     options, _ = parse_arguments(arguments)
-    kept = [
-        argument for argument in arguments if argument not in ("-m", "--multirun") and argument not in options.overrides
-    ]
+    kept = [argument for argument in arguments if not _is_multirun(argument) and argument not in options.overrides]
     given = [override for override in options.overrides if override.partition("=")[0] != NUM_GPUS]
     num_gpus = _read_num_gpus(options.overrides)
     # Each run is checked below; this check is for overrides that cannot be expanded, which would raise there.
@@ -119,9 +136,14 @@ def plan_sweep(
         composed = compose_command(options, overrides, config_dir, default_config)
         output_dir = Path(composed.output_dir) / _name_folder(swept)
         config = _list_values(composed) | {"output_dir": str(output_dir)}
-        jobs.append(Job(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir, config))
+        jobs.append(SweptRun(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir, config))
     _check_folders(jobs)
     return jobs, num_gpus
+
+
+def _is_multirun(argument: str) -> bool:
+    """Return whether an argument is `--multirun`, its short form or a beginning of it, as argparse takes them."""
+    return argument == "-m" or ("--multirun".startswith(argument) and len(argument) > 2)
 
 
 def _name_folder(swept: Sequence[str]) -> str:
@@ -141,7 +163,7 @@ def _list_values(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def _check_folders(jobs: Sequence[Job]) -> None:
+def _check_folders(jobs: Sequence[SweptRun]) -> None:
     """Raise UserError when two jobs share a folder, or when a job's folder has the result of another config that the
     job would neither continue nor delete."""
     for job in jobs:
@@ -218,7 +240,7 @@ def _first_value(override: str) -> str:
         return override
 
 
-def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
+def run_sweep(jobs: Sequence[SweptRun], num_gpus: int, launch: Launch) -> int:
     """Run the jobs in order, except those that have finished before. Returns 0 when all have finished, else 1.
 
     num_gpus: the ranks of each job. launch: runs the training command with these arguments, and returns its exit code.
@@ -251,7 +273,7 @@ def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
 
     group: the name of the runs' group in Weights & Biases.
     """
-    environment = {"WANDB_RUN_GROUP": group, **os.environ, IN_SWEEP: "true"}
+    environment = {"WANDB_RUN_GROUP": group, **os.environ, SHARED_COMMAND: "true"}
 
     def launch(arguments: Sequence[str]) -> int:
         launcher = [
@@ -274,7 +296,7 @@ def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
     return launch
 
 
-def render_table(jobs: Sequence[Job]) -> str:
+def render_table(jobs: Sequence[SweptRun]) -> str:
     """Return a table with one line per run: swept values, last step, eval loss (the lowest marked) and folder."""
     completed = [job.read_completed() or {} for job in jobs]
     losses = [record["eval_loss"] for record in completed if "eval_loss" in record]

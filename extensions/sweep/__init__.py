@@ -1,0 +1,1 @@
+"""`--multirun`: a run for each combination of values."""

@@ -1,0 +1,162 @@
+"""LoRA on mixtures whose frozen projections and experts are in 4 bits, against peft on the plain Hugging Face model
+with the dequantized values; and the files that such a run leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from support.adapters import make_adapter, to_peft_weights
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    CLIPPED,
+    SELECTIVE,
+    Case,
+    mean_loss,
+    merge,
+    relative_difference,
+    train_case,
+    train_oracle,
+    train_run,
+    worst_difference,
+)
+from support.families import save_family
+from support.runs import eval_dataset, read_metrics
+from support.tiny import save_records, save_tokenizer
+from support.workers import WorkerGroup
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from convert2ckpt import main as convert2ckpt
+from models.adapters.targets import list_adaptable
+from models.architecture.lookup import build_layers
+
+functional = pytest.importorskip("bitsandbytes.functional")
+IN_4_BITS = ("adapter=lora", "adapter.load_in_4bit=true")
+EP2 = "expert_parallel_size=2"
+ATTENTION = ("q_proj", "v_proj")  # adapters on these alone
+LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp2xdp2": (2, 4), "ep2": (1, 2), "ep2xpp2": (2, 4)}
+FAST = [("qwen3_moe", "pp2", ()), ("mixtral", "ep2", ())]
+FULL = [
+    ("mixtral", "pp1", ()),
+    ("mixtral", "pp2", ("zero_stage=2", "micro_batch_size=1", CHECKPOINTED)),
+    ("qwen3_moe", "pp1", (CHECKPOINTED,)),
+    ("qwen3_moe", "ep2", SELECTIVE),
+    ("qwen3_moe", "pp2", ("schedule=zero_bubble", "data.packing=true")),
+    ("qwen3_moe", "pp2xdp2", ("schedule=interleaved",)),
+    ("deepseek_v3", "pp2", ("data.packing=true", CHECKPOINTED)),
+    ("deepseek_v3", "ep2xpp2", ("schedule=zero_bubble", CHECKPOINTED)),
+    ("gpt_oss", "pp2", ()),
+    ("gpt_oss", "ep2xpp2", ("data.packing=true",)),
+    ("glm4_moe", "ep2", (CHECKPOINTED,)),
+    ("llama4_text", "pp2", SELECTIVE),
+]
+
+
+def save_rounded(folder: Path, model_folder: Path) -> None:
+    """Save the model with the values that its projections, and each expert of its stacks, have in 4 bits."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    held = {
+        layer.hf_prefix + name
+        for layer in build_layers(deepcopy(model.config))
+        for parts in [list_adaptable(layer.build_on_meta())]
+        for name in (*(f"{projection}.weight" for projection in parts.projections), *parts.stacks)
+    }
+    for name, parameter in model.named_parameters():
+        if name in held:
+            # Experts as one column: on a CPU bitsandbytes (0.50.2) gives blocks wrong scales where rows are not a
+            # multiple of 64. Projections are its own modules, and have the values that it gives them
+            weight = parameter.data
+            for matrix in (expert.view(-1, 1) for expert in weight) if weight.ndim == 3 else [weight]:
+                packed = functional.quantize_4bit(matrix, quant_type="nf4", compress_statistics=True)
+                rounded = functional.dequantize_4bit(*packed).view(matrix.shape)
+                assert relative_difference(rounded, matrix) > 0.01
+                matrix.copy_(rounded)
+            held.remove(name)
+    assert not held
+    model.save_pretrained(folder)
+
+
+def compare(workers: Callable[[int], WorkerGroup], tmp_path: Path, family: str, layout: str, *keys: str) -> None:
+    """Five SGD steps: losses, norms and adapters, of all projections and experts, or of ATTENTION alone. Packed rows
+    are compared with the same run on the rounded model, others with peft on that model in one process."""
+    model_folder = save_family(tmp_path / "model", family)
+    save_tokenizer(tmp_path / "tokenizer")
+    save_rounded(tmp_path / "rounded", model_folder)
+    targets = {"target_modules": list(ATTENTION), "target_parameters": []} if "attention" in keys else {}
+    make_adapter(tmp_path / "adapter", model_folder, **targets)
+    num_stages, world_size = LAYOUTS[layout]
+    given = (f"tokenizer_name_or_path={tmp_path}/tokenizer", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
+    given += (EP2,) if "ep2" in layout else ()
+    given += tuple(key for key in keys if key != "attention")
+    records = save_records(tmp_path / "train.jsonl", 40)
+    case = Case(model_folder, records, tmp_path, num_stages, world_size, overrides=(*IN_4_BITS, *given))
+    rounded = replace(case, model=tmp_path / "rounded", overrides=("adapter=lora", *given))
+    result = merge(workers(world_size).run(train_case, case))
+    config = AutoConfig.from_pretrained(model_folder)
+    if "data.packing=true" in keys:
+        oracle = merge(workers(world_size).run(train_case, rounded))
+        found, expected = ({n: t for n, t in each["weights"].items() if "lora_" in n} for each in (result, oracle))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded")
+        oracle = train_oracle(rounded, PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True))
+        found, expected = to_peft_weights(result, oracle, config)
+    worst, name = worst_difference(found, expected)
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "keys"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)],
+)
+def test_five_sgd_steps_equal_peft_on_the_dequantized_values(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, family: str, layout: str, keys: tuple[str, ...]
+) -> None:
+    compare(workers, tmp_path, family, layout, *keys)
+
+
+@pytest.mark.full
+def test_experts_without_adapters_are_in_4_bits_too(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    compare(workers, tmp_path, "mixtral", "pp2", "attention", "schedule=zero_bubble")
+
+
+def test_a_run_resumes_at_another_layout_and_exports(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    """The adapter is a plain one of the model as it was, and merges into that."""
+    model_folder = save_family(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+    save_tokenizer(model_folder)
+    save_records(tmp_path / "eval.jsonl", 11, seed=1)
+    records = save_records(tmp_path / "train.jsonl", 22)
+    keys = (*IN_4_BITS, "adapter.r=4", "max_grad_norm=1", f"eval_file={tmp_path}/eval.jsonl")
+
+    def run(name: str, num_stages: int, *overrides: str) -> Path:
+        out = tmp_path / name
+        given = (*keys, f"output_dir={out}", *overrides)
+        workers(2).run(train_run, Case(model_folder, records, tmp_path, num_stages, 2, 4, given))
+        return out
+
+    whole = run("whole", 2)
+    run("halves", 2, "stop_after_steps=2")
+    with pytest.raises(AssertionError, match="adapter.load_in_4bit"):
+        run("halves", 1, "resume=latest", "adapter.load_in_4bit=false")
+    halves = run("halves", 1, EP2, "resume=latest")
+    reported = read_metrics(whole)[-1]["eval_loss"]
+    assert read_metrics(halves)[-1]["eval_loss"] == pytest.approx(reported, rel=BOUND)
+    saved, found = (load_file(out / "hf" / "adapter_model.safetensors") for out in (whole, halves))
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, saved[name], rtol=1e-4, atol=1e-6, msg=name)
+    folders = ("--model_name_or_path", f"{whole}/hf", "--output_dir", f"{tmp_path}/merged")
+    with patch("sys.argv", ["convert2ckpt.py", "--to_hf", *folders]):
+        assert convert2ckpt() == 0
+    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "merged"))
+    loss = mean_loss(merged, eval_dataset(tmp_path))[0]
+    assert loss == pytest.approx(mean_loss(PeftModel.from_pretrained(base, whole / "hf"), eval_dataset(tmp_path))[0])
+    assert loss != pytest.approx(reported, rel=1e-4)  # of the run's experts, which are rounded
