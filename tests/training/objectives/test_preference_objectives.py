@@ -73,6 +73,7 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
             for layout in ZERO_LAYOUTS
         ),
         pytest.param("orpo", "tp2xpp2", True, OTHER_KEYS["orpo"], marks=full),
+        pytest.param("cpo", "pp2xdp2", False, (*KEYS["cpo"], "data.group_by_length=true"), marks=full),
         pytest.param(
             "simpo", "pp2", False, ("schedule=interleaved", "virtual_stages_per_rank=2", *KEYS["simpo"]), marks=full
         ),
