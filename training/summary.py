@@ -187,7 +187,7 @@ def _describe_rows(setup: RunSetup, datasets: Mapping[str, Path], budget: StepBu
     text = f"{padded:,} tokens on average, {1 - prediction.filled / padded:.1%} of them padding"
     if plan.packing is Packing.BEST_FIT:
         rows = Rows(datasets["train_file"], plan, False, False)
-        per_row = len(rows.sample_ids) / plan.group_size / len(rows)
+        per_row = rows.num_pieces / plan.group_size / len(rows)
         text += f"; about {per_row * setup.layout.global_batch_size:,.0f} {setup.objective.unit} in a step"
     return {"rows": text}
 

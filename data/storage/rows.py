@@ -111,7 +111,7 @@ def copy_rows(path: Path, other: Path, plan: RowPlan, compares_bytes: bool = Tru
 
 def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], *, names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
-    num_groups = len(rows.sample_ids) // plan.group_size
+    num_groups = rows.num_pieces // plan.group_size
     if plan.group_size > 1:
         log(f"{key}: {pluralize(num_groups, 'record')}, of each {plan.group_size} samples that stay together")
     if plan.mixture is not None:
@@ -270,6 +270,11 @@ class Rows:
         if self._index is None:
             return np.arange(len(self))
         return self._index["sample_id"][self._index["start"] == 0]
+
+    @property
+    def num_pieces(self) -> int:
+        """The number of pieces of all rows."""
+        return len(self) if self._index is None else len(self._index["sample_id"])
 
     @property
     def offsets(self) -> np.ndarray:
