@@ -144,6 +144,7 @@ def evaluate_export(folder: Path, model: torch.nn.Module, file: Path) -> dict[st
         ("pp2", "pp1", PROMPTS),
         ("pp2xdp2", "tp2", (MEAN, "max_seq_length=32", "learning_rate=3e-4")),
         ("zero3", "pp2", (MEAN, *PROMPTS)),
+        ("pp2xdp2", "pp2", (MEAN, *PACKED, "max_seq_length=768")),
     ],
 )
 def test_a_run_learns_continues_at_another_layout_and_is_exported(

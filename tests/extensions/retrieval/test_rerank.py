@@ -27,7 +27,8 @@ from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-PACKED = ("data.packing=true", "max_seq_length=512", "micro_batch_size=1", "global_batch_size=4")
+# Room for the longest query with all of its documents: those that are cut away would have equal scores
+PACKED = ("data.packing=true", "max_seq_length=1024", "micro_batch_size=1", "global_batch_size=4")
 NEGATIVES, BINARY = "data.num_negatives=2", "rerank.loss_type=binary"
 
 
@@ -85,12 +86,15 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("saved", "resumed"), [("pp2", "pp1"), ("pp2xdp2", "tp2"), ("zero3", "pp2")])
+@pytest.mark.parametrize(
+    ("saved", "resumed", "overrides"),
+    [("pp2", "pp1", ()), ("pp2xdp2", "tp2", ()), ("zero3", "pp2", ()), ("pp2xdp2", "pp2", PACKED)],
+)
 def test_a_run_learns_continues_at_another_layout_and_is_exported(
-    run, root: Path, tmp_path: Path, saved: str, resumed: str
+    run, root: Path, tmp_path: Path, saved: str, resumed: str, overrides: tuple[str, ...]
 ) -> None:
     # room for the longest query with a document: those that are cut away would have equal scores
-    overrides = ("learning_rate=3e-3", "max_seq_length=512")
+    overrides = ("learning_rate=3e-3", "max_seq_length=512", *overrides)
     whole, ended = check_resumed(run, tmp_path, (saved, resumed), *overrides, metrics=("recall_at_1", "mrr"))
     assert whole[-1]["eval_loss"] < whole[0]["eval_loss"]
     folder = tmp_path / "ended" / "hf"
