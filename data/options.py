@@ -67,6 +67,10 @@ class Packing(StrEnum):
     BEST_FIT = "best_fit"
     CONCATENATE = "concatenate"
 
+    def count_rows(self, group_size: int) -> int:
+        """Return the rows of `group_size` samples that stay together: one each, or a single one that they share."""
+        return group_size if self is Packing.NONE else 1
+
 
 class MixtureUnit(Enum):
     """The unit of the shares of a mixture."""
@@ -102,7 +106,7 @@ class ProblemType(Enum):
 class MeanOver(Enum):
     """The terms that the loss of a global batch is a mean over.
 
-    A sample is what `micro_batch_size` counts: a pair is one, a packed row too.
+    `samples` are those of the data, or the groups of them that stay together: a pair is one term, in a packed row too.
     """
 
     targets = "targets"

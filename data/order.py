@@ -3,8 +3,13 @@
 Global batch k of an epoch is the k-th slice of the epoch's permutation, so resuming is a lookup and not a replay, and
 a run that continues with other numbers of stages, ranks or workers sees the same data. An epoch is floor(samples /
 global batch) steps; the few samples that an epoch omits change from epoch to epoch.
+
+With lengths, samples of like lengths share a global batch: `BATCHES_PER_BIN` global batches of the permutation are a
+bin, whose samples are sorted by length and cut into global batches again. Another permutation shuffles those of all
+bins, so steps of short and long samples alternate.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -15,6 +20,7 @@ from errors import UserError
 
 Ids = TypeVar("Ids", np.ndarray, range)
 VERSION = 2  # raise it when the same seed gives another order
+BATCHES_PER_BIN = 50  # lengths in a global batch differ by about a fiftieth of all lengths
 ROUNDS = 8  # four suffice for large sizes; small ones need more
 
 
@@ -26,6 +32,7 @@ class GlobalOrder:
     global_batch_size: int
     seed: int
     unit: str = "samples"  # what messages call them
+    lengths: Callable[[np.ndarray], np.ndarray] | None = None  # of samples, given their ids; None does not sort by them
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -49,11 +56,27 @@ class GlobalOrder:
 # A step's micro-batches are read in sequence, so one step is enough to keep.
 @lru_cache(maxsize=1)
 def _list_ids(order: GlobalOrder, step: int) -> np.ndarray:
-    epoch, step_of_epoch = divmod(step, order.steps_per_epoch)
-    start = step_of_epoch * order.global_batch_size
-    ids = permute(np.arange(start, start + order.global_batch_size), order.num_samples, order.seed, epoch)
+    epoch, number = divmod(step, order.steps_per_epoch)
+    ids = _list_alike(order, epoch, number) if order.lengths else _permute_batches(order, epoch, number, number + 1)
     ids.flags.writeable = False
     return ids
+
+
+def _permute_batches(order: GlobalOrder, epoch: int, start: int, stop: int) -> np.ndarray:
+    """Return the samples of consecutive global batches of an epoch's permutation."""
+    places = np.arange(start * order.global_batch_size, stop * order.global_batch_size)
+    return permute(places, order.num_samples, order.seed, epoch)
+
+
+def _list_alike(order: GlobalOrder, epoch: int, number: int) -> np.ndarray:
+    """Return the samples of a step of an epoch, which have like lengths."""
+    assert order.lengths is not None
+    batch = int(permute(np.array([number]), order.steps_per_epoch, order.seed, epoch, BATCHES_PER_BIN)[0])
+    start = batch - batch % BATCHES_PER_BIN
+    ids = _permute_batches(order, epoch, start, min(start + BATCHES_PER_BIN, order.steps_per_epoch))
+    by_length = ids[np.argsort(order.lengths(ids), kind="stable")]
+    first = (batch - start) * order.global_batch_size
+    return by_length[first : first + order.global_batch_size]
 
 
 def permute(places: np.ndarray, size: int, *key: int) -> np.ndarray:

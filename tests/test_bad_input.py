@@ -215,10 +215,6 @@ KEYS = {
         ("data=preference", "task=sft"),
         "task=sft and data=preference do not go together; give data=sft or data=chat, or task=dpo",
     ),
-    "packed preferences": (
-        ("data=preference", "data.packing=true"),
-        "data=preference does not go together with data.packing=true: the two answers of a preference are rows of one",
-    ),
     "preferences in pieces": (
         ("data=preference", "data.length_policy=split"),
         "data=preference does not go together with data.length_policy=split: an answer that is split cannot be "

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from data.loading.loader import LoaderOptions
 from data.storage.disk import describe_bytes
-from data.storage.rows import RowPlan
+from data.storage.rows import RowPlan, count_singly
 from data.storage.scores import Scores, find_scores
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle, find_triton_obstacle
@@ -243,11 +243,12 @@ def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> RankD
     if not missing:
         ranks.say(f"{REFERENCE}: found next to the tokens ({model_id})")
     else:
-        # Rows are scored one by one, so what is particular to a file does not count.
+        # Answers are scored one by one, each in a row, so what is particular to a file does not count.
         options = loaders.build_options(config, module, data, next(iter(data.datasets)))
-        rows = dataclasses.replace(options, micro_batch_size=options.micro_batch_size * options.group_size)
-        scorer = build_reference_scorer(module, setup.architecture, options.group_size)
+        scorer = build_reference_scorer(module, setup.architecture, options.row_plan.group_size)
         with hold_reference(module, setup.reference, setup.source):
             for key, scores in missing.items():
-                score(engine, datasets[key], scores, rows, scorer, key, ranks)
+                size = options.micro_batch_size * count_singly(datasets[key], options.row_plan)
+                singly = dataclasses.replace(options, micro_batch_size=size)
+                score(engine, datasets[key], scores, singly, scorer, key, ranks)
     return data.add_scores({key: share(scores, datasets[key], key, ranks) for key, scores in found.items()})

@@ -15,7 +15,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from data.loading.row_lengths import RowLengths, measure_rows
-from data.order import GlobalOrder
 from errors import UserError
 from models.adapters.folder import read_fingerprint
 from models.adapters.options import AdapterName, starts_from_base
@@ -53,7 +52,7 @@ from training.distributed.process import (
 )
 from training.distributed.ranks import Ranks
 from training.engine.deepspeed_internals import check_internals
-from training.inputs.datasets import build_row_plan, complete_labels, count_added_rows
+from training.inputs.datasets import build_order, build_row_plan, complete_labels, count_added_rows
 from training.optim.optimizer import compiles_update
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
@@ -337,7 +336,7 @@ def predict_run(
     if train_path is None:
         lengths = RowLengths(config.max_seq_length, config.max_seq_length, config.max_seq_length)
     else:
-        order = GlobalOrder(num_samples, layout.global_batch_size, config.seed)
+        order = build_order(config, train_path, num_samples, layout.global_batch_size)
         plan = build_row_plan(config, "train_file")
         multiple = find_length_multiple(setup.parts, config.sequence_parallel_size)
         lengths = broadcast_from_main(

@@ -10,7 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from console import pluralize, say, show_panel
+from data.options import Packing
 from data.storage.file_report import describe_files
+from data.storage.rows import Rows
 from data.storage.tokenized import load_summary
 from models.adapters.options import AdapterName
 from models.adapters.targets import describe_targets
@@ -26,7 +28,7 @@ from training.config.schema import CheckpointMode, RunConfig
 from training.config.sources import list_evaluations
 from training.costs.hardware import GIB
 from training.inputs.cadence import describe_cadence
-from training.inputs.datasets import list_entries
+from training.inputs.datasets import build_row_plan, list_entries
 from training.inputs.skipped_data import count_trained
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, Reporter, describe_evaluation
@@ -67,6 +69,7 @@ def show_start(
         facts["evaluation"] = f"{_describe_evaluations(config, datasets, budget.evaluations)}; {when}"
     facts |= describe_layout(setup, hosts, prediction.plan.sent_in_passes)
     facts["steps"] = f"{start.step} to {budget.last_step} of {budget.total_steps}{_describe_epochs(budget, setup)}"
+    facts |= _describe_rows(setup, datasets, budget, prediction)
     if prediction.is_known:  # else the plan's times are those of another machine
         seconds = prediction.plan.step_seconds
         left = count_trained(start.step, budget.last_step, config.skip_data_intervals)
@@ -173,6 +176,20 @@ def _describe_epochs(budget: StepBudget, setup: RunSetup) -> str:
         return ""
     epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples
     return f", {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
+
+
+def _describe_rows(setup: RunSetup, datasets: Mapping[str, Path], budget: StepBudget, prediction: Prediction) -> Facts:
+    """Return how long the rows of `train_file` are, how much of them is padding, and what a step holds of packed ones;
+    empty where the data are streamed."""
+    if budget.stream is not None:
+        return {}
+    padded, plan = prediction.plan.run.config.max_seq_length, build_row_plan(setup.config, "train_file")
+    text = f"{padded:,} tokens on average, {1 - prediction.filled / padded:.1%} of them padding"
+    if plan.packing is Packing.BEST_FIT:
+        rows = Rows(datasets["train_file"], plan, False, False)
+        per_row = rows.num_pieces / plan.group_size / len(rows)
+        text += f"; about {per_row * setup.layout.global_batch_size:,.0f} {setup.objective.unit} in a step"
+    return {"rows": text}
 
 
 def _describe_training_data(config: RunConfig, datasets: dict[str, Path], budget: StepBudget) -> str:

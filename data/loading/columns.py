@@ -33,19 +33,33 @@ class ReadRows:
         return self.source
 
     def number_samples(self) -> np.ndarray:
-        """Return the numbers of the samples that the rows begin with, int64 [B or fewer]."""
-        return self.rows.first_samples(self.ids)
+        """Return the number of each document's sample in the folder, int64 [D]."""
+        return self.rows.list_samples(self.ids)
 
     def number_targets(self) -> np.ndarray:
         """Return the numbers of this rank's targets, row by row over the folder, int64 [N]."""
-        numbers = number_targets(self.whole, self.rows.first_targets(self.ids))
+        return self._take_numbers(self.rows.first_targets(self.ids))
+
+    def count_targets(self) -> np.ndarray:
+        """Return the number of targets of each document, on all ranks that share it, int64 [D]."""
+        return self.rows.count_targets(self.ids)
+
+    def find_documents(self) -> np.ndarray:
+        """Return the document of each of this rank's targets, counted from 0 over the rows, int64 [N]."""
+        row_counts, counts = self.rows.num_targets[self.ids], self.count_targets()
+        documents = np.repeat(np.arange(len(counts)), counts)
+        return documents[self._take_numbers(np.cumsum(row_counts, dtype=np.int64) - row_counts)]
+
+    def _take_numbers(self, first: np.ndarray) -> np.ndarray:
+        """Return the numbers of this rank's targets, counted within each row from `first`, int64 [N]."""
+        numbers = number_targets(self.whole, first)
         return self.take_part(numbers).flatten()[find_indices(self.take_part(self.whole))].numpy()
 
 
 @dataclass(frozen=True)
 class ReadColumn:
-    """A column that a loader reads. read: returns its values: of `Per.row` for `ids` alone, of `Per.target` for the
-    targets of this rank's part, of the other kinds for all rows."""
+    """A column that a loader reads. read: returns its values: of `Per.row` and `Per.document` for `ids` alone, of
+    `Per.target` for the targets of this rank's part, of the other kinds for all rows."""
 
     column: Column
     read: Callable[[ReadRows], np.ndarray | Tensor]
@@ -92,8 +106,8 @@ def list_teacher_columns(top_k: int) -> tuple[Column, ...]:
 
 def read_desirable(rows: ReadRows) -> np.ndarray:
     """Return whether each answer is desirable: as its label says, and of a pair the first one."""
-    labels = rows.rows.sample_labels(rows.ids)
-    return labels[:, 0] > 0 if labels.shape[1] else rows.rows.first_samples(rows.ids) % 2 == 0
+    labels = read_labels(rows)
+    return labels[:, 0] > 0 if labels.shape[1] else rows.number_samples() % 2 == 0
 
 
 def read_labels(rows: ReadRows) -> np.ndarray:
@@ -106,12 +120,16 @@ def read_whole(rows: ReadRows) -> Tensor:
     return rows.whole
 
 
-REFERENCE = Column("reference", torch.float64, Per.row, Source.scored)
-DESIRABLE = ReadColumn(Column("desirable", torch.float64, Per.row), read_desirable)
+REFERENCE = Column("reference", torch.float64, Per.document, Source.scored)
+DESIRABLE = ReadColumn(Column("desirable", torch.float64, Per.document), read_desirable)
 LABELS = ReadColumn(Column("labels", torch.float64, Per.document), read_labels)
-# The numbers by which the values of a scored column are found. A row is scored as the one sample that it holds.
+# By which `document_log_probabilities` sums over the targets of each document
+NUM_TARGETS = ReadColumn(Column("num_targets", torch.float64, Per.document), ReadRows.count_targets)
+TARGET_DOCUMENTS = ReadColumn(Column("target_documents", torch.int64, Per.target), ReadRows.find_documents)
+DOCUMENT_SUMS = (NUM_TARGETS, TARGET_DOCUMENTS)
+# The numbers by which the values of a scored column are found
 NUMBERS = {
-    Per.row: ReadColumn(Column("numbers", torch.int64, Per.row, padding=-1), ReadRows.number_samples),
+    Per.document: ReadColumn(Column("numbers", torch.int64, Per.document), ReadRows.number_samples),
     Per.target: ReadColumn(Column("numbers", torch.int64, Per.target), ReadRows.number_targets),
 }
 WHOLE_IDS = ReadColumn(Column("whole_ids", torch.int64, Per.row, side=Side.first_stage), read_whole)

@@ -6,7 +6,7 @@ whole positions and segments.
 
 A row is one sample, or several that are packed (`data/storage/rows.py`); the order and micro_batch_size count rows.
 Rows that stay together, such as the two answers of a preference, count as one there: a micro-batch of pairs has 2 B
-rows, of which 2 i and 2 i + 1 are a pair.
+rows, of which 2 i and 2 i + 1 are a pair. Packed, a pair is in one row; documents 2 i and 2 i + 1 are a pair in both.
 """
 
 import math
@@ -65,8 +65,8 @@ class LoaderOptions:
         return self.row_plan.max_seq_length
 
     @property
-    def group_size(self) -> int:
-        return self.row_plan.group_size
+    def rows_per_group(self) -> int:
+        return self.row_plan.rows_per_group
 
     def take_micro_batch(self, ids: Ids, number: int) -> Ids:
         """Return the ids of this rank's micro-batch `number`. ids: those of a global batch, or all."""
@@ -152,12 +152,12 @@ class StepLoader(ABC):
         if self._step is None or self._step.number != number:
             options = self._options
             rows, groups = self._open_step(number)
-            row_ids = list_rows(groups, options.group_size)
+            row_ids = list_rows(groups, options.rows_per_group)
             seq_length = options.compute_seq_length(rows.lengths[row_ids])
             shape = None
             if isinstance(options.collator, PadRight):
-                shape = BatchShape(options.micro_batch_size * options.group_size, seq_length)
-            totals = compute_step_totals(rows, row_ids, options.group_size, shape)
+                shape = BatchShape(options.micro_batch_size * options.rows_per_group, seq_length)
+            totals = compute_step_totals(rows, row_ids, options.row_plan.group_size, shape)
             further = count_further(rows, row_ids, options.num_further) if options.reads_labels else ()
             self._step = _Step(number, rows, groups, seq_length, totals, further)
         return self._step
@@ -318,8 +318,9 @@ def _count_eval_micro_batches(num_samples: int, options: LoaderOptions) -> int:
 def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
     rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels)
     # Ranks that disagree on the number of steps hang, which happens where a node has other files.
-    if len(rows) != num_rows * options.group_size:
-        raise RuntimeError(f"{path} holds {len(rows)} samples, but the ranks agreed on {num_rows * options.group_size}")
+    agreed = num_rows * options.rows_per_group
+    if len(rows) != agreed:
+        raise RuntimeError(f"{path} holds {len(rows)} samples, but the ranks agreed on {agreed}")
     if rows.lengths.max() > options.max_seq_length:
         raise RuntimeError(f"{path} holds samples longer than max_seq_length={options.max_seq_length}")
     return rows
@@ -334,8 +335,8 @@ def _collate(
     options: LoaderOptions,
 ) -> Batch:
     """denominators: of the loss, and of those of further tokens."""
-    ids = list_rows(groups, options.group_size)
-    shape = (options.micro_batch_size * options.group_size, seq_length)
+    ids = list_rows(groups, options.rows_per_group)
+    shape = (options.micro_batch_size * options.rows_per_group, seq_length)
     inputs: Inputs | None = None
     targets: Targets | None = None
     if options.reads_inputs or options.num_further:

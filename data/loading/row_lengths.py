@@ -44,7 +44,7 @@ def measure_rows(
     """
     rows = Rows(path, plan, reads_inputs=False, reads_labels=False)
     chosen = np.unique(np.linspace(steps.start, max(steps.start, steps.stop - 1), _MOST_STEPS, dtype=int)).tolist()
-    step_lengths = [rows.lengths[list_rows(order.sample_ids(step), plan.group_size)] for step in chosen]
+    step_lengths = [rows.lengths[list_rows(order.sample_ids(step), plan.rows_per_group)] for step in chosen]
     padded = [compute_seq_length(lengths, pad_to, plan.max_seq_length, parts) for lengths in step_lengths]
     reads_all = len(rows) <= _MOST_ROWS
     return RowLengths(

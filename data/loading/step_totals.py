@@ -16,7 +16,7 @@ class StepTotals:
     num_tokens: without padding.
     num_targets: tokens that are predicted, counted after the shift.
     num_documents: parts of rows that attend to themselves alone; as many as rows where nothing is packed.
-    num_samples: what `global_batch_size` counts: rows, or the groups of rows that stay together.
+    num_samples: documents, or the groups of them that stay together, such as pairs.
     most_documents: an upper bound of those in any micro-batch; 0 if unknown, since a user-defined collator sets
         positions.
     longest_document: in tokens, including the padding after it; 0 if unknown.
@@ -48,14 +48,14 @@ def compute_step_totals(
     """Return the totals of a global batch of these rows, from the row index alone: any rank with the folder can call
     it.
 
-    rows: may have been opened to read neither inputs nor labels. shape: None where positions do not mark where
-    documents begin.
+    rows: may have been opened to read neither inputs nor labels. group_size: documents that stay together. shape: None
+    where positions do not mark where documents begin.
     """
     return StepTotals(
         num_tokens=int(rows.lengths[row_ids].sum(dtype=np.int64)),
         num_targets=int(rows.num_targets[row_ids].sum(dtype=np.int64)),
         num_documents=rows.count_pieces(row_ids),
-        num_samples=len(row_ids) // group_size,
+        num_samples=rows.count_pieces(row_ids) // group_size,
         most_documents=0 if shape is None else bound_documents(rows.piece_counts(row_ids), shape.rows),
         longest_document=0 if shape is None else rows.longest_piece(row_ids, shape.seq_length),
     )

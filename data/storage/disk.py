@@ -15,7 +15,7 @@ from data.sources.indexed import PREFIX as INDEXED_PREFIX
 from data.sources.records import estimate_num_records, read_records
 from data.storage.encoding import Encoding, encode_batch
 from data.storage.rows import RowPlan, build_pieces, lay_samples
-from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN, HASH_DTYPE, TokenizedDataset, find_damage
+from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN, HASH_DTYPE, find_damage
 from errors import Ending, UserError
 
 # The first records of each entry of `train_file`, up to a number of records, or of characters: they take some seconds
@@ -80,8 +80,8 @@ def estimate_rows(
     """
     path = Path(cache_dir) / encoding.compute_key(sources)
     if find_damage(path, compares_bytes=False) is None:
-        windows = build_pieces(TokenizedDataset(path, False, True), plan)
-        return RowEstimate(sum(pieces.num_rows for pieces in windows) // plan.group_size, True)
+        windows = build_pieces(path, replace(plan, companion=""))
+        return RowEstimate(sum(pieces.num_rows for pieces in windows) // plan.rows_per_group, not plan.companion)
     if plan.mixture is not None or any(source.startswith(INDEXED_PREFIX) for group in sources for source in group):
         return None
     num_rows, is_exact = 0.0, encoding.selection.hold_out is None
@@ -89,7 +89,7 @@ def estimate_rows(
         if entry is None:
             return None
         lengths = entry.columns["length"]
-        laid = lay_samples(np.arange(len(lengths)), lengths, plan).num_rows / plan.group_size
+        laid = lay_samples(np.arange(len(lengths)), lengths, plan).num_rows / plan.rows_per_group
         num_rows += encoding.selection.estimate_taken(entry.num_records) * laid / entry.num_first
         is_exact = is_exact and entry.is_whole
     return RowEstimate(round(num_rows), is_exact)

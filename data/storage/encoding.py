@@ -36,7 +36,8 @@ class Encoding:
     full.
 
     samples_per_record: more than 1 where the samples of a record stay together; they then follow each other, the chosen
-    answer of a preference first. selection: the records that are taken.
+    answer of a preference first. shares_rows: whether they have at most `max_seq_length` tokens together. selection:
+    the records that are taken.
     """
 
     encoder: Encoder
@@ -45,6 +46,7 @@ class Encoding:
     length_policy: LengthPolicy = LengthPolicy.truncate
     on_bad_record: OnBadRecord = OnBadRecord.stop
     samples_per_record: int = 1
+    shares_rows: bool = False
     selection: Selection = TAKE_ALL
 
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
@@ -55,6 +57,7 @@ class Encoding:
             "on_bad_record": self.on_bad_record.value,
             "samples_per_record": self.samples_per_record,
             "selection": self.selection.describe(),
+            **({"shares_rows": True} if self.shares_rows else {}),
         }
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
 
@@ -197,7 +200,7 @@ def _fit(encoded: Encoded, record: _Record, encoding: Encoding) -> list[Sample]:
     `fit_samples` and `fit_group` do."""
     limits = record.location, encoding.length_policy, encoding.max_seq_length
     if isinstance(encoded, tuple):
-        samples, (fitted, counts) = list(encoded), fit_group(encoded, *limits)
+        samples, (fitted, counts) = list(encoded), fit_group(encoded, *limits, encoding.shares_rows)
     else:
         samples = encoded if isinstance(encoded, list) else [encoded]
         fitted, counts = fit_samples(samples, *limits)

@@ -1,4 +1,5 @@
-"""The length policy: samples longer than a row are truncated, dropped or split. T is `max_seq_length`."""
+"""The length policy: samples longer than a row, or than their part of one, are truncated, dropped or split. T is
+`max_seq_length`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,12 +50,13 @@ class LengthCounts:
 
 
 def fit_sample(
-    sample: Sample, location: str, policy: LengthPolicy, max_seq_length: int | None
+    sample: Sample, location: str, policy: LengthPolicy, max_seq_length: int | None, limit: str = "max_seq_length"
 ) -> tuple[list[Sample], LengthCounts]:
     """Return the samples of at most `max_seq_length` tokens (None: of any length) that a sample becomes, and counts.
 
     The first token of each, which nothing predicts, has the label -100. A piece without a target is omitted and
-    counted. Raises `UserError` for a sample without a target, and for one that `truncate` leaves without a target.
+    counted. limit: what messages call `max_seq_length`. Raises `UserError` for a sample without a target, and for one
+    that `truncate` leaves without a target.
     """
     length, num_targets = len(sample["input_ids"]), count_targets(sample)
     if length != len(sample["labels"]):
@@ -86,7 +88,7 @@ def fit_sample(
         if policy is LengthPolicy.truncate:
             piece["num_cut"] = length - stop
     if not kept and policy is LengthPolicy.truncate:
-        raise UserError(_describe_lost(sample, location, max_seq_length))
+        raise UserError(_describe_lost(sample, location, max_seq_length, limit))
     return kept, LengthCounts(
         num_truncated=int(policy is LengthPolicy.truncate),
         num_dropped=int(policy is LengthPolicy.drop),
@@ -119,15 +121,21 @@ def fit_samples(
 
 
 def fit_group(
-    group: Group, location: str, policy: LengthPolicy, max_seq_length: int | None
+    group: Group, location: str, policy: LengthPolicy, max_seq_length: int | None, shares_row: bool = False
 ) -> tuple[list[Sample], LengthCounts]:
     """Fit the samples that stay together as `fit_sample` does; where one is dropped, drop all.
 
-    Raises `UserError` also where two answers are the same after they are cut.
+    shares_row: whether they have at most `max_seq_length` tokens together; where they have more, the longest ones are
+    too long. Raises `UserError` also where two answers are the same after they are cut.
     """
-    fitted, counts = [], LengthCounts()
+    fitted, counts, limit, most = [], LengthCounts(), "max_seq_length", f"max_seq_length={max_seq_length}"
+    if shares_row and max_seq_length is not None:
+        part = _find_part([len(sample["input_ids"]) for sample in group], max_seq_length)
+        if part < max_seq_length:
+            limit, most = f"its part of a packed row of {most}", f"{part} of {most}"
+            max_seq_length = part
     for sample in group:
-        kept, sample_counts = fit_sample(sample, location, policy, max_seq_length)
+        kept, sample_counts = fit_sample(sample, location, policy, max_seq_length, limit)
         fitted += kept
         counts.add(sample_counts)
     if len(fitted) < len(group):
@@ -141,11 +149,20 @@ def fit_group(
             )
         return [], counts
     if "label" not in fitted[0] and _has_same_tokens(fitted[0], fitted[1]):
-        raise UserError(
-            f"{location}: the two answers are the same up to max_seq_length={max_seq_length} tokens; "
-            "raise it, or remove the record"
-        )
+        raise UserError(f"{location}: the two answers are the same up to {most} tokens; raise it, or remove the record")
     return fitted, counts
+
+
+def _find_part(lengths: Sequence[int], room: int) -> int:
+    """Return the tokens of a sample at which samples of these lengths are cut to fill `room` together; `room` where all
+    fit."""
+    left = room
+    for number, length in enumerate(sorted(lengths)):
+        part = left // (len(lengths) - number)
+        if length > part:
+            return part
+        left -= length
+    return room
 
 
 def _has_same_tokens(one: Sample, other: Sample) -> bool:
@@ -171,10 +188,10 @@ def _has_lost_text(sample: Sample, max_seq_length: int) -> bool:
     return max_seq_length - sample.get("num_last", 0) <= sample.get("num_first", 0)
 
 
-def _describe_lost(sample: Sample, location: str, max_seq_length: int) -> str:
+def _describe_lost(sample: Sample, location: str, max_seq_length: int, limit: str) -> str:
     prompt_length = next(i for i, label in enumerate(sample["labels"]) if label != IGNORE_INDEX)
     return (
-        f"{location}: the prompt has {prompt_length} tokens and max_seq_length is {max_seq_length}, so no token of the"
+        f"{location}: the prompt has {prompt_length} tokens and {limit} is {max_seq_length}, so no token of the"
         " completion is left to train on; raise max_seq_length, set data.length_policy=drop, or shorten or remove the"
         " record"
     )

@@ -15,29 +15,29 @@ import numpy as np
 from console import pluralize
 from data.sample import IGNORE_INDEX
 from data.storage.cache import lock_folder
-from data.storage.rows import RowPlan, copy_rows
 from data.storage.tokenized import TokenizedDataset, TokenizedWriter, find_damage, load_summary
 from errors import UserError
 from filesystem import discard_folder, make_temporary, publish_folder
 
+MISMATCHED = "mismatched"
 _BATCH = 1000  # samples
 
 
 def mismatched_path(path: Path) -> Path:
     """Return the folder of the mismatched samples of the tokenized folder `path`."""
-    return path / "mismatched"
+    return path / MISMATCHED
 
 
 def prepare_mismatched(
     path: Path,
-    plan: RowPlan,
+    max_seq_length: int,
     key: str,
     samples_per_record: int,
     log: Callable[[str], None] | None = None,
     compares_bytes: bool = True,
 ) -> None:
-    """Write the folder, with the rows of `plan`, unless it exists. path: the tokenized folder of `key`.
-    compares_bytes: as of `prepare_dataset`.
+    """Write the folder, without rows, unless it exists. path: the tokenized folder of `key`. compares_bytes: as of
+    `prepare_dataset`.
 
     Raises UserError where all records have one prompt.
     """
@@ -45,8 +45,7 @@ def prepare_mismatched(
     if find_damage(folder, compares_bytes) is not None:
         with lock_folder(path, say):
             if find_damage(folder, compares_bytes) is not None:
-                _write(path, folder, key, plan.max_seq_length, samples_per_record)
-    copy_rows(path, folder, plan, compares_bytes)
+                _write(path, folder, key, max_seq_length, samples_per_record)
 
 
 def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool) -> None:

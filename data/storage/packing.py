@@ -1,8 +1,8 @@
 """Which samples share a row of `max_seq_length` tokens: pure functions of the samples' lengths.
 
 `pack_best_fit` is best-fit decreasing, the packing of 2107.02027: the longest sample first, each into the fullest row
-that still has room for it. Whole samples only. `concatenate` lays documents end to end and cuts them where a row is
-full.
+that still has room for it. Whole samples only, and samples that stay together share a row. `concatenate` lays documents
+end to end and cuts them where a row is full.
 
 N samples, P pieces (a piece is what one row holds of one sample), R rows, T max_seq_length.
 """
@@ -38,23 +38,35 @@ def lay_singly(sample_ids: np.ndarray, lengths: np.ndarray) -> Pieces:
     return Pieces(sample_ids.astype(np.int64), np.zeros_like(stops), stops, np.arange(len(sample_ids) + 1))
 
 
-def pack_best_fit(sample_ids: np.ndarray, lengths: np.ndarray, max_seq_length: int) -> Pieces:
-    """Pack each of `sample_ids` [P] whole into some row. lengths: of all samples, [N], from 1 to `max_seq_length`.
+def pack_best_fit(
+    sample_ids: np.ndarray,
+    lengths: np.ndarray,
+    max_seq_length: int,
+    group_size: int = 1,
+    rooms: np.ndarray | None = None,
+) -> Pieces:
+    """Pack each of `sample_ids` [P] whole into some row.
+
+    lengths: of all samples, [N]. group_size: consecutive ones of `sample_ids` that share a row, in their order. rooms:
+    the tokens of a row that each sample takes, [N], those of a group at most `max_seq_length` together; by default its
+    length.
 
     Time: O(P log P) for sorting, and one step for each pair of a length and a remaining room that meet.
     """
-    ids = sample_ids[np.argsort(-lengths[sample_ids], kind="stable")]  # [P], longest first
-    row_of, num_rows = _assign_rows(lengths[ids], max_seq_length)
+    groups = sample_ids.reshape(-1, group_size)
+    sizes = (lengths if rooms is None else rooms)[groups].sum(axis=1, dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")  # longest first
+    row_of, num_rows = _assign_rows(sizes[order], max_seq_length)
     by_row = np.argsort(row_of, kind="stable")
-    singly = lay_singly(ids[by_row], lengths)
-    offsets = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
+    singly = lay_singly(groups[order[by_row]].reshape(-1), lengths)
+    offsets = group_size * np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
     return Pieces(singly.sample_ids, singly.starts, singly.stops, offsets)
 
 
 def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Return the row of each sample, and the number of rows. lengths: decreasing, [P].
+    """Return the row of each group of samples, and the number of rows. lengths: of the groups, decreasing.
 
-    Samples of one length are placed together. The fullest row that fits one of them, with room for k, gets k: after the
+    Groups of one length are placed together. The fullest row that fits one of them, with room for k, gets k: after the
     first it is fuller than any other that fits. So all rows with equal room are filled at once.
     """
     row_of = np.empty(len(lengths), dtype=np.int64)

@@ -10,7 +10,7 @@ P pieces (what one row holds of one sample), R rows, T tokens of a row.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -39,14 +39,17 @@ INDEX_VERSION = 2  # raise it when the same plan gives other rows
 class RowPlan:
     """The layout of samples in rows of at most `max_seq_length` tokens.
 
-    group_size: rows that stay together, and are adjacent: 2 for the pairs of preferences. The order
-    shuffles groups, and `micro_batch_size` counts them.
+    group_size: samples that stay together: 2 for the pairs of preferences. They are adjacent rows, which the order
+    shuffles together and `micro_batch_size` counts as one; or they share a packed row.
+    companion: the folder in the tokenized one whose samples are laid into the same rows by their numbers (`copy_rows`),
+    so packed rows have room for the longer one of each; empty for none.
     """
 
     max_seq_length: int
     packing: Packing = Packing.NONE
     mixture: Mixture | None = None
     group_size: int = 1
+    companion: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if self.max_seq_length < 2:
@@ -59,9 +62,14 @@ class RowPlan:
         """Returns whether row r is sample r, so that nothing is written."""
         return self.packing is Packing.NONE and self.mixture is None
 
+    @property
+    def rows_per_group(self) -> int:
+        """The rows that the order shuffles together, and that `micro_batch_size` counts as one."""
+        return self.packing.count_rows(self.group_size)
+
     def folder(self, path: str | Path) -> Path:
         """Return the folder of this plan's index in the tokenized folder `path`."""
-        name = hashlib.sha256(f"{INDEX_VERSION} {self!r}".encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{INDEX_VERSION} {self!r}{self.companion}".encode()).hexdigest()[:16]
         return Path(path) / f"rows-{name}"
 
 
@@ -84,31 +92,28 @@ def prepare_rows(
         with lock_folder(path, log or (lambda text: None)):
             if not _is_whole(folder, compares_bytes):
                 dataset = TokenizedDataset(path, False, True)
-                _write_index(folder, build_pieces(dataset, plan), dataset)
+                _write_index(folder, build_pieces(path, plan), dataset)
     if log is not None:
         _describe_rows(path, plan, key, log, names=names)
 
 
 def copy_rows(path: Path, other: Path, plan: RowPlan, compares_bytes: bool = True) -> None:
-    """Write the rows of the folder `path` for `other`, whose samples correspond to its own; one sample per row."""
+    """Write the rows of the folder `path` for `other`, whose samples correspond to its own; they are whole in both."""
     folder = plan.folder(other)
     if plan.is_trivial or _is_whole(folder, compares_bytes):
         return
     with lock_folder(other, lambda text: None):
         if not _is_whole(folder, compares_bytes):
-            dataset = TokenizedDataset(other, False, True)
-            _write_index(
-                folder, iter([lay_singly(Rows(path, plan, False, False).sample_ids, dataset.lengths)]), dataset
-            )
+            dataset, rows = TokenizedDataset(other, False, True), Rows(path, plan, False, False)
+            singly = lay_singly(rows.sample_ids, dataset.lengths)
+            _write_index(folder, iter([replace(singly, offsets=rows.offsets)]), dataset)
 
 
 def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], *, names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
+    num_groups = rows.num_pieces // plan.group_size
     if plan.group_size > 1:
-        log(
-            f"{key}: {pluralize(len(rows) // plan.group_size, 'record')}, of each {plan.group_size} samples "
-            "that stay together"
-        )
+        log(f"{key}: {pluralize(num_groups, 'record')}, of each {plan.group_size} samples that stay together")
     if plan.mixture is not None:
         dataset, size = TokenizedDataset(path, False, False), plan.group_size
         described = plan.mixture.describe(
@@ -116,9 +121,10 @@ def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], Non
         )
         log(f"{key}: {described}")
     if plan.packing is not Packing.NONE:
+        records = f", {num_groups / len(rows):.1f} records in each" if plan.group_size > 1 else ""
         log(
             f"{key}: packed into {pluralize(len(rows), 'row')} of {plan.max_seq_length:,} tokens, "
-            f"{compute_fill(rows, plan):.1%} full"
+            f"{compute_fill(rows, plan):.1%} full{records}"
         )
 
 
@@ -129,11 +135,19 @@ def compute_fill(rows: "Rows", plan: RowPlan) -> float:
 
 def count_rows(path: str | Path, plan: RowPlan) -> int:
     """Return the number of rows, or of groups of them: what the order shuffles."""
-    return len(Rows(path, plan, False, False)) // plan.group_size
+    return len(Rows(path, plan, False, False)) // plan.rows_per_group
+
+
+def count_singly(path: str | Path, plan: RowPlan) -> int:
+    """Return how many rows of one sample have no more tokens than the rows of a group: as many as these are, and more
+    of short samples where those are packed."""
+    if plan.packing is Packing.NONE:
+        return plan.group_size
+    return plan.max_seq_length // int(TokenizedDataset(path, False, False).lengths.max())
 
 
 def list_rows(groups: np.ndarray | range, group_size: int) -> np.ndarray:
-    """Return the rows of groups, in their order."""
+    """Return the rows, or the samples, of groups, in their order."""
     return (np.asarray(groups, np.int64)[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
@@ -141,24 +155,27 @@ def _sum_groups(counts: np.ndarray, group_size: int) -> np.ndarray:
     return counts.reshape(-1, group_size).sum(axis=1, dtype=np.int64)
 
 
-def build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Iterator[Pieces]:
-    """Yield the rows of each window of samples."""
+def build_pieces(path: Path, plan: RowPlan) -> Iterator[Pieces]:
+    """Yield the rows of each window of samples of the tokenized folder `path`."""
+    dataset, rooms = TokenizedDataset(path, False, False), None
+    if plan.companion:
+        rooms = np.maximum(dataset.lengths, TokenizedDataset(path / plan.companion, False, False).lengths)
     chosen, size = None, plan.group_size
     if plan.mixture is not None:
         chosen = list_rows(
             plan.mixture.choose_samples(dataset.sources[::size], _sum_groups(dataset.lengths, size)), size
         )
-    count = len(dataset) if chosen is None else len(chosen)
-    for start in range(0, count, WINDOW):
-        stop = min(start + WINDOW, count)
+    count, window = len(dataset) if chosen is None else len(chosen), size * max(1, WINDOW // size)
+    for start in range(0, count, window):
+        stop = min(start + window, count)
         sample_ids = np.arange(start, stop) if chosen is None else chosen[start:stop]
-        yield lay_samples(sample_ids, dataset.lengths, plan)
+        yield lay_samples(sample_ids, dataset.lengths, plan, rooms)
 
 
-def lay_samples(sample_ids: np.ndarray, lengths: np.ndarray, plan: RowPlan) -> Pieces:
-    """Lay the samples `sample_ids` [P] into rows. lengths: of all samples, [N]."""
+def lay_samples(sample_ids: np.ndarray, lengths: np.ndarray, plan: RowPlan, rooms: np.ndarray | None = None) -> Pieces:
+    """Lay the samples `sample_ids` [P] into rows. lengths: of all samples, [N]. rooms: as in `pack_best_fit`."""
     if plan.packing is Packing.BEST_FIT:
-        return pack_best_fit(sample_ids, lengths, plan.max_seq_length)
+        return pack_best_fit(sample_ids, lengths, plan.max_seq_length, plan.group_size, rooms)
     if plan.packing is Packing.CONCATENATE:
         return concatenate(sample_ids, lengths, plan.max_seq_length)
     return lay_singly(sample_ids, lengths)
@@ -213,6 +230,16 @@ def _map_index(folder: Path) -> dict[str, np.ndarray]:
     return {name: map_column(folder, name, np.dtype(np.int64)) for name in COLUMNS}
 
 
+class GroupLengths:
+    """Returns the tokens of the longest row of each group, which the order sorts by; see `GlobalOrder.lengths`."""
+
+    def __init__(self, path: Path, plan: RowPlan) -> None:
+        self._rows, self._size = Rows(path, plan, False, False), plan.rows_per_group
+
+    def __call__(self, groups: np.ndarray) -> np.ndarray:
+        return self._rows.lengths[list_rows(groups, self._size)].reshape(-1, self._size).max(axis=1)
+
+
 class Rows:
     """The rows of a tokenized folder. A rank reads only its own columns, and lengths and target counts.
 
@@ -243,6 +270,16 @@ class Rows:
         if self._index is None:
             return np.arange(len(self))
         return self._index["sample_id"][self._index["start"] == 0]
+
+    @property
+    def num_pieces(self) -> int:
+        """The number of pieces of all rows."""
+        return len(self) if self._index is None else len(self._index["sample_id"])
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """The first piece of each row, int64 [R + 1]."""
+        return np.arange(len(self) + 1) if self._index is None else self._index["offset"]
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
         """Return (sample id, start, stop) of each piece of the row."""
@@ -301,14 +338,18 @@ class Rows:
         lengths = [stop - start for _, start, stop in self.pieces(row)]
         return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
 
-    def first_samples(self, rows: np.ndarray) -> np.ndarray:
-        """Return the first sample of each row, int64 [len(rows)]."""
-        return np.array([self.pieces(int(row))[0][0] for row in rows], np.int64)
+    def list_samples(self, rows: np.ndarray) -> np.ndarray:
+        """Return the sample of each piece of the rows, int64 [pieces], also of no rows."""
+        return np.array([sample for row in rows for sample, _, _ in self.pieces(int(row))], np.int64)
 
     def sample_labels(self, rows: np.ndarray) -> np.ndarray:
         """Return the labels of the samples of the rows, [pieces, K], also of no rows; K is 0 for data without."""
-        samples = [sample for row in rows for sample, _, _ in self.pieces(int(row))]
+        samples = self.list_samples(rows)
         return np.zeros((len(samples), 0)) if self._sample_labels is None else self._sample_labels[samples]
+
+    def count_targets(self, rows: np.ndarray) -> np.ndarray:
+        """Return the targets of each piece of the rows, int64 [pieces]; each piece is a whole sample."""
+        return self._dataset.num_targets[self.list_samples(rows)].astype(np.int64)
 
     def labels(self, row: int) -> np.ndarray:
         """Return labels, int32 [T], -100 on the first token of each piece."""

@@ -1,15 +1,15 @@
 """The scores that a model gives the data once, such as a reference's log-probabilities or a teacher's distributions.
 They are kept next to the tokens.
 
-`KEY/NAME-ID/`, for N values of each column: one per target, numbered row by row, or one per row.
+`KEY/NAME-ID/`, for N values of each column: one per target, numbered row by row, or one per sample.
 
     COLUMN.bin          [N, ...], with the dtype and shape of the column (`batch.py`)
     description.json    what the values were made from, and what was noted of them when they were complete
     hashes.json         of these files
 
 ID is a hash of what the values depend on: the model by content, the samples, their rows, and settings. While it is
-written, the folder is `NAME-ID.part`, or `NAME-ID.HOST.part` for values per row, with the number of rows that are done,
-so that an interrupted pass continues at any layout. It gets its name by a rename.
+written, the folder is `NAME-ID.part`, or `NAME-ID.HOST.part` for values per sample, with the number of rows that are
+done, so that an interrupted pass continues at any layout. It gets its name by a rename.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ class Scores:
 
     @property
     def per(self) -> Per:
-        """The unit of the values: a target or a row, the same for all columns."""
+        """The unit of the values: a target or a document, the same for all columns."""
         return self.columns[0].per
 
     @property
     def is_small(self) -> bool:
-        """Whether there is one value per row. Runs may then write the same ones at a time, and each host has a copy."""
-        return self.per is Per.row
+        """Whether there is one value per sample, each in a row of its own. Runs may then write the same ones at a time,
+        and each host has a copy."""
+        return self.per is Per.document
 
     @property
     def num_bytes(self) -> int:

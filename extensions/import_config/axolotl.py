@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
     "peft_init_lora_weights": set_init_weights, "relora_steps": left(),
     "load_in_8bit": left(), "load_in_4bit": to("adapter.load_in_4bit"), "unfrozen_parameters": left(),
     "sequence_len": to("max_seq_length"), "sample_packing": to("data.packing"), "eval_sample_packing": unneeded,
-    "pad_to_sequence_len": if_true(data__pad_to="max_seq_length"), "group_by_length": left(),
+    "pad_to_sequence_len": if_true(data__pad_to="max_seq_length"), "group_by_length": to("data.group_by_length"),
     "excess_length_strategy": to("data.length_policy"), "wandb_project": to("logger.project"),
     "wandb_name": to("logger.run_name"), "wandb_mode": unneeded, "wandb_entity": left(), "wandb_watch": left(),
     "wandb_log_model": left(), "wandb_run_id": left(), "use_wandb": unneeded, "use_mlflow": if_true(logger="mlflow"),

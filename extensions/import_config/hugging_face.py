@@ -152,7 +152,7 @@ RULES: dict[str, Rule] = {
     "ddp_find_unused_parameters": unneeded, "local_rank": unneeded, "do_train": unneeded, "do_eval": unneeded,
     "do_predict": left("evaluate_only=true, scripts/generate.py"), "predict_with_generate": left(),
     "resume_from_checkpoint": left(), "ignore_data_skip": unneeded, "remove_unused_columns": unneeded,
-    "group_by_length": left(), "push_to_hub": set_hub, "hub_model_id": to("hub.repo_id"),
+    "group_by_length": to("data.group_by_length"), "push_to_hub": set_hub, "hub_model_id": to("hub.repo_id"),
     "hub_private_repo": when({True: {"hub.private": True}, False: {"hub.private": False}, None: {}}),
     "data_seed": unneeded,
     "trust_remote_code": to("trust_remote_code"), "disable_tqdm": unneeded, "include_num_input_tokens_seen": unneeded,

@@ -69,15 +69,17 @@ def _count_labels(labels: np.ndarray, names: Sequence[str]) -> str:
 
 
 def _compare(rows: Rows, lengths: np.ndarray, plan: RowPlan) -> str:
-    """Return how full the rows would be if they were packed, in words; for samples that stay together the number of
-    records."""
-    if plan.group_size > 1:
-        return f", in {pluralize(len(rows) // plan.group_size, 'record')} of {plan.group_size} samples"
+    """Return the number of records whose samples stay together, and how full the rows would be if they were packed, in
+    words."""
+    size, most = plan.group_size, plan.max_seq_length
+    together = f", in {pluralize(len(rows.sample_ids) // size, 'record')} of {size} samples" if size > 1 else ""
     if plan.packing is not Packing.NONE:
-        return " (packing efficiency)"
-    packed = pack_best_fit(rows.sample_ids, lengths, plan.max_seq_length)
-    fill = rows.lengths.sum(dtype=np.int64) / (packed.num_rows * plan.max_seq_length)
-    return f"; data.packing=true would make {pluralize(packed.num_rows, 'row')}, {fill:.1%} filled"
+        return f" (packing efficiency){together}"
+    if lengths[rows.sample_ids].reshape(-1, size).sum(axis=1).max() > most:
+        return together
+    packed = pack_best_fit(rows.sample_ids, lengths, most, size)
+    fill = rows.lengths.sum(dtype=np.int64) / (packed.num_rows * most)
+    return f"{together}; data.packing=true would make {pluralize(packed.num_rows, 'row')}, {fill:.1%} filled"
 
 
 def save_histogram(path: Path, plan: RowPlan, title: str, file: Path) -> None:
@@ -104,18 +106,24 @@ def choose_rows(num_rows: int, count: int) -> list[int]:
     return sorted(set(np.linspace(0, num_rows - 1, count).astype(int).tolist()))
 
 
-def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colour: bool) -> str:
+def render_row(
+    rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colour: bool, sample_names: Sequence[str] = ()
+) -> str:
     """Return a row decoded: trained parts green and masked ones faint, or trained parts in [[double brackets]]. A
-    sample that was truncated has a mark at its end."""
+    sample that was truncated has a mark at its end.
+
+    sample_names: of the samples of a record that share the row. Each document then has a title with its own.
+    """
     input_ids, position_ids, labels = rows.input_ids(row), rows.position_ids(row), rows.labels(row)
     shown = slice(0, MAX_TOKENS_SHOWN)
     ends = np.cumsum([stop - start for _, start, stop in rows.pieces(row)]).tolist()
     num_cut = dict(zip(ends, rows.count_cut(row), strict=True))
     begins = np.flatnonzero((position_ids[shown] == 0) | _changes(labels[shown])).tolist()
-    text = ""
+    text, titles = "", iter([_name_document(sample, sample_names) for sample, _, _ in rows.pieces(row)])
     for begin, end in zip(begins, [*begins[1:], len(input_ids[shown])]):
-        if position_ids[begin] == 0 and begin:
-            text += "\n--- next document of the row ---\n"
+        title = next(titles) if position_ids[begin] == 0 else ""
+        if title and (begin or sample_names):
+            text += "\n" * (begin > 0) + f"--- {title} ---\n"
         is_trained = labels[begin] != IGNORE_INDEX
         # The label of a turn's stop token may be another token than the template writes there.
         tokens = labels if is_trained else input_ids
@@ -125,6 +133,13 @@ def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colo
             text += f"\n... {pluralize(num_cut[end], 'token')} truncated"
     left = len(input_ids) - MAX_TOKENS_SHOWN
     return f"{text}\n... and {pluralize(left, 'token')} more" if left > 0 else text
+
+
+def _name_document(sample: int, sample_names: Sequence[str]) -> str:
+    if not sample_names:
+        return "next document of the row"
+    record, place = divmod(sample, len(sample_names))
+    return f"record {record:,}, {sample_names[place]}"
 
 
 def _changes(labels: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from training.config.schema import RunConfig
 from training.config.validate import check_config
 from training.distributed.ranks import Ranks
 from training.inputs.datasets import build_row_plan, complete_labels, list_entries, load_tokenizer, tokenize
-from training.objectives.registry import check_objective, get_objective
+from training.objectives.registry import check_objective, count_rows, get_objective
 from training.resolution.readers import check_read
 from training.setup import open_source
 
@@ -56,18 +56,21 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
     print("trained parts are green, masked ones faint" if in_colour else "trained parts are in [[double brackets]]")
     kind = find_kind(config.data.name)
     names = kind.label_names or tuple(config.data.labels or ())
-    together = kind.name_samples(get_objective(config).group_size(config.data))
+    group_size, rows_per_group = get_objective(config).group_size(config.data), count_rows(config)
+    together = kind.name_samples(group_size)
     for key, path in datasets.items():
         plan = build_row_plan(config, key)
         rows = Rows(path, plan, True, True)
         histogram = Path(config.output_dir) / f"lengths_{key}.png"
         save_histogram(path, plan, key, histogram)
         print(f"\n=== {key} ===\n{describe_dataset(path, plan, names)}\nhistogram of lengths: {histogram}")
-        for row in list_rows(np.array(choose_rows(len(rows) // plan.group_size, ROWS_SHOWN)), plan.group_size).tolist():
+        for row in list_rows(np.array(choose_rows(len(rows) // rows_per_group, ROWS_SHOWN)), rows_per_group).tolist():
             num_documents = len(rows.pieces(row))
             documents = f", {num_documents:,} documents" if num_documents > 1 else ""
             counts = f"{pluralize(rows.lengths[row], 'token')}, {rows.num_targets[row]:,} of them targets{documents}"
-            print(f"\n--- {_name_row(row, together)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
+            name = _name_row(row, together[:rows_per_group])
+            text = render_row(rows, row, tokenizer, in_colour, together if group_size > rows_per_group else ())
+            print(f"\n--- {name}: {counts} ---\n{text}")
     page = Path(config.output_dir) / page_name
     title = f"{page.parent.name}: data"
     save_page(datasets, page, title=title, tokenizer=tokenizer, sample_names=together, label_names=names)

@@ -18,23 +18,24 @@ from torch.nn import functional as F
 
 from batch import Targets
 from extensions.retrieval.keys import Pooling
+from models.layers.documents import DocumentBounds, locate_tokens
 
 
 def pool_texts(outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets, pooling: Pooling) -> torch.Tensor:
     """Return the vectors of the texts, [N, D], fp32 at least.
 
-    outputs: hidden states [B, T, D], and the document of each token, int32 [B, T], 0 for padding. targets: as in
-    `score_documents`; each row is one text, or padding alone.
+    outputs: hidden states [B, T, D], and the text of each token in its row, int32 [B, T], from 1, 0 for padding.
+    targets: as in `score_documents`.
     """
     hidden_states, segment_ids = outputs
-    indices = targets.indices
+    indices, tokens = targets.indices, hidden_states.flatten(0, 1)
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     if pooling is Pooling.last:
-        return hidden_states.flatten(0, 1).index_select(0, indices).to(dtype)
-    rows = indices // hidden_states.shape[1]
-    is_text = segment_ids.index_select(0, rows).unsqueeze(2) > 0  # [N, T, 1]
-    texts = hidden_states.index_select(0, rows).to(dtype).masked_fill(~is_text, 0)
-    return texts.sum(dim=1) / is_text.sum(dim=1)
+        return tokens.index_select(0, indices).to(dtype)
+    where = locate_tokens(segment_ids, DocumentBounds(max(1, len(indices)), segment_ids.shape[1]))
+    texts = tokens.to(dtype).masked_fill(~where.is_real.unsqueeze(1), 0)
+    sums = texts.new_zeros(len(where.lengths), texts.shape[1]).index_add(0, where.documents, texts)
+    return (sums / where.lengths.unsqueeze(1))[: len(indices)]
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,10 @@ class EmbeddingLoss:
     """The loss of the last stage, with the sums of its metrics over queries. The loss is one of them in evaluations
     alone, which are not made of the losses of micro-batches."""
 
-    def __init__(self, pooling: Pooling, contrast: Contrast, group_size: int) -> None:
-        """group_size: G."""
+    def __init__(self, pooling: Pooling, contrast: Contrast, group_size: int, is_packed: bool = False) -> None:
+        """group_size: G. is_packed: whether replicas may have different numbers of queries in a step."""
         self._pooling, self._contrast, self._group_size = pooling, contrast, group_size
+        self._is_packed = is_packed
         self.sums = (MetricSums(*name_sums(contrast.sizes)),)
         # Of each micro-batch of the coming step: the gradient of its vectors, [N / G, G, D], and its queries' losses
         self._waiting: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
@@ -57,15 +58,14 @@ class EmbeddingLoss:
     def compare_batch(self, vectors: Sequence[torch.Tensor], num_samples: int, replicas: dist.ProcessGroup) -> None:
         """Compute the loss of the coming step and its gradients. vectors: what `make_vectors` has returned for each of
         its micro-batches on this rank. All ranks of `replicas` call it."""
-        rank, size = dist.get_rank(replicas), dist.get_world_size(replicas)
         own = torch.cat(list(vectors))
-        gathered = [torch.empty_like(own) for _ in range(size)]
-        dist.all_gather(gathered, own, group=replicas)
+        gathered = (gather_ragged if self._is_packed else gather_even)(own, replicas)
         with torch.enable_grad():
             whole = torch.cat(gathered).requires_grad_()
             losses, ranks = self._compare(whole, range(len(whole)))
             (gradient,) = torch.autograd.grad(losses.sum(), whole)
-        mine = slice(rank * len(own), (rank + 1) * len(own))
+        first = sum(map(len, gathered[: dist.get_rank(replicas)]))
+        mine = slice(first, first + len(own))
         sizes = [len(each) for each in vectors]
         self._waiting = deque(zip(gradient[mine].split(sizes), losses.detach()[mine].split(sizes), strict=True))
         self._add(summarize_ranks(losses[mine], ranks[:, mine]), len(own), with_loss=False)
@@ -104,8 +104,16 @@ class EmbeddingLoss:
         self.sums[0].add(sums, counts)
 
 
+def gather_even(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the tensors of all ranks of the group, of one shape. own: that of this rank."""
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    return gathered
+
+
 def gather_ragged(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the tensors of all ranks of the group. own: that of this rank, whose first dimension may differ."""
+    """Return the tensors of all ranks of the group. own: that of this rank, whose first dimension may differ. The host
+    waits for the device."""
     sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(own)], device=own.device), group=group)
     lengths = [int(size) for size in sizes]
@@ -117,7 +125,7 @@ def gather_ragged(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Ten
 
 
 class TextEmbedding(Objective):
-    """A sample is a query with its document and negatives, whose rows follow each other in a micro-batch."""
+    """A sample is a query with its document and negatives, which follow each other in a micro-batch."""
 
     name = "embedding"
     pipeline_tag, made_for = "sentence-similarity", "sentence-transformers"
@@ -160,7 +168,8 @@ class TextEmbedding(Objective):
         keys = config.read_group(EmbeddingConfig)
         check_sizes(keys.matryoshka_dims, stage.architecture.hidden_size)
         check_repeatable(stage.architecture)
-        return EmbeddingLoss(keys.pooling, build_contrast(keys), self.group_size(config.data))
+        group_size = self.group_size(config.data)
+        return EmbeddingLoss(keys.pooling, build_contrast(keys), group_size, config.data.packing)
 
     def pass_over(self, config: RunConfig) -> PassOver:
         return PassOver.samples

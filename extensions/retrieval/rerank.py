@@ -8,7 +8,7 @@ A query has G documents, and only the first one answers it. With their scores r_
               and of -log sigmoid(-r_g) for each other document g                       (1901.04085)
 
 The loss of a step is the mean over the queries of the global batch. The G documents of a query are consecutive rows of
-one micro-batch.
+one micro-batch, or consecutive documents of a packed row.
 
 N documents of a micro-batch, Q = N / G queries.
 """
@@ -41,8 +41,8 @@ class RerankLoss:
     """The loss of a reranker, computed on the last stage. Each call also adds its queries to the metrics in `sums`."""
 
     def __init__(self, loss_type: RerankLossType, group_size: int, *, sequence_part: ContextParallel = NO_CP) -> None:
-        """loss_type: the formula, as in the module's docstring. group_size: G, the consecutive rows that belong to one
-        query. sequence_part: the part of each row that this rank holds (context parallelism)."""
+        """loss_type: the formula, as in the module's docstring. group_size: G, the consecutive documents that belong to
+        one query. sequence_part: the part of each row that this rank holds (context parallelism)."""
         self._loss_type, self._group_size, self._sequence_part = loss_type, group_size, sequence_part
         self.sums = (MetricSums(*METRICS),)  # the sums of `METRICS` over all queries since they were last taken
 
@@ -78,8 +78,8 @@ class RerankLoss:
 
 
 class Rerank(Objective):
-    """The objective of a reranker (`task=rerank`). A sample is a query with its G documents: G consecutive rows of a
-    micro-batch, of which the first holds the document that answers the query. `Objective` explains the fields."""
+    """The objective of a reranker (`task=rerank`). A sample is a query with its G documents, which follow each other in
+    a micro-batch; the first one answers the query. `Objective` explains the fields."""
 
     name = "rerank"
     pipeline_tag = "text-ranking"
@@ -90,7 +90,7 @@ class Rerank(Objective):
     columns = (LABELS,)  # [N, 0], without values: under context parallelism its length is the number of documents
 
     def group_size(self, data: DataConfig) -> int:
-        """Return G, the number of rows of a query: its answer and `data.num_negatives` other documents."""
+        """Return G, the number of documents of a query: its answer and `data.num_negatives` others."""
         assert isinstance(data, DataKeys)
         return 1 + data.num_negatives
 

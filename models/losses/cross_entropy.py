@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from batch import IGNORE_INDEX, Targets
+from batch import Targets
 from models.losses.logit_chunks import (
     LogitGradients,
     VocabularyShard,
@@ -188,34 +188,31 @@ def _sum_chunk(
     return loss
 
 
-def sequence_log_probabilities(
+def document_log_probabilities(
     outputs: tuple[torch.Tensor, torch.Tensor],
     targets: Targets,
     logit_softcap: float | None = None,
     sharing: VocabularyShard | None = None,
     sequence_part: ContextParallel = NO_CP,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the log-probabilities of each row's targets, and their number: both float64 [B].
+) -> torch.Tensor:
+    """Return the sum of the log-probabilities of each document's targets, float64 [D].
 
     For losses that are not sums over tokens. Differentiable; logits are computed in chunks, and again in the backward
-    pass. Arguments as in `causal_lm_loss`. sequence_part: the part of each row that this rank holds; the sums are those
-    of the whole rows, on each rank of the group.
+    pass. Arguments as in `causal_lm_loss`. targets: with the columns of `DOCUMENT_SUMS` (`data/loading/columns.py`):
+    the document of each target, [N], and the targets of each document, [D]. sequence_part: the part of each row that
+    this rank holds; the sums are those of whole documents, on each rank of the group.
     """
     hidden_states, weight = outputs
-    target_ids = targets.ids
     target_log_probabilities = _TargetLogProbabilities.apply(
         _choose_rows(hidden_states, targets.indices),
         weight,
-        _choose_rows(target_ids, targets.indices),
+        _choose_rows(targets.ids, targets.indices),
         logit_softcap,
         sharing,
     )  # [N]
     # Summed in float64: preferences are small differences of such sums.
-    tokens = torch.zeros(target_ids.numel(), dtype=torch.float64, device=target_ids.device)
-    tokens = tokens.index_copy(0, targets.indices, target_log_probabilities.double()).view_as(target_ids)  # [B, T]
-    rows = torch.stack([tokens.sum(dim=1), (target_ids != IGNORE_INDEX).sum(dim=1).double()])
-    log_probabilities, num_targets = sum_parts(rows, sequence_part)
-    return log_probabilities, num_targets
+    documents, none = targets.columns["target_documents"], torch.zeros_like(targets.columns["num_targets"])
+    return sum_parts(none.index_add(0, documents, target_log_probabilities.double()), sequence_part)
 
 
 class _TargetLogProbabilities(torch.autograd.Function):

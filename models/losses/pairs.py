@@ -2,8 +2,8 @@
 metrics.
 
 A preference objective is a formula: from the log-probabilities of the answers of B pairs to a loss and two rewards per
-pair. The mean over the pairs of the global batch does not depend on their split into micro-batches and replicas.
-Rows 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer of a pair.
+pair. The mean over the pairs of the global batch does not depend on their split into rows, micro-batches and replicas.
+Documents 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer of a pair.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from batch import Targets
-from models.losses.cross_entropy import get_softcap, sequence_log_probabilities
+from models.losses.cross_entropy import document_log_probabilities, get_softcap
 from models.losses.logit_chunks import shard_vocabulary
 from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
@@ -28,7 +28,7 @@ REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accu
 class Pairs:
     """B pairs, all float64 [2, B]: first the chosen answers, then the rejected ones.
 
-    policy: log-probabilities, summed over an answer's tokens. num_tokens: those of an answer, at least 1.
+    policy: log-probabilities, summed over an answer's tokens. num_tokens: those of an answer.
     reference: the same sums by the reference model; None where the formula does not need it.
     """
 
@@ -106,31 +106,28 @@ class PairLoss:
         self.sums = (MetricSums(*REWARDS, *formula.reported),)
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: of 2 B rows; where the formula needs it, with the column
-        `reference`: its log-probability of each row, summed over its targets, float64 [2 B]. A pair without targets is
-        padding and is not counted.
+        """outputs, targets: as in `document_log_probabilities`, of 2 B answers; where the formula needs it, with the
+        column `reference`: its log-probability of each answer, summed over its targets, float64 [2 B].
 
         Returns the sum of the pairs' losses over the denominator, fp32 at least; each of the ranks that share sequences
         returns an equal part of it.
         """
-        reference = _by_answer(targets.columns["reference"]) if self._formula.needs_reference else None
-        policy, num_targets = sequence_log_probabilities(  # [2 B]
-            outputs, targets, self._softcap, self._sharing, self._sequence_part
-        )
-        is_pair = num_targets[::2] > 0  # [B]
-        terms = self._formula(Pairs(_by_answer(policy), _by_answer(num_targets.clamp(min=1)), reference))
-        self._add(terms, is_pair)
-        loss = (terms.losses * is_pair).sum() / targets.denominator / self._sequence_part.size
+        columns = targets.columns
+        reference = _by_answer(columns["reference"]) if self._formula.needs_reference else None
+        policy = document_log_probabilities(outputs, targets, self._softcap, self._sharing, self._sequence_part)
+        terms = self._formula(Pairs(_by_answer(policy), _by_answer(columns["num_targets"]), reference))
+        self._add(terms)
+        loss = terms.losses.sum() / targets.denominator / self._sequence_part.size
         return loss.to(torch.promote_types(outputs[1].dtype, torch.float32))
 
     @torch.no_grad()
-    def _add(self, terms: PairTerms, is_pair: torch.Tensor) -> None:
+    def _add(self, terms: PairTerms) -> None:
         chosen, rejected = terms.rewards
         rewards = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
         metrics = torch.stack([*rewards, *(terms.reported[name] for name in self._formula.reported)])
-        self.sums[0].add((metrics * is_pair).sum(dim=1), is_pair.sum())
+        self.sums[0].add(metrics.sum(dim=1), metrics.shape[1])
 
 
-def _by_answer(rows: torch.Tensor) -> torch.Tensor:
+def _by_answer(values: torch.Tensor) -> torch.Tensor:
     """[2 B] -> [2, B]."""
-    return rows.view(-1, 2).T
+    return values.view(len(values) // 2, 2).T

@@ -36,6 +36,24 @@ def test_a_batch_does_not_depend_on_the_steps_before_it() -> None:
     assert [ORDER.sample_ids(step).tolist() for step in reversed(range(20))] == in_turn[::-1]
 
 
+def test_samples_of_like_lengths_share_a_batch() -> None:
+    """An epoch takes the samples that it takes without lengths; steps of short and long ones alternate."""
+    lengths = np.random.default_rng(0).lognormal(5, 1, 1003).astype(int)
+    plain, alike = (GlobalOrder(1003, 8, seed=3, lengths=given) for given in (None, lambda ids: lengths[ids]))
+    per_epoch = plain.steps_per_epoch
+    for epoch in range(2):
+        steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        found, expected = (np.concatenate([each.sample_ids(step) for step in steps]) for each in (alike, plain))
+        assert sorted(found) == sorted(expected) and found.tolist() != expected.tolist()
+        widths = [[np.ptp(lengths[each.sample_ids(step)]) for step in steps] for each in (alike, plain)]
+        assert np.mean(widths[0]) < np.mean(widths[1]) / 8
+        means = [lengths[alike.sample_ids(step)].mean() for step in steps]
+        assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.3
+    in_turn = [alike.sample_ids(step).tolist() for step in range(20)]
+    assert [alike.sample_ids(step).tolist() for step in reversed(range(20))] == in_turn[::-1]
+    assert in_turn[0] != GlobalOrder(1003, 8, seed=4, lengths=alike.lengths).sample_ids(0).tolist()
+
+
 def test_a_permutation_cannot_be_changed_by_its_reader() -> None:
     with pytest.raises(ValueError, match="read-only"):
         ORDER.sample_ids(0)[0] = 1

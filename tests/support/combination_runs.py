@@ -23,6 +23,7 @@ from support.cases import BOUND, Case, merge, train_case, worst_difference
 from support.combinations import RANKS, Row, list_keys
 from support.families import save_family
 from support.head_runs import load_oracle, read_text, save_documents, save_queries, save_steps, save_words
+from support.objective_runs import list_groups
 from support.pair_runs import compute_pair
 from support.routers import add_router_losses, watch
 from support.tiny import find_tokenized, save_pairs, save_records, save_tokenizer
@@ -49,6 +50,7 @@ SAVE = {
     "steps": save_steps, "embedding": save_queries, "rerank": save_queries,
 }  # fmt: skip
 BATCH = ("global_batch_size=8", "max_seq_length=160")
+ROOM = ("max_seq_length=256", "data.on_bad_record=skip")  # for samples that share a row
 # A pair's gradient is in DPO that of sums over tokens
 LEARNING_RATES = {
     "sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.02, "classification": 0.02, "tokens": 0.02, "steps": 0.02,
@@ -137,6 +139,8 @@ class Material:
         keys = [key for key in list_keys(row) if family in EXPERTS or not key.startswith("moe.")]
         given = (f"learning_rate={LEARNING_RATES[objective]}", *keys, *BATCH)
         given += (f"tokenizer_name_or_path={self.tokenizer()}",)
+        if row["packing"] == "true" and any(KINDS[name].together for name in KINDS if f"data={name}" in keys):
+            given += ROOM
         model = self.model(family, row)
         if row["adapter"] != "none":
             given += (f"adapter.name_or_path={self.name_adapter(model, row)}",)
@@ -318,8 +322,7 @@ def compute_pairs(
     config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
 ) -> Iterable[float]:
     """The part of each pair in the loss of a step, its gradient left in the parameters."""
-    dataset = TokenizedDataset(folder, True, True)
-    ids = GlobalOrder(len(dataset) // 2, config.global_batch_size, config.seed).sample_ids(step).tolist()
+    dataset, ids = TokenizedDataset(folder, True, True), list_groups(config, folder, step)
     for pair in ids:
         loss = compute_pair(config, policy, reference.eval(), dataset, pair)[0] / len(ids)
         loss.backward()
@@ -331,9 +334,7 @@ def compute_labelled(
 ) -> Iterable[float]:
     """The part of each document in the loss over a step's labels, of documents or of their tokens, its gradient left in
     the parameters. Without the dropout that `transformers` puts before the scores of tokens."""
-    rows, dataset = Rows(folder, build_row_plan(config, "train_file"), True, True), TokenizedDataset(folder, True, True)
-    order = GlobalOrder(len(rows), config.global_batch_size, config.seed)
-    ids = [sample for row in order.sample_ids(step) for sample, _, _ in rows.pieces(int(row))]
+    dataset, ids = TokenizedDataset(folder, True, True), list_groups(config, folder, step)
     given = [dataset.labels(i)[1:] if dataset.sample_labels is None else dataset.sample_labels[i] for i in ids]
     labels = [torch.from_numpy(each.astype("int64")) for each in given]
     num_labels = sum(int((each != -100).sum()) for each in labels)

@@ -8,6 +8,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,15 @@ import torch
 from peft import PeftModel
 from support.cases import BOUND, Case, worst_difference
 from support.objective_runs import check_steps, find_dataset, train_plainly
-from support.tiny import find_tokenized, save_pairs
+from support.tiny import save_pairs
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
-from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
 from models.architecture.lookup import build_layers
 from models.weights.edits import edit_weights
 from models.weights.new_head import choose_head
 from models.weights.sources import open_weights
-from training.inputs.datasets import build_row_plan, complete_labels
+from training.inputs.datasets import complete_labels
 from training.objectives.registry import get_objective
 
 NAMES = ("calendar", "json", "textwrap")  # modules, by whose source a text is labelled
@@ -144,14 +144,7 @@ def train_documents(
     compute_step: Callable[[TokenizedDataset, list[int]], tuple[torch.Tensor, dict[str, float]]],
 ) -> dict[str, Any]:
     """`train_plainly` on the documents of all rows of a global batch at once, packed or not."""
-    dataset = find_dataset(case.workdir)
-    path = find_tokenized(case.workdir)[0]
-    rows = Rows(path, build_row_plan(case.config(), "train_file"), False, False)
-
-    def compute(ids: list[int]) -> tuple[torch.Tensor, dict[str, float]]:
-        return compute_step(dataset, [sample for row in ids for sample, _, _ in rows.pieces(row)])
-
-    return train_plainly(case, model, len(rows), compute)
+    return train_plainly(case, model, partial(compute_step, find_dataset(case.workdir)))
 
 
 def train_token_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:

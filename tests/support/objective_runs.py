@@ -30,8 +30,10 @@ from support.tiny import find_tokenized, save_llama, save_pairs, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoModelForCausalLM
 
-from data.order import GlobalOrder
+from data.storage.rows import Rows, count_rows, list_rows
 from data.storage.tokenized import TokenizedDataset
+from training.config.schema import RunConfig
+from training.inputs.datasets import build_order, build_row_plan
 
 NUM_SAMPLES = 21  # pairs, or answers with a label: no multiple of any batch
 TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
@@ -73,42 +75,52 @@ def replace_by_mixture(case: Case, folder: Path) -> Case:
 
 def train_answers(case: Case) -> dict[str, Any]:
     """Losses, gradient norms, metrics and final weights of a run on this rank."""
+    from training.inputs.step_totals import SharedTotals
     from training.objectives.registry import get_objective
 
     engine, loaders, config, layout, _ = build_all(case)
     loader, first_pass = loaders.train, loaders.first_pass
-    micro_batches = loader.iterate(0, case.steps)
+    micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
     first = None if first_pass is None else loader.first.iterate(0, case.steps)
     metrics = get_objective(config).metrics(engine.module.loss_fn, engine.device)
     assert metrics is not None
     result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
     for step in range(case.steps):
+        known = totals.get(step)
         if first_pass is not None:
-            first_pass.prepare(first, layout.gradient_accumulation_steps, config.global_batch_size)
-        result["losses"].append(engine.train_step(micro_batches, step, case.steps)[0].item())
+            first_pass.prepare(first, layout.gradient_accumulation_steps, known.num_samples)
+        result["losses"].append(engine.train_step(micro_batches, step, case.steps, totals=known)[0].item())
         result["norms"].append(float(engine.gradient_norm()))
         metrics.add_step(counts=True)
         result["metrics"].append(metrics.finish_interval())
     return result | {"weights": hf_weights(engine)}
 
 
+def list_groups(config: RunConfig, folder: Path, step: int) -> list[int]:
+    """Return the samples of a step's global batch, or the groups of them that stay together, by their numbers in a
+    tokenized folder; packed or not."""
+    plan = build_row_plan(config, "train_file")
+    order = build_order(config, folder, count_rows(folder, plan), config.global_batch_size)
+    rows = list_rows(order.sample_ids(step), plan.rows_per_group)
+    samples = Rows(folder, plan, False, False).list_samples(rows)
+    return (samples[:: plan.group_size] // plan.group_size).tolist()
+
+
 def train_plainly(
     case: Case,
     model: torch.nn.Module,
-    num_rows: int,
     compute_step: Callable[[list[int]], tuple[torch.Tensor, dict[str, float]]],
     steps: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """The same steps of SGD on a plain model. compute_step: of the rows of a step, the loss and the metrics; a loss
-    without a graph has left its gradient already. steps: by default all of the case's."""
-    config = case.config()
-    order = GlobalOrder(num_rows, config.global_batch_size, config.seed)
+    """The same steps of SGD on a plain model. compute_step: of the samples of a step, or of their groups, the loss and
+    the metrics; a loss without a graph has left its gradient already. steps: by default all of the case's."""
+    config, folder = case.config(), find_tokenized(case.workdir)[0]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
     result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
     for step in steps or range(case.steps):
         optimizer.zero_grad()
-        loss, metrics = compute_step(order.sample_ids(step).tolist())
+        loss, metrics = compute_step(list_groups(config, folder, step))
         if loss.requires_grad:
             loss.backward()
         result["losses"].append(loss.item())
@@ -119,7 +131,7 @@ def train_plainly(
 
 
 def train_oracle(
-    case: Case, policy: torch.nn.Module, compute_step: ComputeStep, num_samples: int, steps: Sequence[int] | None = None
+    case: Case, policy: torch.nn.Module, compute_step: ComputeStep, steps: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """`train_plainly`, sample by sample."""
 
@@ -132,7 +144,7 @@ def train_oracle(
             reported.append(report)
         return loss, summarize(reported)
 
-    return train_plainly(case, policy, num_samples, compute, steps)
+    return train_plainly(case, policy, compute, steps)
 
 
 def check_steps(result: Mapping[str, Any], oracle: Mapping[str, Any], weights: bool = True) -> None:

@@ -120,9 +120,7 @@ def summarize(pairs: list[PairResult]) -> dict[str, float]:
     return means | {name: float(np.mean([reported[name] for *_, reported in pairs])) for name in pairs[0][-1]}
 
 
-def train_oracle(
-    case: Case, num_pairs: int, policy: torch.nn.Module, reference: torch.nn.Module | None = None
-) -> dict[str, Any]:
+def train_oracle(case: Case, policy: torch.nn.Module, reference: torch.nn.Module | None = None) -> dict[str, Any]:
     """The same steps of SGD, pair by pair."""
     config, dataset = case.config(), find_dataset(case.workdir)
 
@@ -130,7 +128,7 @@ def train_oracle(
         pairs = (compute_pair(config, policy, reference, dataset, pair) for pair in ids)
         return ((pair[0], pair) for pair in pairs), summarize
 
-    return objective_runs.train_oracle(case, policy, compute_step, num_pairs)
+    return objective_runs.train_oracle(case, policy, compute_step)
 
 
 def evaluate_oracle(

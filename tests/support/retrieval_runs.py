@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from support.cases import Case
 from support.head_runs import read_text
-from support.objective_runs import find_dataset, train_plainly
+from support.objective_runs import find_dataset, list_groups, train_plainly
 
-from data.order import GlobalOrder
 from data.storage.tokenized import TokenizedDataset
 from extensions.retrieval.keys import DataKeys, EmbeddingConfig, RerankConfig
 from training.config.schema import RunConfig
-from training.objectives.registry import get_objective
 
 NUM_QUERIES = 21  # no multiple of a batch
 
@@ -84,7 +82,7 @@ def train_oracle(case: Case, model: torch.nn.Module, compare: Compare) -> dict[s
         losses, ranks = compare(config, model, dataset, ids)
         return losses.mean(), summarize(ranks)
 
-    return train_plainly(case, model, NUM_QUERIES, compute_step)
+    return train_plainly(case, model, compute_step)
 
 
 def evaluate_oracle(case: Case, model: torch.nn.Module, compare: Compare, folder: Path) -> dict[str, float]:
@@ -98,10 +96,7 @@ def compute_queries(
     config: RunConfig, folder: Path, step: int, policy: torch.nn.Module, reference: torch.nn.Module
 ) -> Iterable[float]:
     """The loss of a step's queries, its gradient left in the parameters."""
-    dataset = TokenizedDataset(folder, True, True)
-    num_queries = len(dataset) // get_objective(config).group_size(config.data)
-    ids = GlobalOrder(num_queries, config.global_batch_size, config.seed).sample_ids(step).tolist()
     compare = compare_vectors if config.data.name == "embedding" else compare_scores
-    loss = compare(config, policy, dataset, ids)[0].mean()
+    loss = compare(config, policy, TokenizedDataset(folder, True, True), list_groups(config, folder, step))[0].mean()
     loss.backward()
     yield loss.item()

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.order import GlobalOrder
-from data.storage.rows import Rows, list_rows
+from data.storage.rows import Rows, count_rows, list_rows
 from data.storage.tokenized import TokenizedDataset
 from training.config.schema import RunConfig
-from training.inputs.datasets import build_row_plan
-from training.objectives.registry import get_objective
+from training.inputs.datasets import build_order, build_row_plan
 
 SIGMOID = (  # the other families have softmax
     "deepseek_v3",
@@ -84,10 +82,10 @@ def watch(model: nn.Module, family: str) -> list[Routed]:
 
 def list_documents(config: RunConfig, folder: Path, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) of the documents of a global batch, [T] each."""
-    rows, dataset = Rows(folder, build_row_plan(config, "train_file"), True, True), TokenizedDataset(folder, True, True)
-    group = get_objective(config).group_size(config.data)
-    order = GlobalOrder(len(rows) // group, config.global_batch_size, config.seed)
-    for row in list_rows(order.sample_ids(step), group):
+    plan = build_row_plan(config, "train_file")
+    rows, dataset = Rows(folder, plan, True, True), TokenizedDataset(folder, True, True)
+    order = build_order(config, folder, count_rows(folder, plan), config.global_batch_size)
+    for row in list_rows(order.sample_ids(step), plan.rows_per_group):
         for sample, start, stop in rows.pieces(int(row)):
             ids, labels = (
                 torch.from_numpy(column(sample)[start:stop].astype("int64"))

@@ -237,7 +237,8 @@ def test_every_key_of_the_data_has_its_place() -> None:
     encoder_fields = {field.name for kind in KINDS.values() for field in fields(kind.encoder)}  # type: ignore[arg-type]
     in_tokenizer, in_encoding = {"chat_template", "special_tokens", "eos_token"}, {"length_policy", "on_bad_record"}
     in_selection = {"filter", "max_samples", "eval_fraction", "eval_samples"}
-    in_rows, compared_by_resume = {"packing", "mixture_by"}, {"collator", "streaming", "shuffle_block"}
+    in_rows = {"packing", "mixture_by"}
+    compared_by_resume = {"collator", "streaming", "shuffle_block", "group_by_length"}
     without_effect = {"pad_to", "cache_dir", "num_proc"}
     places = encoder_fields | in_tokenizer | in_encoding | in_selection | in_rows | compared_by_resume | without_effect
     assert {field.name for field in fields(DataConfig)} <= places | {"name", "encoder"}

@@ -10,11 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.configs import build_config
+from support.tiny import save_pairs, save_tokenizer
 from transformers import LlamaConfig
 
+from data.storage.rows import count_rows
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
-from training.summary import RunEnd, RunTotals, show_end
+from training.inputs.datasets import build_row_plan, tokenize
+from training.objectives.registry import get_objective
+from training.summary import RunEnd, RunTotals, _describe_rows, show_end
 
 START = TrainerState(
     step=2,
@@ -43,6 +48,23 @@ def test_totals_count_from_the_start_of_the_run_and_only_steps() -> None:
     assert re.fullmatch(r"llama: 3 steps, 300 tokens, 100 tokens/s on 2 ranks in \S+ m?s", first)
     assert second.startswith("loss 3.000 -> 2.500, eval_loss 2.0000")
     assert RunTotals(START).summarize("llama", "2 ranks", None) == []
+
+
+def test_a_step_of_packed_rows_has_so_many_pairs(tmp_path: Path) -> None:
+    tokenizer, file = save_tokenizer(tmp_path / "model"), save_pairs(tmp_path / "train.jsonl", 21)
+    keys = ("data=preference", "data.packing=true", "max_seq_length=512", f"data.cache_dir={tmp_path}/cache")
+    config = build_config(f"train_file={file}", *keys)
+    datasets = tokenize(config, tokenizer)
+    num_rows = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
+    setup: Any = SimpleNamespace(
+        config=config, layout=SimpleNamespace(global_batch_size=4), objective=get_objective(config)
+    )
+    planned: Any = SimpleNamespace(run=SimpleNamespace(config=SimpleNamespace(max_seq_length=400)))
+    prediction: Any = SimpleNamespace(plan=planned, filled=390.0)
+    budget: Any = SimpleNamespace(stream=None)
+    assert 1 < num_rows < 21 and _describe_rows(setup, datasets, budget, prediction) == {
+        "rows": f"400 tokens on average, 2.5% of them padding; about {21 / num_rows * 4:.0f} pairs in a step"
+    }
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ FOREIGN: dict[str, str] = {
     "seq_length": LENGTH, "model_max_length": LENGTH, "block_size": LENGTH,
     "excess_length_strategy": "data.length_policy",
     "sample_packing": PACKING, "neat_packing": PACKING, "padding_free": PACKING, "zero_padding": PACKING,
+    "group_by_length": "data.group_by_length=true",
     "pad_to_sequence_len": "data.pad_to=max_seq_length", "dataset_num_proc": WORKERS, "dataset_processes": WORKERS,
     "preprocessing_num_workers": WORKERS, "dataloader_num_workers": "num_workers",
     # adapters

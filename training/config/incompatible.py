@@ -330,6 +330,11 @@ TABLE: tuple[Row, ...] = (
     (_given("data.chat_template"), {DOCUMENTS:
         "raw text holds no messages; give data=chat, or data.special_tokens to add tokens only"}),
     *_refuse_for(OWN_KINDS),
+    (has_value("data.group_by_length", "true"), {
+        PACKED: "packed rows have like lengths; give one of them",
+        has_value("data.pad_to", "max_seq_length"): "all rows have one length then; give one of them",
+        STREAMED: "the lengths of a stream are not known beforehand; give one of them",
+    }),
     (STREAMED, {
         has_value("max_steps", "null"): "a stream has no epochs of a known length; give max_steps",
         EVAL_EPOCHS: "a stream has no epochs of a known length; give eval_steps",

@@ -193,6 +193,7 @@ class DataConfig:
     eval_fraction: float | None = between(0, 1)
     eval_samples: int | None = at_least(1)
     pad_to: PadTo = MISSING
+    group_by_length: bool = MISSING
     streaming: bool = MISSING
     shuffle_block: int = at_least(1)
     cache_dir: str = MISSING

@@ -21,7 +21,7 @@ from training.costs.hardware import Machine
 from training.costs.links import Sent
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import choose_reduce_dtype
-from training.objectives.registry import get_objective
+from training.objectives.registry import count_rows
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, Group, build_activation_checkpointing
 from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
@@ -120,7 +120,7 @@ class PlannedRun:
 
     @cached_property
     def tokens_per_sample(self) -> int:
-        return get_objective(self.config).group_size(self.config.data) * self.config.max_seq_length
+        return count_rows(self.config) * self.config.max_seq_length
 
     @cached_property
     def tokens(self) -> int:

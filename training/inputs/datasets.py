@@ -17,11 +17,12 @@ from data.encoders.rendering import DATE, read_template_kwargs
 from data.encoders.turns import find_stop_tokens
 from data.options import Packing, ProblemType
 from data.order import VERSION as ORDER_VERSION
+from data.order import GlobalOrder
 from data.sample import Encoder
 from data.sources.selection import HoldOut, Selection, build_filter
 from data.storage.encoding import Encoding
-from data.storage.mismatched import check_labels, prepare_mismatched
-from data.storage.rows import RowPlan, prepare_rows
+from data.storage.mismatched import MISMATCHED, check_labels, mismatched_path, prepare_mismatched
+from data.storage.rows import GroupLengths, RowPlan, copy_rows, prepare_rows
 from data.storage.token_ids import check_token_ids
 from data.storage.tokenized import TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
@@ -40,7 +41,7 @@ from training.inputs.custom import build_user_encoder
 from training.inputs.labels import check_names, find_labels
 from training.inputs.stream import SHARDS, StreamStart, compare_shards
 from training.objectives.objective import PassOver
-from training.objectives.registry import get_objective
+from training.objectives.registry import choose_packing, get_objective
 
 
 def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokenizerBase:
@@ -164,29 +165,33 @@ def prepare_file(
         log=log,
         compares_bytes=compares_bytes,
     )
+    mismatches = get_objective(config).pass_over(config) is PassOver.mismatched
+    if mismatches:
+        per_record = find_kind(data.name).count_samples(data)
+        check_labels(path, key, per_record, trains=key == "train_file")
+        prepare_mismatched(path, config.max_seq_length, key, per_record, log, compares_bytes)
     prepare_rows(path, plan, key, log, names=files.entries, compares_bytes=compares_bytes)
+    if mismatches:
+        copy_rows(path, mismatched_path(path), plan, compares_bytes)
     if get_objective(config).needs_labels and TokenizedDataset(path, False, False).sample_labels is None:
         raise UserError(
             f"{key}: data={data.name} needs a label of each sample, of as many numbers; data.encoder must set it"
         )
-    if get_objective(config).pass_over(config) is PassOver.mismatched:
-        per_record = find_kind(data.name).count_samples(data)
-        check_labels(path, key, per_record, trains=key == "train_file")
-        prepare_mismatched(path, plan, key, per_record, log, compares_bytes)
     return path
 
 
 def build_encoding(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
     """Return how the records of `train_file` or an evaluation file become samples. Raises UserError for a user-defined
     encoder or filter that cannot be built."""
-    data = config.data
+    data, plan = config.data, build_row_plan(config, key)
     return Encoding(
         encoder=build_encoder(data, list_stop_tokens(config, tokenizer)),
         tokenizer=tokenizer,
-        max_seq_length=None if build_row_plan(config, key).packing is Packing.CONCATENATE else config.max_seq_length,
+        max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
         length_policy=data.length_policy,
         on_bad_record=data.on_bad_record,
         samples_per_record=find_kind(data.name).count_samples(data),
+        shares_rows=plan.rows_per_group < plan.group_size,
         selection=build_selection(data, key),
     )
 
@@ -221,6 +226,8 @@ def describe_choices(config: RunConfig) -> dict[str, str]:
     for key in ("max_samples", "filter", "eval_fraction", "eval_samples"):
         if (value := getattr(config.data, key)) is not None:
             described[f"data.{key}"] = str(value)
+    if config.data.group_by_length:
+        described["data.group_by_length"] = "true"
     return described
 
 
@@ -332,13 +339,22 @@ def build_selection(data: DataConfig, key: str) -> Selection:
 
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:
     """Return the plan by which the samples of `train_file` or an evaluation file become rows."""
-    data = config.data
+    objective, packing = get_objective(config), choose_packing(config)
+    mismatches = packing is not Packing.NONE and objective.pass_over(config) is PassOver.mismatched
     return RowPlan(
         max_seq_length=config.max_seq_length,
-        packing=find_kind(data.name).choose_packing(data.packing),
+        packing=packing,
         mixture=parse_key(config, key).mixture,
-        group_size=get_objective(config).group_size(config.data),
+        group_size=objective.group_size(config.data),
+        companion=MISMATCHED if mismatches else "",
     )
+
+
+def build_order(config: RunConfig, path: Path, num_samples: int, global_batch_size: int) -> GlobalOrder:
+    """Return the order of the rows of `train_file`. path: its tokenized folder. num_samples: what the order shuffles,
+    see `count_rows`."""
+    lengths = GroupLengths(path, build_row_plan(config, "train_file")) if config.data.group_by_length else None
+    return GlobalOrder(num_samples, global_batch_size, config.seed, lengths=lengths)
 
 
 def complete_labels(config: RunConfig, model: PretrainedConfig) -> RunConfig:

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from data.loading import loader as loaders
 from data.loading.columns import WHOLE_IDS, ReadColumn, list_scored_columns
 from data.loading.stream_loader import StreamLoader
-from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
 from data.storage.scores import Scores
 from data.worker_processes import start_server
@@ -23,7 +22,7 @@ from training.distributed.process import current_device
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
 from training.inputs.custom import build_collator
-from training.inputs.datasets import build_row_plan, build_stream_plan
+from training.inputs.datasets import build_order, build_row_plan, build_stream_plan
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.inputs.stream import StreamStart
 from training.objectives.objective import PassOver
@@ -119,7 +118,7 @@ def build_loaders(
         train: Any = _build_stream_loader(config, options, data, budget, budget.stream)
         return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, teacher_options))
     path = data.datasets["train_file"]
-    order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
+    order = build_order(config, path, budget.num_samples, layout.global_batch_size)
     train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
     if (first := _choose_first(config, module, data, "train_file", options, teacher_options)) is not None:
         train_loader.first = loaders.build_train_loader(*first, order, layout.gradient_accumulation_steps)

@@ -297,11 +297,12 @@ def measure_evaluations(config: RunConfig, layout: Layout, datasets: Mapping[str
 
 def _measure_evaluation(config: RunConfig, layout: Layout, key: str, path: Path) -> EvalSize:
     plan, objective = build_row_plan(config, key), get_objective(config)
-    rows, targets = count_rows(path, plan), load_summary(path).num_targets
+    rows, targets = Rows(path, plan, False, False), load_summary(path).num_targets
+    counts = rows.piece_counts(np.arange(len(rows)))
     documents = None
     if config.data.collator is None:
-        counts = Rows(path, plan, False, False).piece_counts(np.arange(rows * objective.group_size(config.data)))
-        most = bound_documents(counts, layout.micro_batch_size * objective.group_size(config.data))
+        most = bound_documents(counts, layout.micro_batch_size * plan.rows_per_group)
         documents = DocumentBounds(most, config.max_seq_length)
-    terms = rows if objective.mean_over is MeanOver.samples else targets
-    return EvalSize(rows, targets, terms, documents)
+    samples = int(counts.sum(dtype=np.int64)) // plan.group_size
+    terms = samples if objective.mean_over is MeanOver.samples else targets
+    return EvalSize(len(rows) // plan.rows_per_group, targets, terms, documents)

@@ -30,7 +30,7 @@ from transformers import PretrainedConfig
 
 from batch import Targets
 from data.loading.columns import REFERENCE
-from models.losses.cross_entropy import get_softcap, sequence_log_probabilities
+from models.losses.cross_entropy import document_log_probabilities, get_softcap
 from models.losses.logit_chunks import shard_vocabulary
 from models.losses.options import DPOLossType
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
@@ -69,8 +69,8 @@ class DPOFormula:
         return (1 - smoothing) * preferred + smoothing * flipped
 
 
-class RowScore:
-    """Computes, in place of a loss, the log-probability of each row's targets, one tensor: float64 [B]."""
+class AnswerScore:
+    """Computes, in place of a loss, the log-probability of each document's targets, one tensor: float64 [D]."""
 
     def __init__(
         self, config: PretrainedConfig, parallel: TensorParallel = NO_TP, sequence_part: ContextParallel = NO_CP
@@ -79,8 +79,7 @@ class RowScore:
         self._sequence_part = sequence_part
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> tuple[torch.Tensor]:
-        found = sequence_log_probabilities(outputs, targets, self._softcap, self._sharing, self._sequence_part)
-        return (found[0],)
+        return (document_log_probabilities(outputs, targets, self._softcap, self._sharing, self._sequence_part),)
 
 
 class DPO(PreferenceObjective):

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from batch import Targets
-from data.loading.columns import DESIRABLE, REFERENCE
+from data.loading.columns import DESIRABLE, DOCUMENT_SUMS, REFERENCE
 from data.options import MeanOver
-from models.losses.cross_entropy import Loss, get_softcap, sequence_log_probabilities
+from models.losses.cross_entropy import Loss, document_log_probabilities, get_softcap
 from models.losses.logit_chunks import shard_vocabulary
 from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
@@ -60,47 +60,41 @@ class KTOLoss:
         self._kl = (total / num_samples).clamp(min=0)
 
     def sum_log_ratios(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
-        """Return the sum of h over the rows of a micro-batch, float64; each of the ranks that share sequences returns
-        an equal part of it. Arguments as in a call.
+        """Return the sum of h over the answers of a micro-batch, float64; each of the ranks that share sequences
+        returns an equal part of it. Arguments as in a call. An answer that was cut off whole has h = 0.
         """
-        log_ratios, is_answer = self._compute_log_ratios(outputs, targets)
-        return (log_ratios * is_answer).sum() / self._sequence_part.size
+        return self._compute_log_ratios(outputs, targets).sum() / self._sequence_part.size
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: with the columns `reference`, its log-probability of each row,
-        summed over its targets, and `desirable`, 1 or 0: float64 [B]. A row without targets is padding and is not
-        counted.
+        """outputs, targets: as in `document_log_probabilities`, with the columns `reference`, its log-probability of
+        each answer, summed over its targets, and `desirable`, 1 or 0: float64 [B].
 
         Returns the sum of the answers' losses over the denominator, fp32 at least; each of the ranks that share
         sequences returns an equal part of it.
         """
         assert self._kl is not None, "the forward pass over mismatched answers comes first"
         desirable = targets.columns["desirable"]
-        log_ratios, is_answer = self._compute_log_ratios(outputs, targets)
+        log_ratios = self._compute_log_ratios(outputs, targets)
         desirable_weight, undesirable_weight = self._weights
         sign = 2 * desirable - 1
         weights = desirable_weight * desirable + undesirable_weight * (1 - desirable)
         losses = weights * torch.sigmoid(-self._beta * sign * (log_ratios - self._kl))  # 1 - sigmoid(x) = sigmoid(-x)
-        self._add(log_ratios.detach(), desirable * is_answer, is_answer)
-        loss = (losses * is_answer).sum() / targets.denominator / self._sequence_part.size
+        self._add(log_ratios.detach(), desirable)
+        loss = losses.sum() / targets.denominator / self._sequence_part.size
         return loss.to(torch.promote_types(outputs[1].dtype, torch.float32))
 
-    def _compute_log_ratios(
-        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return h, and whether a row is an answer, 1 or 0: both float64 [B]."""
-        policy, num_targets = sequence_log_probabilities(
-            outputs, targets, self._softcap, self._sharing, self._sequence_part
-        )
-        return policy - targets.columns["reference"], (num_targets > 0).double()
+    def _compute_log_ratios(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        """Return h, float64 [B]."""
+        policy = document_log_probabilities(outputs, targets, self._softcap, self._sharing, self._sequence_part)
+        return policy - targets.columns["reference"]
 
-    def _add(self, log_ratios: torch.Tensor, desirable: torch.Tensor, is_answer: torch.Tensor) -> None:
+    def _add(self, log_ratios: torch.Tensor, desirable: torch.Tensor) -> None:
         assert self._kl is not None
-        rewards, undesirable = self._beta * log_ratios, is_answer - desirable
-        is_right = ((log_ratios > self._kl) == (desirable > 0)).double() * is_answer
+        rewards, undesirable, every = self._beta * log_ratios, 1 - desirable, torch.ones_like(desirable)
+        is_right = ((log_ratios > self._kl) == (desirable > 0)).double()
         margins = (rewards - self._beta * self._kl) * (desirable - undesirable)  # on the right side of z0
-        sums = (rewards * desirable, rewards * undesirable, is_right, margins, self._kl * is_answer)
-        counts = (desirable, undesirable, is_answer, is_answer, is_answer)
+        sums = (rewards * desirable, rewards * undesirable, is_right, margins, self._kl * every)
+        counts = (desirable, undesirable, every, every, every)
         self.sums[0].add(*(torch.stack([each.sum() for each in row]) for row in (sums, counts)))
 
 
@@ -110,7 +104,7 @@ class KTO(Objective):
     name = "kto"
     data_kinds = ("preference",)
     mean_over = MeanOver.samples
-    columns = (DESIRABLE,)
+    columns = (DESIRABLE, *DOCUMENT_SUMS)
     scored = (REFERENCE,)
     remakes_logits = True
 

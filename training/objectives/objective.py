@@ -201,7 +201,7 @@ class Objective:
         raise NotImplementedError
 
     def group_size(self, data: DataConfig) -> int:
-        """Return the number of consecutive rows of a micro-batch that are one sample (2 for pairs)."""
+        """Return the number of consecutive documents of a micro-batch that are one sample (2 for pairs)."""
         return 1
 
     def name_labels(self, data: DataConfig) -> Labels:

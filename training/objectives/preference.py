@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from data.loading.columns import DOCUMENT_SUMS
 from data.options import MeanOver
 from models.losses.cross_entropy import Loss
 from models.losses.pairs import REWARDS, PairFormula, PairLoss
@@ -10,11 +11,12 @@ from training.objectives.objective import LastStage, Objective
 
 
 class PreferenceObjective(Objective):
-    """A sample is a pair: rows 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer."""
+    """A sample is a pair: documents 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer."""
 
     data_kinds = ("preference",)
     unit = "pairs"
     mean_over = MeanOver.samples
+    columns = DOCUMENT_SUMS
     remakes_logits = True
 
     def build_formula(self, config: RunConfig) -> PairFormula:

@@ -9,6 +9,7 @@ import xxhash
 
 from data.components import describe_component
 from data.encoders.kinds import KINDS, DataKind, find_kind
+from data.options import Packing
 from errors import UserError
 from extension import check_not_removed, load_parts, name_parts
 from masking import fingerprint_hidden, mask
@@ -58,6 +59,17 @@ def get_objective(config: RunConfig) -> Objective:
         check_not_removed(f"task={name}", f"task={name}")
         raise UserError(f"task={name}: must be one of {', '.join(sorted(OBJECTIVES))}")
     return OBJECTIVES[name]
+
+
+def choose_packing(config: RunConfig) -> Packing:
+    """Return how the samples of the run share rows."""
+    return find_kind(config.data.name).choose_packing(config.data.packing)
+
+
+def count_rows(config: RunConfig) -> int:
+    """Return the rows of a micro-batch that `micro_batch_size` counts as one: those of samples that stay together, or
+    a packed one."""
+    return choose_packing(config).count_rows(get_objective(config).group_size(config.data))
 
 
 def list_tasks_of_head(head: Head) -> list[str]:

@@ -5,7 +5,7 @@ rejected one,
 
 c: centering_coef (2312.09244). The first term depends on the difference alone; the second keeps the scores around zero.
 
-B pairs in a micro-batch; rows 2 i and 2 i + 1 are chosen and rejected.
+B pairs in a micro-batch; documents 2 i and 2 i + 1 are chosen and rejected.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RewardLoss:
 
 
 class Reward(Objective):
-    """A sample is a pair: rows 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer."""
+    """A sample is a pair: documents 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer."""
 
     name = "reward"
     pipeline_tag = "text-classification"

@@ -7,7 +7,6 @@ import math
 
 from transformers import PretrainedConfig
 
-from data.encoders.kinds import find_kind
 from data.options import Packing
 from errors import UserError
 from models.architecture.lookup import (
@@ -24,7 +23,7 @@ from training.config.precision import DTYPES
 from training.config.schema import DistillConfig, RunConfig
 from training.config.validate import check_model_fields
 from training.inputs.datasets import build_chat_template
-from training.objectives.registry import get_objective, list_tasks_of_head
+from training.objectives.registry import choose_packing, get_objective, list_tasks_of_head
 from training.resolution.target import Target
 
 
@@ -115,7 +114,7 @@ def _check_packing(config: RunConfig, architecture: PretrainedConfig) -> None:
 
 def packs_rows(config: RunConfig) -> bool:
     """Return whether a row of the run may have several documents."""
-    return find_kind(config.data.name).choose_packing(config.data.packing) is not Packing.NONE
+    return choose_packing(config) is not Packing.NONE
 
 
 def check_teacher_size(distill: DistillConfig, student_rows: int, teacher_rows: int) -> None:

@@ -16,7 +16,7 @@ from training.config.precision import DTYPES
 from training.config.schema import RouterDtype, RunConfig
 from training.costs.cost import LayerCost, MicroBatchShape, count_layers
 from training.distributed.topology import Layout
-from training.objectives.registry import get_objective
+from training.objectives.registry import count_rows
 from training.pipeline.schedules import find_schedule
 from training.resolution.architecture import packs_rows
 
@@ -58,7 +58,7 @@ class LayerCounts:
         layout: only its micro-batch size and its schedule are read. seq_length: the tokens of each whole row, which
         ranks may share.
         """
-        rows = layout.micro_batch_size * get_objective(self._config).group_size(self._config.data)
+        rows = layout.micro_batch_size * count_rows(self._config)
         return self._count(rows, seq_length, find_schedule(layout.schedule).splits_backward)
 
     def _count_costs(self, rows: int, seq_length: int, splits_backward: bool) -> Sequence[LayerCost]:

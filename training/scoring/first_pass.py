@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from data.encoders.kinds import find_kind
 from data.options import Packing
 from models.layers.documents import DocumentBounds
 from models.losses.distill_loss import TeacherHead
@@ -19,7 +18,7 @@ from training.config.schema import RunConfig
 from training.engine.engine import Engine
 from training.engine.steps import forward_in_groups
 from training.objectives.objective import FirstPass
-from training.objectives.registry import get_objective
+from training.objectives.registry import choose_packing, count_rows, get_objective
 
 
 class RunFirstPass:
@@ -85,9 +84,8 @@ def build_first_pass(engine: Engine, config: RunConfig, teacher: OnlineTeacher |
     if objective.pass_over(config) is None:
         return None
     # The documents that a user-defined collator makes of rows are unknown; those of packed rows are read from them.
-    is_packed = find_kind(config.data.name).choose_packing(config.data.packing) is not Packing.NONE
-    is_known = config.data.collator is None and not is_packed
-    rows = engine.layout.micro_batch_size * objective.group_size(config.data)
+    is_known = config.data.collator is None and choose_packing(config) is Packing.NONE
+    rows = engine.layout.micro_batch_size * count_rows(config)
     bounds = DocumentBounds(rows, config.max_seq_length) if is_known else None
     plan = objective.before_step(config, engine.module.loss_fn)
     return RunFirstPass(engine if teacher is None else teacher.engine, plan, bounds)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from batch import Targets
 from console import progress
-from data.loading.columns import NUMBERS
+from data.loading.columns import NUMBERS, ReadColumn
 from data.loading.loader import LoaderOptions, ScoringLoader
 from data.storage.scores import Scores, ScoresWriter, write_scores
 from errors import Ending, UserError
@@ -53,6 +53,7 @@ class Scorer:
     describe: Callable[[Scores], str]
     # Returns what is noted of the columns when they are complete, JSON values
     note: Callable[[Sequence[np.ndarray]], dict[str, Any]] = lambda values: {}
+    columns: tuple[ReadColumn, ...] = ()  # what `measure` reads besides tokens and targets
 
 
 def compute_model_id(
@@ -127,7 +128,7 @@ def score(
     done = broadcast_from_main(lambda: writer.rows_done if writer is not None else 0, ranks)
     if done:
         ranks.say(f"{what}: {done:,} {scorer.unit} are done, the pass continues there")
-    options = replace(options, row_plan=scores.plan, columns=(NUMBERS[scores.per],))
+    options = replace(options, row_plan=scores.plan, columns=(NUMBERS[scores.per], *scorer.columns))
     loader = ScoringLoader(path, options, _CHUNK * engine.layout.num_stages, done)
     kept = _KeptValues(scorer)
     total = sum(map(loader.count_rows, range(len(loader))))
@@ -166,12 +167,10 @@ class _KeptValues:
 
 
 def _gather(found: Sequence[tuple[Tensor, ...]], scores: Scores, device: torch.device) -> Iterator[list[np.ndarray]]:
-    """Yield the numbers and values of all ranks, rank after rank. All ranks exhaust it. found: of this rank, with
-    negative numbers for rows that only fill a micro-batch."""
+    """Yield the numbers and values of all ranks, rank after rank. All ranks exhaust it. found: of this rank."""
     none = [torch.empty(0, dtype=torch.int64, device=device)]
     none += [torch.empty(0, *column.shape, dtype=column.dtype, device=device) for column in scores.columns]
     own = [torch.cat(parts) for parts in zip(none, *found)]
-    own = [part[own[0] >= 0] for part in own]
     counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([len(own[0])], device=device))
     for source, count in enumerate(torch.cat(counts).tolist()):

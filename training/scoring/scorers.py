@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
+from data.loading.columns import DOCUMENT_SUMS
 from data.storage.scores import DESCRIPTION, Scores
 from errors import UserError
 from models.adapters.adapter import adapter_off
 from models.losses.distill_loss import TeacherTop
 from models.weights.source import WeightSource
-from training.objectives.dpo import RowScore
+from training.objectives.dpo import AnswerScore
 from training.pipeline.module import StageModule
 from training.pipeline.preparation import copy_weights
 from training.scoring.scored import Scorer
@@ -41,8 +42,11 @@ def build_reference_scorer(module: StageModule, architecture: PretrainedConfig, 
             f"{REFERENCE} of {key}: that of {named} {record} (counted from 0) is {value}; look at the weights"
         )
 
-    measure = RowScore(architecture, module.ranks.parallel, module.ranks.sequence_part)
-    return Scorer(f"{REFERENCE} of", "answers", measure, refuse, lambda scores: f"{scores.num_values:,} answers")
+    def describe(scores: Scores) -> str:
+        return f"{scores.num_values:,} answers"
+
+    measure = AnswerScore(architecture, module.ranks.parallel, module.ranks.sequence_part)
+    return Scorer(f"{REFERENCE} of", "answers", measure, refuse, describe, columns=DOCUMENT_SUMS)
 
 
 @contextmanager

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from test_sft import read_runs
 
 from data.collator import unshift_targets
 from data.encoders.preference import PreferenceEncoder
-from data.loading.columns import REFERENCE, list_scored_columns
+from data.loading.columns import DOCUMENT_SUMS, REFERENCE, list_scored_columns
 from data.loading.loader import LoaderOptions, build_eval_loader, build_train_loader
-from data.options import LengthPolicy, MeanOver, OnBadRecord
+from data.options import LengthPolicy, MeanOver, OnBadRecord, Packing
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, count_rows, prepare_rows
 from data.storage.scores import Scores, find_scores, write_scores
+from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -250,6 +253,42 @@ def test_evaluation_takes_every_pair_once(pairs: Path) -> None:
     ]
     assert sorted(int(sample) for sample in real) == list(range(22))
     assert sum(len(targets.ids) for targets in batches) == 24  # the last pair is a filler
+
+
+@pytest.mark.parametrize(("micro_batch_size", "dp_size", "accumulation"), [(1, 1, 4), (2, 2, 1), (4, 1, 1)])
+def test_packed_pairs_share_a_row(pairs: Path, micro_batch_size: int, dp_size: int, accumulation: int) -> None:
+    """The loss is a mean over the pairs of the step, however many a micro-batch has."""
+    dataset = TokenizedDataset(pairs, True, True)
+    plan = RowPlan(40, Packing.BEST_FIT, group_size=2)
+    lines: list[str] = []
+    prepare_rows(pairs, plan, "train_file", lines.append)
+    rows, num_rows = Rows(pairs, plan, True, True), count_rows(pairs, plan)
+    assert len(rows) == num_rows < 11 and f"{11 / num_rows:.1f} records in each" in lines[1], lines
+    order = GlobalOrder(num_rows, 4, seed=3)
+    seen = []
+    for rank in range(dp_size):
+        options = build_options(pairs, plan, micro_batch_size, rank, dp_size)
+        options = replace(options, columns=(*options.columns, *DOCUMENT_SUMS))
+        loader = build_train_loader(pairs, options, order, accumulation)
+        for batch in loader.iterate(0, 1):
+            columns, labels = batch.targets.columns, unshift_targets(batch.targets.ids)
+            samples = (-columns["reference"] - 1).long()
+            assert len(batch.inputs.input_ids) == micro_batch_size and len(samples) > 2 * micro_batch_size - 1
+            assert (samples[1::2] == samples[::2] + 1).all() and not (samples[::2] % 2).any()
+            for document, sample in enumerate(samples.tolist()):
+                own = batch.targets.ids.flatten()[batch.targets.indices][columns["target_documents"] == document]
+                expected = dataset.labels(sample)[1:]
+                assert own.tolist() == expected[expected != -100].tolist()
+                assert len(own) == columns["num_targets"][document]
+            assert (labels[batch.inputs.position_ids == 0] == -100).all()
+            seen += (samples[::2] // 2).tolist()
+            totals = loader.step_totals(0)
+            assert batch.targets.denominator == totals.num_samples / (dp_size * accumulation)
+    assert sorted(seen) == sorted((rows.list_samples(order.sample_ids(0))[::2] // 2).tolist())
+    assert totals.count_terms(MeanOver.samples) == totals.num_samples == len(seen) == totals.num_documents // 2
+    loader = build_eval_loader(pairs, build_options(pairs, plan, 3), num_rows)
+    found = torch.cat([batch.targets.columns["reference"] for batch in loader.iterate()])
+    assert sorted((-found - 1).tolist()) == list(range(22))
 
 
 def test_a_mixture_takes_whole_pairs(tmp_path: Path, tokenizer) -> None:

@@ -12,7 +12,6 @@ from test_template_families import build_tokenizer as build_of_family
 from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.storage.encoding import Encoding
 from data.storage.mismatched import mismatched_path, prepare_mismatched
-from data.storage.rows import RowPlan
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
@@ -92,7 +91,7 @@ def test_reasoning_that_is_not_trained_on_is_of_the_answer(tmp_path: Path) -> No
     file.write_text("\n".join(map(json.dumps, lines)))
     encoding = Encoding(UnpairedEncoder(train_on_reasoning=False), tokenizer, 256)
     path = prepare_dataset([str(file)], key="train_file", encoding=encoding, cache_dir=tmp_path / "cache")
-    prepare_mismatched(path, RowPlan(256), "train_file", 1)
+    prepare_mismatched(path, 256, "train_file", 1)
     dataset = TokenizedDataset(mismatched_path(path), True, True)
     texts = [tokenizer.decode(dataset.input_ids(sample)) for sample in range(3)]
     others = [2, 2, 0]  # not the other answer to one's own prompt

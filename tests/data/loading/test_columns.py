@@ -11,10 +11,12 @@ import torch
 
 from batch import Column, Per, Side, Targets
 from data.encoders.sft import SFTEncoder
-from data.loading.columns import ReadColumn, ReadRows
+from data.loading.columns import DOCUMENT_SUMS, ReadColumn, ReadRows
 from data.loading.loader import LoaderOptions, build_eval_loader
+from data.options import Packing
 from data.storage.encoding import Encoding
-from data.storage.rows import RowPlan
+from data.storage.rows import RowPlan, Rows, prepare_rows
+from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 
 
@@ -65,6 +67,30 @@ def test_targets_are_numbered_over_the_folder(path: Path) -> None:
     column = Column("number", torch.int64, Per.target)
     found = [tensor for _, tensor in read(path, column, ReadRows.number_targets)]
     assert torch.cat(found).tolist() == list(range(sum(map(len, found)))) and len(found[1])
+
+
+@pytest.mark.parametrize("chunks", [(0,), (0, 3)], ids=["whole", "a part"])
+def test_targets_have_the_document_that_they_are_in(path: Path, chunks: tuple[int, ...]) -> None:
+    """Packed into two rows, of which one has two documents; of a part of each row its own targets alone."""
+    lengths = TokenizedDataset(path, False, False).lengths
+    plan = RowPlan(-(-int(np.sort(lengths)[1:].sum()) // 8) * 8, Packing.BEST_FIT)
+    prepare_rows(path, plan, "train_file", None)
+    rows = Rows(path, plan, True, True)
+    options = LoaderOptions(
+        True, True, 0, 1, micro_batch_size=3, row_plan=plan, pad_token_id=0, columns=DOCUMENT_SUMS, chunks=chunks,
+        num_chunks=4 if len(chunks) > 1 else 1,
+    )  # fmt: skip
+    (batch,) = build_eval_loader(path, options, len(rows)).iterate()
+    assert sorted(len(rows.pieces(row)) for row in range(len(rows))) == [1, 2]
+    samples = rows.list_samples(np.arange(len(rows)))
+    targets = TokenizedDataset(path, False, False).num_targets[samples]
+    assert batch.targets.columns["num_targets"].tolist() == targets.tolist()
+    segments = batch.inputs.segment_ids  # [B, W], of whole rows
+    width = segments.shape[1] // options.num_chunks
+    own = torch.cat([segments[:, chunk * width : (chunk + 1) * width] for chunk in chunks], dim=1)
+    before = torch.tensor([0, *np.cumsum([len(rows.pieces(row)) for row in range(len(rows))]).tolist()])[:3, None]
+    documents = (own - 1 + before).flatten()[batch.targets.indices]
+    assert batch.targets.columns["target_documents"].tolist() == documents.tolist() and len(documents)
 
 
 def test_a_value_of_the_micro_batch_is_a_scalar(path: Path) -> None:

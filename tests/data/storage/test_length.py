@@ -4,7 +4,7 @@ import pytest
 
 from data.options import LengthPolicy
 from data.sample import Sample
-from data.storage.length import LengthCounts, fit_sample
+from data.storage.length import LengthCounts, fit_group, fit_sample
 from errors import UserError
 
 TRUNCATE, DROP, SPLIT = LengthPolicy
@@ -89,3 +89,47 @@ def test_counts_add_up_and_are_described() -> None:
         "1 sample truncated", "2 samples too long and dropped", "4 samples split",
         "1,501 tokens lost by it (3 of them targets)",
     ]  # fmt: skip
+
+
+def build_answer(length: int, prompt: int = 2, first: int = 100) -> Sample:
+    """first: the first token of the answer."""
+    answer = list(range(first, first + length - prompt))
+    return Sample(input_ids=[*range(prompt), *answer], labels=[-100] * prompt + answer)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "kept"),
+    [
+        ((5, 6), 11, [5, 6]),
+        ((5, 6), 10, [5, 5]),
+        ((4, 9), 10, [4, 6]),
+        ((9, 4), 10, [6, 4]),
+        ((9, 9), 11, [5, 5]),
+        ((3, 9, 8), 15, [3, 6, 6]),
+    ],
+)
+def test_samples_that_share_a_row_are_cut_to_fit_there(lengths: tuple[int, ...], room: int, kept: list[int]) -> None:
+    """The longest first; those that are short lose nothing."""
+    group = tuple(build_answer(length, first=100 * (1 + number)) for number, length in enumerate(lengths))
+    fitted, counts = fit_group(group, "train.jsonl:12", TRUNCATE, room, shares_row=True)
+    assert [len(sample["input_ids"]) for sample in fitted] == kept
+    assert counts.num_truncated == sum(one != other for one, other in zip(lengths, kept))
+    assert counts.num_lost_tokens == sum(lengths) - sum(kept)
+    dropped, counts = fit_group(group, "train.jsonl:12", DROP, room, shares_row=True)
+    assert (dropped, counts.num_dropped) == (([], len(group)) if kept != [*lengths] else ([*fitted], 0))
+    alone, _ = fit_group(group, "train.jsonl:12", TRUNCATE, room)
+    assert [len(sample["input_ids"]) for sample in alone] == [min(length, room) for length in lengths]
+
+
+def test_a_part_of_a_row_that_holds_the_prompt_alone() -> None:
+    message = (
+        "^train.jsonl:12: the prompt has 6 tokens and its part of a packed row of max_seq_length=12 is 6, so no token"
+    )
+    with pytest.raises(UserError, match=message):
+        fit_group(
+            (build_answer(8, prompt=6), build_answer(9, prompt=6)), "train.jsonl:12", TRUNCATE, 12, shares_row=True
+        )
+    late = build_answer(9)
+    late["input_ids"][7] = late["labels"][7] = 50
+    with pytest.raises(UserError, match="the two answers are the same up to 6 of max_seq_length=12 tokens; raise it"):
+        fit_group((late, build_answer(9)), "train.jsonl:12", TRUNCATE, 12, shares_row=True)

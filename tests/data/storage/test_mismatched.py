@@ -7,24 +7,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.storage.mismatched import check_labels, mismatched_path, prepare_mismatched
-from data.storage.rows import RowPlan
+from data.options import Packing
+from data.storage.mismatched import MISMATCHED, check_labels, mismatched_path, prepare_mismatched
+from data.storage.rows import RowPlan, Rows, copy_rows, prepare_rows
 from data.storage.summary import Summary
 from data.storage.tokenized import TokenizedDataset, TokenizedWriter
 from errors import UserError
 
 
-def save_samples(path: Path, prompts: list[int], desirable: list[bool] | None = None) -> None:
-    """Sample i has the prompt [p, p] and the answer [100 + i] * 3."""
+def save_samples(
+    path: Path, prompts: list[int], desirable: list[bool] | None = None, lengths: list[int] | None = None
+) -> None:
+    """Sample i has the prompt [p, p] and the answer [100 + i] * 3. lengths: of the answers, in place of 3."""
     path.mkdir()
-    answers = np.arange(100, 100 + len(prompts))
-    input_ids = np.stack([prompts, prompts, answers, answers, answers], axis=1).astype(np.int32)
-    labels = np.where(input_ids >= 100, input_ids, -100).astype(np.int32)
+    sizes = np.array(lengths or [3] * len(prompts), np.int32)
+    samples = [[prompt] * 2 + [100 + i] * int(sizes[i]) for i, prompt in enumerate(prompts)]
+    input_ids = np.concatenate(samples).astype(np.int32)
     columns = {
-        "input_ids": input_ids.reshape(-1),
-        "labels": labels.reshape(-1),
-        "length": np.full(len(prompts), 5, np.int32),
-        "num_targets": np.full(len(prompts), 3, np.int32),
+        "input_ids": input_ids,
+        "labels": np.where(input_ids >= 100, input_ids, -100).astype(np.int32),
+        "length": 2 + sizes,
+        "num_targets": sizes,
         "num_prompt": np.full(len(prompts), 2, np.int32),
     }
     if desirable is not None:
@@ -51,7 +54,7 @@ def test_the_answer_is_one_to_another_prompt(
 ) -> None:
     path = tmp_path / "data"
     save_samples(path, prompts)
-    prepare_mismatched(path, RowPlan(4), "train_file", samples_per_record)
+    prepare_mismatched(path, 4, "train_file", samples_per_record)
     dataset = TokenizedDataset(mismatched_path(path), True, True)
     assert [dataset.input_ids(i).tolist() for i in range(len(prompts))] == [
         [prompt, prompt, 100 + other, 100 + other] for prompt, other in zip(prompts, others, strict=True)
@@ -60,6 +63,27 @@ def test_the_answer_is_one_to_another_prompt(
         [-100, -100, 100 + other, 100 + other] for other in others
     ]
     assert dataset.num_targets.tolist() == [2] * len(prompts)
+
+
+def test_packed_rows_have_room_for_the_mismatched_answers_too(tmp_path: Path) -> None:
+    path, plan = tmp_path / "data", RowPlan(16, Packing.BEST_FIT, companion=MISMATCHED)
+    save_samples(path, list(range(1, 9)), lengths=[1, 12, 2, 8, 3, 7, 1, 1])
+    prepare_mismatched(path, 16, "train_file", 1)
+    prepare_rows(path, plan, "train_file", None)
+    copy_rows(path, mismatched_path(path), plan)
+    own, others = Rows(path, plan, True, True), Rows(mismatched_path(path), plan, True, True)
+    every = np.arange(len(own))
+    assert 1 < len(own) == len(others) < 8 and own.offsets.tolist() == others.offsets.tolist()
+    assert own.list_samples(every).tolist() == others.list_samples(every).tolist()
+    assert sorted(own.sample_ids) == list(range(8)) and max(own.lengths) <= 16 and max(others.lengths) <= 16
+    for rows, folder in ((own, path), (others, mismatched_path(path))):
+        dataset = TokenizedDataset(folder, True, True)
+        for row in every:
+            samples = rows.list_samples(np.array([row]))
+            expected = np.concatenate([dataset.input_ids(sample) for sample in samples])
+            assert rows.input_ids(row).tolist() == expected.tolist()
+            assert rows.num_targets[row] == dataset.num_targets[samples].sum()
+    assert plan.folder(path) != RowPlan(16, Packing.BEST_FIT).folder(path)
 
 
 def test_where_answers_begin_is_not_in_the_hash_that_checkpoints_of_earlier_versions_name(tmp_path: Path) -> None:
@@ -77,7 +101,7 @@ def test_where_answers_begin_is_not_in_the_hash_that_checkpoints_of_earlier_vers
 def test_one_prompt_alone_is_refused(tmp_path: Path, prompts: list[int], samples_per_record: int) -> None:
     save_samples(tmp_path / "data", prompts)
     with pytest.raises(UserError, match=r"^eval_file: there is one prompt alone, of \d records?"):
-        prepare_mismatched(tmp_path / "data", RowPlan(8), "eval_file", samples_per_record)
+        prepare_mismatched(tmp_path / "data", 8, "eval_file", samples_per_record)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,24 @@ def test_a_sample_that_comes_twice_is_packed_twice() -> None:
     assert sorted(tuple(sorted(i for i, _, _ in row)) for row in rows_of(pieces)) == [(0,), (1, 1)]
 
 
+@given(LENGTHS, st.integers(1, 3))
+@example(MANY, 2)
+def test_groups_stay_together_in_a_row(drawn: list[int], size: int) -> None:
+    """They are packed as samples of their whole length, or of the room that they are given."""
+    lengths = np.array(drawn * size)
+    capacity, larger = 17 * size, lengths + 1
+    for taken, rooms in ((lengths, None), (larger, larger)):
+        pieces = pack_best_fit(np.arange(len(lengths)), lengths, capacity, size, rooms)
+        rows = rows_of(pieces)
+        for row in rows:
+            ids = [sample for sample, _, _ in row]
+            assert ids == [first + place for first in ids[::size] for place in range(size)]
+            assert not any(first % size for first in ids[::size]) and sum(taken[ids]) <= capacity
+        assert sorted(pieces.sample_ids) == list(range(len(lengths)))
+        assert all(start == 0 and stop == lengths[i] for row in rows for i, start, stop in row)
+        assert len(rows) == len(pack_slowly(taken.reshape(-1, size).sum(axis=1), capacity))
+
+
 def test_a_million_samples_take_seconds_and_fill_the_rows() -> None:
     lengths = np.minimum(2048, 1 + np.random.default_rng(1).lognormal(5.3, 0.8, 10**6).astype(np.int32))
     pieces = pack_best_fit(np.arange(len(lengths)), lengths, 2048)

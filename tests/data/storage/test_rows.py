@@ -116,7 +116,7 @@ def test_every_layout_packs_the_same_global_batches(path: Path, layout: tuple[in
     ids = order.sample_ids(1)
     assert sorted(read) == sorted(tuple(rows.input_ids(i).tolist()) for i in ids)
     assert totals.num_tokens == rows.lengths[ids].sum() and totals.num_targets == rows.num_targets[ids].sum()
-    assert totals.num_documents == sum(len(rows.pieces(i)) for i in ids) > totals.num_samples == len(ids)
+    assert totals.num_samples == totals.num_documents == sum(len(rows.pieces(i)) for i in ids) > len(ids)
     assert max(documents) <= totals.most_documents <= sum(documents) and totals.longest_document == max(longest)
 
 

@@ -7,7 +7,7 @@ import matplotlib.image
 import pytest
 
 from data.encoders.chat import ChatEncoder
-from data.encoders.preference import UnpairedEncoder
+from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.sft import SFTEncoder
 from data.options import LengthPolicy, OnBadRecord, Packing
 from data.storage.encoding import Encoding
@@ -60,6 +60,24 @@ def test_answers_with_labels_are_counted_and_not_to_be_packed(tokenizer, tmp_pat
     path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
     report = describe_dataset(path, PLANS[Packing.NONE], ("not liked", "liked"))
     assert "labels: not liked 2, liked 1" in report and "packing" not in report
+
+
+def test_packed_pairs_are_named(tokenizer, tmp_path: Path) -> None:
+    records = [{"prompt": "Legs?", "chosen": f"Eight, {number}.", "rejected": "Five."} for number in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    encoding = Encoding(PreferenceEncoder(), tokenizer, 256, samples_per_record=2, shares_rows=True)
+    path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
+    alone, packed = RowPlan(256, group_size=2), RowPlan(256, Packing.BEST_FIT, group_size=2)
+    prepare_rows(path, packed, "train_file")
+    report = describe_dataset(path, alone)
+    assert ", in 3 records of 2 samples; data.packing=true would make 1 row, " in report
+    assert " filled (packing efficiency), in 3 records of 2 samples" in describe_dataset(path, packed)
+    rows = Rows(path, packed, True, True)
+    shown = render_row(rows, 0, tokenizer, in_colour=False, sample_names=("chosen", "rejected"))
+    parts = [f"--- record {n}, chosen ---\nLegs?\n[[Eight, {n}.</s>]]\n" for n in range(3)]
+    for number, part in enumerate(parts):
+        assert part + f"--- record {number}, rejected ---\nLegs?\n[[Five.</s>]]" in shown
+    assert shown.count("---\n") == 6 and shown.startswith("--- record ")
 
 
 def test_trained_parts_are_marked(path: Path, tokenizer) -> None:

@@ -39,6 +39,7 @@ NEGATIVES = "data.num_negatives=2"
 MEAN, MARGIN, SIZES = "embedding.pooling=mean", "embedding.margin=0.1", "embedding.matryoshka_dims=[32,16]"
 # Unclipped, steps at the usual temperature make 1e-5 of a rounding of 1e-7 within five steps
 SMOOTH = "embedding.temperature=0.5"
+PACKED = ("data.packing=true", "max_seq_length=512", "micro_batch_size=1", "global_batch_size=4")
 SMALL = ("micro_batch_size=1", SMOOTH)  # 4 micro-batches of each of two replicas
 
 
@@ -62,6 +63,12 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
     [
         ("pp2", True, (NEGATIVES, SIZES, MARGIN, CLIPPED, CHECKPOINTED)),
         pytest.param("pp2xdp2", False, SMALL, marks=pytest.mark.full),
+        ("pp2", False, (*PACKED, NEGATIVES, MEAN, SMOOTH)),
+        *(
+            pytest.param(layout, True, (*PACKED, pooling, SMOOTH, CHECKPOINTED), marks=pytest.mark.full)
+            for layout in ("pp1", "pp2", "pp2xdp2")
+            for pooling in (MEAN, "embedding.pooling=last")
+        ),
         *(
             pytest.param(layout, False, (NEGATIVES, MEAN, SMOOTH, CHECKPOINTED), marks=pytest.mark.full)
             for layout in (*LAYOUTS, *TENSOR_PARALLEL, *ZERO_LAYOUTS)
@@ -137,6 +144,7 @@ def evaluate_export(folder: Path, model: torch.nn.Module, file: Path) -> dict[st
         ("pp2", "pp1", PROMPTS),
         ("pp2xdp2", "tp2", (MEAN, "max_seq_length=32", "learning_rate=3e-4")),
         ("zero3", "pp2", (MEAN, *PROMPTS)),
+        ("pp2xdp2", "pp2", (MEAN, *PACKED, "max_seq_length=768")),
     ],
 )
 def test_a_run_learns_continues_at_another_layout_and_is_exported(
@@ -259,6 +267,20 @@ def test_padding_is_not_pooled(pooling: Pooling) -> None:
     rows = (hidden_states[0, :3], hidden_states[1, :2])
     expected = [row[-1] if pooling is Pooling.last else row.mean(dim=0) for row in rows]
     torch.testing.assert_close(found, torch.stack(expected))
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_each_text_of_a_packed_row_is_pooled(pooling: Pooling) -> None:
+    hidden_states = torch.randn(2, 5, 3, requires_grad=True)
+    segment_ids = torch.tensor([[1, 1, 2, 2, 2], [1, 2, 2, 0, 0]], dtype=torch.int32)
+    targets = Targets(torch.zeros(2, 5), torch.tensor([1, 4, 5, 7]), torch.tensor(1.0))
+    found = pool_texts((hidden_states, segment_ids), targets, pooling)
+    texts = (hidden_states[0, :2], hidden_states[0, 2:], hidden_states[1, :1], hidden_states[1, 1:3])
+    expected = torch.stack([text[-1] if pooling is Pooling.last else text.mean(dim=0) for text in texts])
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(4, 3)
+    gradients = [torch.autograd.grad((each * weights).sum(), hidden_states)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_as_near_a_document_counts_against_its_own() -> None:

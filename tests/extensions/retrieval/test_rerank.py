@@ -27,6 +27,8 @@ from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+# Room for the longest query with all of its documents: those that are cut away would have equal scores
+PACKED = ("data.packing=true", "max_seq_length=1024", "micro_batch_size=1", "global_batch_size=4")
 NEGATIVES, BINARY = "data.num_negatives=2", "rerank.loss_type=binary"
 
 
@@ -54,6 +56,11 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
             for layout in (*LAYOUTS, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *ZERO_LAYOUTS)
         ),
         *(
+            pytest.param(layout, False, (*PACKED, *overrides), marks=pytest.mark.full)
+            for layout in ("pp1", "pp2", "pp2xdp2", "cp2")
+            for overrides in ((BINARY, CHECKPOINTED), (CLIPPED,))
+        ),
+        *(
             pytest.param("pp2", True, (f"schedule={name}", *overrides), marks=pytest.mark.full)
             for name, *overrides in (("interleaved", "virtual_stages_per_rank=2"), ("zero_bubble",))
         ),
@@ -79,12 +86,15 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("saved", "resumed"), [("pp2", "pp1"), ("pp2xdp2", "tp2"), ("zero3", "pp2")])
+@pytest.mark.parametrize(
+    ("saved", "resumed", "overrides"),
+    [("pp2", "pp1", ()), ("pp2xdp2", "tp2", ()), ("zero3", "pp2", ()), ("pp2xdp2", "pp2", PACKED)],
+)
 def test_a_run_learns_continues_at_another_layout_and_is_exported(
-    run, root: Path, tmp_path: Path, saved: str, resumed: str
+    run, root: Path, tmp_path: Path, saved: str, resumed: str, overrides: tuple[str, ...]
 ) -> None:
     # room for the longest query with a document: those that are cut away would have equal scores
-    overrides = ("learning_rate=3e-3", "max_seq_length=512")
+    overrides = ("learning_rate=3e-3", "max_seq_length=512", *overrides)
     whole, ended = check_resumed(run, tmp_path, (saved, resumed), *overrides, metrics=("recall_at_1", "mrr"))
     assert whole[-1]["eval_loss"] < whole[0]["eval_loss"]
     folder = tmp_path / "ended" / "hf"

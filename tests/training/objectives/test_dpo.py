@@ -90,7 +90,7 @@ def test_five_sgd_steps_equal_the_paper(
 def compare_steps(workers: Callable[[int], WorkerGroup], case: Case) -> None:
     result = merge(workers(case.world_size).run(train_answers, case))
     policy = load_model(case.model)
-    oracle = train_oracle(case, NUM_SAMPLES, policy, copy.deepcopy(policy))
+    oracle = train_oracle(case, policy, copy.deepcopy(policy))
     check_equal(result, oracle, first_metrics=1)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert max(result["losses"]) > 1.01 * min(result["losses"])  # it has moved
@@ -117,7 +117,7 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(
     policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
     case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
     result = merge(workers(case.world_size).run(train_answers, case))
-    oracle = train_oracle(case, NUM_SAMPLES, policy, load_model(case.model))
+    oracle = train_oracle(case, policy, load_model(case.model))
     check_equal(result, oracle)
     assert abs(result["losses"][0] - math.log(2)) > 0.01
     worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))

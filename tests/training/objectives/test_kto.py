@@ -44,6 +44,7 @@ from support.tiny import save_records
 from support.workers import WorkerError, WorkerGroup
 
 WEIGHTS = ("kto.desirable_weight=1.5", "kto.undesirable_weight=0.7")
+PACKED = ("data.packing=true", "micro_batch_size=1", "global_batch_size=4")
 METRICS = ("rewards_desirable", "rewards_undesirable", "rewards_accuracy", "rewards_margin", "kl")
 
 
@@ -137,7 +138,7 @@ def train_oracle(
         terms, kl = compute_terms(config, answers, policy, ids)
         return terms, partial(summarize, config, answers, ids, kl)
 
-    return objective_runs.train_oracle(case, policy, compute_step, len(answers.rows), steps)
+    return objective_runs.train_oracle(case, policy, compute_step, steps)
 
 
 def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: int = 1) -> None:
@@ -150,6 +151,11 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: i
     ("layout", "tied", "overrides"),
     [
         ("pp2", False, (*WEIGHTS, CLIPPED)),
+        ("pp2", True, (*PACKED, *WEIGHTS, CHECKPOINTED)),
+        *(
+            pytest.param(layout, False, (*PACKED, *WEIGHTS), marks=pytest.mark.full)
+            for layout in ("pp1", "pp2", "pp2xdp2", "cp2")
+        ),
         pytest.param("cp2", False, (RING, *WEIGHTS, CLIPPED), marks=pytest.mark.full),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
@@ -216,22 +222,23 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("saved", "resumed"),
+    ("saved", "resumed", "overrides"),
     [
-        ("pp2", "pp1"),
-        ("pp2xdp2", "pp2"),
-        ("tp2", "pp2xdp2"),
-        ("zero3", "pp2"),
-        ("pp2", "zero3"),
-        ("zero2", "zero3"),
-        ("cp2", "pp2"),
+        ("pp2", "pp1", ()),
+        ("pp2", "pp1", PACKED),
+        ("pp2xdp2", "pp2", ()),
+        ("tp2", "pp2xdp2", ()),
+        ("zero3", "pp2", ()),
+        ("pp2", "zero3", ()),
+        ("zero2", "zero3", ()),
+        ("cp2", "pp2", ()),
     ],
 )
 def test_a_run_learns_and_continues_at_another_layout(
-    run, root: Path, tmp_path: Path, saved: str, resumed: str
+    run, root: Path, tmp_path: Path, saved: str, resumed: str, overrides: tuple[str, ...]
 ) -> None:
     """Evaluations too: their z0 is a mean over the whole file, 21 samples in micro-batches that do not divide them."""
-    whole, ended = check_resumed(run, tmp_path, (saved, resumed), metrics=METRICS)
+    whole, ended = check_resumed(run, tmp_path, (saved, resumed), *overrides, metrics=METRICS)
     assert whole[0]["eval_loss"] == pytest.approx(0.5, rel=1e-5) and whole[-1]["eval_loss"] < 0.45
     case = build_case(root, tmp_path, "pp1")
     expected = evaluate_oracle(case, tmp_path / "ended" / "hf", NUM_SAMPLES)

@@ -19,7 +19,7 @@ from models.losses.options import DPOLossType
 from models.losses.pairs import REWARDS, PairFormula, PairLoss, Pairs, WithNLL
 from tests.support.logit_chunks import set_chunk_size
 from training.objectives.cpo import CPOFormula
-from training.objectives.dpo import DPOFormula, RowScore
+from training.objectives.dpo import AnswerScore, DPOFormula
 from training.objectives.orpo import OddsRatioFormula
 from training.objectives.simpo import SimPOFormula
 
@@ -126,11 +126,17 @@ CASES: dict[str, tuple[PairFormula, Callable[[Sums], Expected]]] = {
 FORMULAS = pytest.mark.parametrize("name", CASES)
 
 
-def build_targets(
-    formula: PairFormula, target_ids: torch.Tensor, reference: torch.Tensor, denominator: float
-) -> Targets:
-    columns = {"reference": reference} if formula.needs_reference else {}
-    return Targets.find(target_ids, torch.tensor(denominator), columns=columns)
+def build_targets(target_ids: torch.Tensor, denominator: float, **columns: torch.Tensor) -> Targets:
+    """Targets with a document in each row."""
+    is_target = target_ids != -100
+    sums = {"num_targets": is_target.sum(dim=1).double(), "target_documents": is_target.nonzero()[:, 0]}
+    return Targets.find(target_ids, torch.tensor(denominator), columns={**sums, **columns})
+
+
+def pack(targets: Targets, num_rows: int) -> Targets:
+    """The same documents in fewer rows."""
+    ids = targets.ids.reshape(num_rows, -1)
+    return Targets.find(ids, targets.denominator, columns=targets.columns)
 
 
 @pytest.mark.parametrize("chunk", [2**25, 3 * V], ids=["one-chunk", "chunks"])
@@ -149,7 +155,7 @@ def test_loss_gradient_and_metrics(
     expected_gradients = torch.autograd.grad(expected, (hidden_states, weight), retain_graph=True)
 
     loss_function = PairLoss(config, formula)
-    loss = loss_function((hidden_states, weight), build_targets(formula, target_ids, reference, 2.0))
+    loss = loss_function((hidden_states, weight), build_targets(target_ids, 2.0, reference=reference))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     for gradient, other in zip(torch.autograd.grad(loss, (hidden_states, weight)), expected_gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-13)
@@ -164,25 +170,47 @@ def test_loss_gradient_and_metrics(
 
 
 @pytest.mark.parametrize("config", [CONFIG, CAPPED], ids=["plain", "capped"])
-def test_the_score_of_a_row(batch: tuple[torch.Tensor, ...], config: object) -> None:
+@pytest.mark.parametrize("num_rows", [R, 2])
+def test_the_score_of_an_answer(batch: tuple[torch.Tensor, ...], config: object, num_rows: int) -> None:
     hidden_states, weight, target_ids, _ = batch
-    (scores,) = RowScore(config)((hidden_states, weight), Targets.find(target_ids, torch.tensor(1.0)))
+    outputs = (hidden_states.reshape(num_rows, -1, D), weight)
+    (scores,) = AnswerScore(config)(outputs, pack(build_targets(target_ids, 1.0), num_rows))
     sums = compute_sums(hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None))
     torch.testing.assert_close(scores, sums, rtol=1e-12, atol=0)
 
 
 @FORMULAS
-def test_a_pair_without_targets_is_not_counted(batch: tuple[torch.Tensor, ...], name: str) -> None:
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_packed_pairs_are_the_same_pairs(batch: tuple[torch.Tensor, ...], name: str, num_rows: int) -> None:
+    (formula, _), (hidden_states, weight, target_ids, reference) = CASES[name], batch
+    targets = build_targets(target_ids, 2.0, reference=reference)
+    alone, packed = PairLoss(CONFIG, formula), PairLoss(CONFIG, formula)
+    expected = alone((hidden_states, weight), targets)
+    loss = packed((hidden_states.reshape(num_rows, -1, D), weight), pack(targets, num_rows))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
+    torch.testing.assert_close(packed.sums[0].take(), alone.sums[0].take(), rtol=1e-14, atol=0)
+    gradients = (torch.autograd.grad(each, (hidden_states, weight)) for each in (loss, expected))
+    for found, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-15)
+
+
+@FORMULAS
+def test_rows_that_only_fill_the_micro_batch_are_not_counted(batch: tuple[torch.Tensor, ...], name: str) -> None:
+    """They have no documents; nor does a whole micro-batch of them."""
     (formula, _), (hidden_states, weight, target_ids, reference) = CASES[name], batch
     expected, filled = PairLoss(CONFIG, formula), PairLoss(CONFIG, formula)
-    loss = expected((hidden_states[:4], weight), build_targets(formula, target_ids[:4], reference[:4], 1.0))
-    target_ids, reference = target_ids.clone(), reference.clone()
-    target_ids[4:], reference[4:] = -100, 0
-    other = filled((hidden_states, weight), build_targets(formula, target_ids, reference, 1.0))
+    targets = build_targets(target_ids[:4], 1.0, reference=reference[:4])
+    loss = expected((hidden_states[:4], weight), targets)
+    target_ids = target_ids.clone()
+    target_ids[4:] = -100
+    other = filled((hidden_states, weight), Targets.find(target_ids, targets.denominator, columns=targets.columns))
     assert other.item() == pytest.approx(loss.item(), rel=1e-14)
     assert torch.equal(filled.sums[0].take(), expected.sums[0].take())
     (gradient,) = torch.autograd.grad(other, hidden_states)
     assert not gradient[4:].any() and gradient.isfinite().all()
+    nothing = build_targets(target_ids[:0], 1.0, reference=reference[:0])
+    nothing = Targets.find(target_ids[4:], nothing.denominator, columns=nothing.columns)
+    assert filled((hidden_states[4:], weight), nothing).item() == 0 and not filled.sums[0].take().any()
 
 
 def test_the_odds_of_answers_that_are_nearly_certain_are_finite() -> None:
@@ -196,10 +224,10 @@ def test_the_odds_of_answers_that_are_nearly_certain_are_finite() -> None:
 
 def test_where_policy_and_reference_agree_the_loss_is_log_2(batch: tuple[torch.Tensor, ...]) -> None:
     hidden_states, weight, target_ids, _ = batch
-    (reference,) = RowScore(CONFIG)((hidden_states.detach(), weight), Targets.find(target_ids, torch.tensor(1.0)))
-    assert PairLoss(CONFIG, DPOFormula(BETA))(
-        (hidden_states, weight), Targets.find(target_ids, torch.tensor(3.0), columns={"reference": reference})
-    ).item() == pytest.approx(math.log(2), rel=1e-12)
+    (reference,) = AnswerScore(CONFIG)((hidden_states.detach(), weight), build_targets(target_ids, 1.0))
+    targets = build_targets(target_ids, 3.0, reference=reference)
+    loss = PairLoss(CONFIG, DPOFormula(BETA))((hidden_states, weight), targets)
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 2.0**12)], ids=["bf16", "fp16"])
@@ -211,7 +239,7 @@ def test_the_gradient_in_16_bits_is_rounded_once(
     set_chunk_size(monkeypatch, 3 * V)
     formula = CASES[name][0]
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
-    targets = build_targets(formula, batch[2], batch[3], 3e4)
+    targets = build_targets(batch[2], 3e4, reference=batch[3])
     gradients = []
     for computed, scaled in ((dtype, scale), (torch.float64, 1.0)):
         inputs = (hidden_states.to(computed).requires_grad_(), weight.to(computed).requires_grad_())
@@ -223,7 +251,7 @@ def test_the_gradient_in_16_bits_is_rounded_once(
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none(batch: tuple[torch.Tensor, ...]) -> None:
     hidden_states, weight, target_ids, reference = batch
-    targets = build_targets(DPOFormula(BETA), target_ids, reference, 3.0)
+    targets = build_targets(target_ids, 3.0, reference=reference)
     loss = PairLoss(CONFIG, DPOFormula(BETA))((hidden_states, weight.detach()), targets)
     (gradient,) = torch.autograd.grad(loss, hidden_states)
     whole = PairLoss(CONFIG, DPOFormula(BETA))((hidden_states, weight), targets)
@@ -236,6 +264,6 @@ def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [torch.randn(rows, length, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)]
     target_ids = torch.randint(vocabulary, (rows, length))
     with AllocationPeak() as peak:
-        targets = build_targets(DPOFormula(BETA), target_ids, torch.zeros(rows, dtype=torch.float64), 1.0)
+        targets = build_targets(target_ids, 1.0, reference=torch.zeros(rows, dtype=torch.float64))
         PairLoss(CONFIG, DPOFormula(BETA))(tuple(inputs), targets).backward()
     assert peak.peak < 4 * rows * length * vocabulary / 8

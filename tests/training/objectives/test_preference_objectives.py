@@ -54,7 +54,7 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
     "task, layout, tied, overrides",
     [
         ("orpo", "pp2", False, KEYS["orpo"]),
-        ("simpo", "pp1", True, KEYS["simpo"]),
+        ("simpo", "pp1", True, (*KEYS["simpo"], "data.group_by_length=true")),
         ("cpo", "pp1", False, KEYS["cpo"]),
         *(
             pytest.param(task, layout, tied, overrides, marks=full)
@@ -73,6 +73,7 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
             for layout in ZERO_LAYOUTS
         ),
         pytest.param("orpo", "tp2xpp2", True, OTHER_KEYS["orpo"], marks=full),
+        pytest.param("cpo", "pp2xdp2", False, (*KEYS["cpo"], "data.group_by_length=true"), marks=full),
         pytest.param(
             "simpo", "pp2", False, ("schedule=interleaved", "virtual_stages_per_rank=2", *KEYS["simpo"]), marks=full
         ),
@@ -89,7 +90,7 @@ def test_three_sgd_steps_equal_the_paper(
 ) -> None:
     case = build_case(root, tmp_path, layout, f"task={task}", *overrides, tied=tied)
     result = merge(workers(case.world_size).run(train_answers, case))
-    oracle = train_oracle(case, NUM_SAMPLES, load_model(case.model))
+    oracle = train_oracle(case, load_model(case.model))
     check_equal(result, oracle)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert max(result["losses"]) > 1.001 * min(result["losses"])  # it has moved
@@ -105,7 +106,7 @@ def test_an_adapter_is_trained(
     keys = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", *KEYS[task])
     case = build_case(root, tmp_path, layout, f"task={task}", *keys)
     result = merge(workers(case.world_size).run(train_answers, case))
-    oracle = train_oracle(case, NUM_SAMPLES, policy)
+    oracle = train_oracle(case, policy)
     check_equal(result, oracle)
     worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
     assert worst < BOUND, name

@@ -26,7 +26,6 @@ from support.cases import (
 )
 from support.head_runs import check_adapter_steps, load_oracle, load_with_adapter
 from support.objective_runs import (
-    NUM_SAMPLES,
     TENSOR_PARALLEL,
     Summarize,
     check_equal,
@@ -51,6 +50,7 @@ from scripts.generate import load_model
 from training.objectives.reward import RewardLoss
 
 CENTERED = "reward.centering_coef=0.05"
+PACKED = ("data.packing=true", "max_seq_length=512", "global_batch_size=4")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def train_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:
         coefficient = config.reward.centering_coef
         return ((compute_loss(pair_scores, coefficient), pair_scores.tolist()) for pair_scores in scores), summarize
 
-    return objective_runs.train_oracle(case, model, compute_step, NUM_SAMPLES)
+    return objective_runs.train_oracle(case, model, compute_step)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,11 @@ def train_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:
                 (False, (CENTERED, CHECKPOINTED)),
                 (True, ("micro_batch_size=2", "data.pad_to=max_seq_length")),
             )
+        ),
+        *(
+            pytest.param(layout, False, (*PACKED, CENTERED, *overrides), marks=pytest.mark.full)
+            for layout in ("pp1", "pp2", "pp2xdp2", "cp2")
+            for overrides in ((), (CHECKPOINTED,))
         ),
         *(
             pytest.param("pp2", True, (f"schedule={name}", *overrides), marks=pytest.mark.full)

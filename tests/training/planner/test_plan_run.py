@@ -14,7 +14,7 @@ from support.configs import CONF, build_config, compose_config
 from support.launching import run_alone
 from support.planned import plan_config
 from support.quantized import FP8, write_config
-from support.tiny import save_llama, save_records, save_tokenizer
+from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 from transformers import PretrainedConfig
 
 from data.storage.rows import count_rows
@@ -425,13 +425,15 @@ def parse_seconds(text: str) -> float:
         ("data.packing=true", "data.max_samples=120"),
         ("data.eval_samples=40",),
         ("data.length_policy=split", "max_seq_length=24"),
+        ("data=preference", "data.packing=true", "max_seq_length=512"),
     ],
     ids=lambda keys: keys[0] + keys[-1][-3:],
 )
 def test_steps_of_the_plan_are_those_of_the_run(tmp_path: Path, keys: tuple[str, ...]) -> None:
     save_llama(tmp_path / "model")
     tokenizer = save_tokenizer(tmp_path / "model")
-    file = save_records(tmp_path / "train.jsonl", 300)
+    save = save_pairs if "data=preference" in keys else save_records
+    file = save(tmp_path / "train.jsonl", 300)
     size = ("world_size=1", "plan=true", "max_seq_length=256", "micro_batch_size=1", "global_batch_size=4")
     config = build(
         "base", f"model_name_or_path={tmp_path}/model", f"train_file={file}", f"data.cache_dir={tmp_path}/cache",

@@ -1,0 +1,157 @@
+"""Pairs of answers in packed rows through real pipeline stages: losses, gradients and metrics are those of each answer
+alone in the plain Hugging Face model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import objective_runs
+from support.adapters import make_adapter, to_peft_weights
+from support.cases import BOUND, CHECKPOINTED, CLIPPED, RING, Case, merge, worst_difference
+from support.families import save_family
+from support.objective_runs import (
+    NUM_SAMPLES,
+    check_continued,
+    check_equal,
+    find_dataset,
+    load_model,
+    replace_by_mixture,
+    save_material,
+    start_runs,
+    train_answers,
+)
+from support.pair_runs import REWARDS, evaluate_oracle, train_oracle
+from support.tiny import find_tokenized, save_tokenizer
+from support.workers import WorkerGroup
+
+from data.storage.rows import Rows
+from training.inputs.datasets import build_row_plan
+
+PACKED = ("data.packing=true", "max_seq_length=512", "micro_batch_size=1", "global_batch_size=4")
+TASKS = {
+    "dpo": ("dpo.beta=0.3",),
+    "ipo": ("dpo.beta=0.3", "dpo.loss_type=ipo", "dpo.sft_coef=0.5"),
+    "orpo": ("task=orpo", "orpo.beta=0.7"),
+    "simpo": ("task=simpo", "simpo.beta=1.5", "simpo.gamma=0.8"),
+    "cpo": ("task=cpo", "cpo.beta=0.3", "cpo.alpha=0.6", "cpo.nll_reduction=sum", CLIPPED),
+}
+ZERO_BUBBLE = "schedule=zero_bubble"
+full = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_material(tmp_path_factory.mktemp("packed_pairs"))
+
+
+def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
+    given = ("data=preference", "learning_rate=0.02", *PACKED, *overrides)
+    return objective_runs.build_case(root, workdir, layout, *given, tied=tied)
+
+
+def compare_steps(workers: Callable[[int], WorkerGroup], case: Case) -> None:
+    result = merge(workers(case.world_size).run(train_answers, case))
+    policy = load_model(case.model)
+    reference = copy.deepcopy(policy) if case.config().task is None else None
+    oracle = train_oracle(case, policy, reference)
+    check_equal(result, oracle, first_metrics=1)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    assert max(result["losses"]) > 1.001 * min(result["losses"])  # it has moved
+    counts = count_pairs(case)
+    assert sum(counts) == NUM_SAMPLES and min(counts) < max(counts)
+
+
+def count_pairs(case: Case) -> list[int]:
+    """The pairs of each row."""
+    config = case.config()
+    rows = Rows(find_tokenized(case.workdir)[0], build_row_plan(config, "train_file"), False, False)
+    return [len(rows.pieces(row)) // 2 for row in range(len(rows))]
+
+
+@pytest.mark.parametrize(
+    ("task", "layout", "tied", "overrides"),
+    [
+        ("dpo", "pp2", False, ()),
+        ("orpo", "pp1", True, (CHECKPOINTED,)),
+        *(
+            pytest.param(task, layout, tied, overrides, marks=full)
+            for task in TASKS
+            for layout, tied, overrides in (
+                ("pp1", False, ()),
+                ("pp2", True, (CHECKPOINTED, "micro_batch_size=2")),
+                ("pp2xdp2", False, ("data.pad_to=max_seq_length",)),
+            )
+        ),
+        pytest.param("dpo", "pp2", False, (ZERO_BUBBLE,), marks=full),
+        pytest.param("dpo", "pp2", False, ("schedule=interleaved", "virtual_stages_per_rank=2"), marks=full),
+        pytest.param("dpo", "pp2", False, ("attn_implementation=varlen",), marks=full),
+        *(pytest.param("ipo", layout, False, (), marks=full) for layout in ("tp2", "cp2", "zero3")),
+        pytest.param("cpo", "cp2", True, (RING,), marks=full),
+    ],
+)
+def test_three_sgd_steps_equal_the_paper(
+    workers: Callable[[int], WorkerGroup],
+    root: Path,
+    tmp_path: Path,
+    task: str,
+    layout: str,
+    tied: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    compare_steps(workers, build_case(root, tmp_path, layout, *TASKS[task], *overrides, tied=tied))
+
+
+@full
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_moe"])
+def test_no_state_passes_from_an_answer_to_the_next(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
+) -> None:
+    case = build_case(root, tmp_path, "pp2", *TASKS["orpo"])
+    if family == "qwen3_moe":
+        compare_steps(workers, replace_by_mixture(case, tmp_path / "model"))
+        return
+    save_tokenizer(save_family(tmp_path / "model", family))
+    compare_steps(workers, replace(case, model=tmp_path / "model"))
+
+
+@full
+@pytest.mark.parametrize("layout", ["pp1", "pp2xdp2"])
+def test_with_an_adapter_the_reference_is_the_model_without_it(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
+) -> None:
+    policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
+    case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, policy, load_model(case.model))
+    check_equal(result, oracle)
+    worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
+    assert worst < BOUND, name
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    return start_runs(workers, root, tmp_path, build_case, *PACKED)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("pp2", "pp1"), pytest.param("pp2xdp2", "pp2", marks=full)])
+def test_a_run_continues_at_another_layout_and_is_evaluated(
+    run, root: Path, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    """The reference's log-probabilities are those of the answers alone, which a run that is not packed finds."""
+    whole = run("whole", saved, "save_steps=3")
+    files = list((tmp_path / "cache").glob("*/reference-*/reference.bin"))
+    ended = run("ended", resumed, f"resume={tmp_path}/whole/checkpoints/global_step3")
+    check_continued(whole, ended, ("loss", "grad_norm", *REWARDS))
+    config, dataset = build_case(root, tmp_path, "pp1").config(), find_dataset(tmp_path)
+    expected = evaluate_oracle(
+        config, NUM_SAMPLES, dataset, load_model(tmp_path / "ended" / "hf"), load_model(root / "tiedFalse")
+    )
+    assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    alone = run("alone", resumed, "data.packing=false", "max_steps=1")
+    assert list((tmp_path / "cache").glob("*/reference-*/reference.bin")) == files
+    assert alone[0]["eval_loss"] == pytest.approx(whole[0]["eval_loss"], rel=1e-6)
