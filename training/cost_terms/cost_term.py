@@ -210,6 +210,11 @@ class Chunk:
         return 0 if self.has_loss else 2 * self.layers[-1].bytes.output + self.integer_bytes
 
     @cached_property
+    def largest_trainable(self) -> int:
+        """Elements of the largest trainable tensor."""
+        return max(layer.parameters.largest_trained for layer in self.layers)
+
+    @cached_property
     def checkpointing(self) -> ActivationCheckpointing:
         return build_activation_checkpointing(self.run.config)
 

@@ -117,6 +117,9 @@ class Bytes:
     output: int  # hidden_states that the layer returns
     kept: int = 0  # kept for the backward pass under `activation_checkpoint_mode=selective`
     remade: int = 0  # made again in the backward pass under `selective`
+    # Made beyond `saved` when the layer runs again in the backward pass, where both take most: results that autograd
+    # does not keep. Below 0 if they are gone before most of `saved` is there
+    repeated: int = 0
     widest: int = 0  # gradients within the backward pass, where they take most: a widest result, or eager scores
     deferred: int = 0  # kept between the two halves of a backward pass; 0 if the schedule puts nothing off
     # Whether autograd keeps nothing of the hidden_states that the layer takes, as where a norm keeps a copy in fp32:
@@ -319,6 +322,10 @@ class _BuiltLayer:
                 kept, remade = kept - (outputs + sums), remade + outputs + sums
             else:  # outputs are kept once more, as the exchange of heads has put them together
                 saved, kept = saved + outputs, kept + outputs
+        keeps_input = trace is not None and self._keeps_input(trace)
+        repeated = 0
+        if trace is not None:
+            repeated = trace.repeated_peak - trace.sum_sizes(trace.saved) - (0 if keeps_input else self._input_bytes)
         widest = batch.tokens * itemsize * self._count_widest()
         if trace is not None and self._makes_scores and self._attention_width:
             # Of T x T scores several are there at once, in fp32. On the meta device, as on a CPU, their softmax and its
@@ -328,17 +335,22 @@ class _BuiltLayer:
             saved=saved,
             kept=kept,
             remade=remade,
+            repeated=repeated,
             output=batch.tokens // self._hidden_parts * self.config.hidden_size * self.output_dtype.itemsize,
             widest=widest,
             deferred=self._count_deferred(),
-            frees_input=trace is not None and not self._keeps_input(trace) and not may_draw([self.module]),
+            frees_input=trace is not None and not keeps_input and not may_draw([self.module]),
         )
+
+    @property
+    def _input_bytes(self) -> int:
+        """Bytes of the hidden_states that the layer takes."""
+        return self.batch.tokens // self._hidden_parts * self.config.hidden_size * self.batch.dtype.itemsize
 
     def _keeps_input(self, trace: Trace) -> bool:
         """Return whether autograd keeps the layer's own hidden_states."""
-        size = self.batch.tokens // self._hidden_parts * self.config.hidden_size * self.batch.dtype.itemsize
         made = {operand.storage for operator in trace.forward for operand in operator.made}
-        return any(trace.sizes[storage] == size for storage in trace.saved - made)
+        return any(trace.sizes[storage] == self._input_bytes for storage in trace.saved - made)
 
     @property
     def output_dtype(self) -> torch.dtype:

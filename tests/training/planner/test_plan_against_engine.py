@@ -304,7 +304,9 @@ def test_deferred_experts(
     [
         (1, ("precision=bf16", "activation_checkpoint_interval=0")),
         (2, ("precision=bf16", *RECOMPUTED)),
+        (1, ("precision=fp32", *RECOMPUTED)),
         (1, ("precision=fp32", *RECOMPUTED, "adapter.target_parameters=[]")),
+        (1, ("precision=bf16", *RECOMPUTED, "adapter.target_parameters=[]")),
     ],
 )
 def test_experts_in_4_bits(
