@@ -23,6 +23,7 @@ def quantize_projections(module: nn.Module) -> None:
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
+    nf4.correct_cpu_kernel()
     for name, linear in list_projections(module).items():
         weight = linear.weight
         quantized = Linear4bit(

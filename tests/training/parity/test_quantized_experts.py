@@ -71,11 +71,10 @@ def save_rounded(folder: Path, model_folder: Path) -> None:
     }
     for name, parameter in model.named_parameters():
         if name in held:
-            # Experts as one column: on a CPU bitsandbytes (0.50.2) gives blocks wrong scales where rows are not a
-            # multiple of 64. Projections are its own modules, and have the values that it gives them
             weight = parameter.data
-            for matrix in (expert.view(-1, 1) for expert in weight) if weight.ndim == 3 else [weight]:
-                packed = functional.quantize_4bit(matrix, quant_type="nf4", compress_statistics=True)
+            for matrix in weight if weight.ndim == 3 else [weight]:
+                # As one column: on a CPU bitsandbytes (0.50.2) gives blocks of others wrong scales
+                packed = functional.quantize_4bit(matrix.view(-1, 1), quant_type="nf4", compress_statistics=True)
                 rounded = functional.dequantize_4bit(*packed).view(matrix.shape)
                 assert relative_difference(rounded, matrix) > 0.01
                 matrix.copy_(rounded)
