@@ -23,7 +23,7 @@ BLOCK, GROUP = 64, 256  # numbers of a block, blocks of a group
 # Bytes of a number: 4 bits, 8 for each block, and 32 for each group
 NF4_BYTES = 1 / 2 + (1 + 4 / GROUP) / BLOCK
 # Bytes of a number that is dequantized, besides the result: the magnitudes of blocks in fp32
-NF4_SCALE_BYTES = 4 / BLOCK
+WORK_BYTES = 4 / BLOCK
 
 
 def count_bytes(numel: int) -> int:

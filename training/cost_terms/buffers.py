@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models.layers.nf4 import NF4_SCALE_BYTES
 from training.config.schema import Device
 from training.cost_terms.cost_term import Chunk, Memory, Stage
 from training.costs.cost import LayerCost
@@ -29,8 +28,7 @@ def compute_messages(stage: Stage) -> Memory:
 def compute_gradients_in_pass(stage: Stage) -> Memory:
     """Return the bytes of the two gradients that flow through a layer, of the largest in flight inside one, and of the
     dequantized weight that makes it."""
-    largest = max(layer.parameters.largest_in_4bit for layer in stage.layers)
-    dequantized = round((stage.run.weight_bytes + NF4_SCALE_BYTES) * largest)
+    dequantized = max(layer.parameters.dequantized_bytes for layer in stage.layers)
     return Memory(buffers=2 * count_flowing(stage.layers, stage.chunks[0]) + count_on_the_way(stage) + dequantized)
 
 

@@ -303,8 +303,8 @@ class Stage:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the weights, whole on this rank."""
-        whole = self.num_parameters - count_distinct("in_4bit", self.layers)
-        return self.run.weight_bytes * whole + count_distinct("bytes_in_4bit", self.layers)
+        whole = self.num_parameters - count_distinct("quantized", self.layers)
+        return self.run.weight_bytes * whole + count_distinct("quantized_bytes", self.layers)
 
     @cached_property
     def num_trainable(self) -> int:
