@@ -37,7 +37,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeMLP
 
 from benchmarks.allocation import AllocationPeak, keep_freed_memory
-from models.adapters.quantized import quantize_stacks
+from models.adapters.quantized import find_places, quantize_stacks
 from models.experts import frozen
 from models.experts.frozen import FrozenStack
 from models.experts.grouped import GROUPED
@@ -104,7 +104,8 @@ def build_contenders(shape: Shape, precision: str, routing: str) -> dict[str, Co
     experts[THEIRS].load_state_dict(experts[OURS].state_dict())
     experts[FROZEN].requires_grad_(False)
     experts[LORA], experts[QLORA] = (put_adapter_on(experts[name]) for name in (LORA, QLORA))
-    for each in quantize_stacks(nn.ModuleDict({"experts": experts[QLORA]})):
+    layer = nn.ModuleDict({"experts": experts[QLORA]})
+    for each in find_places(layer, quantize_stacks(layer)):
         each.replace()
     routed = (hidden_states, top_k_index.to(hidden_states.device), top_k_weights)
     dense = build_dense(shape, options)

@@ -343,7 +343,8 @@ def predict_run(
             lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, multiple), ranks
         )
     times: list[LayerTimes] = []
-    if not has_accelerator() and layout.tensor_parallel_size == layout.context_parallel_size == 1:  # whole layers
+    is_whole = layout.tensor_parallel_size == layout.context_parallel_size == 1
+    if not has_accelerator() and is_whole and not config.adapter.keep_quantized:  # layers that can be drawn at random
         times = time_layers(setup, lengths, ranks)
     if not ranks.is_main:
         return None

@@ -24,8 +24,9 @@ from errors import UserError
 from models.adapters.base_inits import describe_starts, restore_starts, start_from_base
 from models.adapters.folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
 from models.adapters.options import starts_from_base
-from models.adapters.quantized import Replacement, mark_quantized, quantize_projections, quantize_stacks
+from models.adapters.quantized import find_places, mark_quantized, quantize_projections, quantize_stacks
 from models.adapters.targets import AdapterTargets, is_saved, list_adaptable, list_targets
+from models.experts.frozen import FrozenStack
 from models.layers.layer import Layer
 from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
 from models.sharding.expert_parallel import divide_adapter
@@ -45,13 +46,20 @@ class Adapter:
 
     tensors: initial weights, named as in a peft folder; without them peft's random ones, which depend on the seed and
     not on the layout. in_4bit: whether the projections and the stacks of experts of the layers that get adapters are
-    quantized to 4 bits (nf4).
+    quantized to 4 bits (nf4). kept: the form of their stacks of experts in the files, in which they stay; None for a
+    run that dequantizes them.
     """
 
     config: LoraConfig
     seed: int = 0
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     in_4bit: bool = False
+    kept: str | None = None
+
+    @property
+    def form(self) -> str | None:
+        """The form of the frozen stacks of experts, a name in `FORMS` of `models/experts/frozen.py`."""
+        return "nf4" if self.in_4bit else self.kept
 
     def attach(
         self,
@@ -60,10 +68,12 @@ class Adapter:
         layer: Layer,
         parallel: TensorParallel = NO_TP,
         expert_parallel: ExpertParallel = NO_EP,
+        stacks: Mapping[str, FrozenStack] | None = None,
     ) -> None:
         """Freeze the module of layer `index`, whose weights are loaded, and put trainable adapters on its targets,
         sharded as those are. A module in `modules_to_save` stays trainable and gets no adapter. Stacks that
         `list_frozen_stacks` names may lie in the host's memory; they are quantized on the device of the other weights.
+        stacks: those that are `kept`, by name; in their places are parameters without memory.
 
         Raises UserError for initial weights that do not fit.
         """
@@ -74,14 +84,15 @@ class Adapter:
         if not list_targets(module, layer, self.config):
             return
         is_meta = next(module.parameters()).is_meta
-        stacks: list[Replacement] = []
-        if self.in_4bit and is_meta:
-            mark_quantized(module)
+        held = stacks or {}
+        if is_meta and self.form is not None:
+            mark_quantized(module, self.form)
         elif self.in_4bit:
             quantize_projections(module)
-            stacks = quantize_stacks(module)
+            held = quantize_stacks(module)
+        replacements = find_places(module, held)
         self._inject_random(module, index, layer)
-        for each in stacks:
+        for each in replacements:
             each.replace()
         tensors = (
             {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)}
@@ -110,8 +121,8 @@ class Adapter:
             fill_adapter(module, tensors)
 
     def list_frozen_stacks(self, module: nn.Module, layer: Layer) -> tuple[str, ...]:
-        """Return the stacks of experts of a layer's module, without an adapter yet, that `attach` quantizes."""
-        if not self.in_4bit or is_saved(layer, self.config) or not list_targets(module, layer, self.config):
+        """Return the stacks of experts of a layer's module, without an adapter yet, that are held in `form`."""
+        if self.form is None or is_saved(layer, self.config) or not list_targets(module, layer, self.config):
             return ()
         return list_adaptable(module).stacks
 

@@ -27,10 +27,12 @@ from models.adapters.stacks import restore_order
 from models.adapters.targets import (
     build_lora_config,
     is_named,
+    list_adaptable,
     list_full_names,
     list_projections,
     list_targets,
 )
+from models.architecture.alike import map_alike
 from models.heads.head import Head
 from models.layers.layer import Layer
 from models.storage.hub import split_revision
@@ -51,12 +53,14 @@ def build_adapter(
     base_name: str,
     is_part: bool = False,
     head: Head | None = None,
+    form: str = "",
 ) -> Adapter | None:
     """Build the adapter that `options` describe; None where they ask for none.
 
     seed: of the random matrices. base_name: the base model's name or path, which peft's config names. is_part: the
     layers belong to a wrapped model, which may have other modules of the same names. head: of the model in place of its
-    LM head; it is trained and saved whole.
+    LM head; it is trained and saved whole. form: of the quantized weights in the model's files, a name in `FORMS` of
+    `models/experts/frozen.py`; empty where there are none.
     Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an
     adapter.
     """
@@ -65,6 +69,8 @@ def build_adapter(
     _check_values(options)
     if options.load_in_4bit:
         check_4bit(layers)
+    if options.keep_quantized:
+        _check_kept(form, layers, base_name)
     if options.name_or_path:
         lora, tensors = _load_adapter(Path(options.name_or_path).expanduser(), layers)
     else:
@@ -78,7 +84,7 @@ def build_adapter(
         )
     if is_part:
         lora.target_modules = list_full_names(layers, lora)
-    return Adapter(lora, seed, tensors, options.load_in_4bit)
+    return Adapter(lora, seed, tensors, options.load_in_4bit, form if options.keep_quantized else None)
 
 
 def _check_values(options: AdapterOptions) -> None:
@@ -115,8 +121,8 @@ def _check_init(options: AdapterOptions) -> None:
             f"adapter.init_lora_weights={init}: one of true, gaussian, orthogonal, pissa, pissa_niter_16 or another "
             "number, olora"
         )
-    for key, value in (("load_in_4bit", options.load_in_4bit), ("use_dora", options.use_dora)):
-        if value:
+    for key in ("load_in_4bit", "keep_quantized", "use_dora"):
+        if getattr(options, key):
             raise UserError(
                 f"adapter.init_lora_weights={init} is not tested with adapter.{key}=true; give adapter.{key}=false, or "
                 "adapter.init_lora_weights=true"
@@ -221,6 +227,20 @@ def check_experts(lora: LoraConfig, layers: Sequence[Layer]) -> None:
                 f"added to the weight itself; give adapter.{key}={'0' if key == 'lora_dropout' else 'false'}, or "
                 "adapter.target_parameters=[] to leave the experts without adapters"
             )
+
+
+def _check_kept(form: str, layers: Sequence[Layer], base_name: str) -> None:
+    """Raises UserError for weights that are not quantized, and for a model without stacks of experts."""
+    if not form:
+        raise UserError(
+            f"adapter.keep_quantized=true: {base_name} holds no weights in fp8 or mxfp4 that could stay so; give the "
+            "folder as it is published, or adapter.keep_quantized=false with adapter.load_in_4bit=true"
+        )
+    if not any(map_alike(lambda layer: bool(list_adaptable(layer.build_on_meta()).stacks), layers)):
+        raise UserError(
+            "adapter.keep_quantized=true: it keeps the experts of a mixture, and this model has no stacks of experts; "
+            "give adapter.keep_quantized=false, or adapter.load_in_4bit=true in its place"
+        )
 
 
 def check_4bit(layers: Sequence[Layer]) -> None:

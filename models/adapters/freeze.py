@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from errors import UserError
 from models.adapters.adapter import Adapter
+from models.experts.frozen import FrozenStack
 from models.layers.layer import Layer
 from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
 
@@ -21,11 +22,13 @@ def choose_trained(
     freeze: Sequence[str],
     parallel: TensorParallel = NO_TP,
     expert_parallel: ExpertParallel = NO_EP,
+    stacks: Mapping[str, FrozenStack] | None = None,
 ) -> None:
     """Set which parameters in the module of layer `index` are trained: those of the adapter, which is attached here, or
-    all of them without one; and of these none whose full name a pattern of `freeze` matches."""
+    all of them without one; and of these none whose full name a pattern of `freeze` matches. stacks: as `attach` takes
+    them."""
     if adapter is not None:
-        adapter.attach(module, index, layer, parallel, expert_parallel)
+        adapter.attach(module, index, layer, parallel, expert_parallel, stacks)
     for name, parameter in module.named_parameters():
         if any(re.search(pattern, layer.hf_prefix + name) for pattern in freeze):
             parameter.requires_grad_(False)

@@ -44,6 +44,7 @@ class AdapterOptions:
     init_lora_weights: Any = True
     loraplus_lr_ratio: float | None = None
     load_in_4bit: bool = False
+    keep_quantized: bool = False
     name_or_path: str | None = None
 
     @property

@@ -5,13 +5,15 @@ bitsandbytes. Projections are its own modules; stacks of experts are dequantized
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from models.adapters.targets import list_adaptable, list_projections
-from models.experts.frozen import FrozenStack, count_chunk, count_stack_bytes
+from models.experts.frozen import FORMS, FrozenStack, count_chunk, count_stack_bytes
 from models.experts.grouped import is_stack
 from models.layers import nf4
 from models.sharding.expert_parallel import list_stacks
@@ -23,6 +25,7 @@ def quantize_projections(module: nn.Module) -> None:
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
+    nf4.correct_cpu_kernel()
     for name, linear in list_projections(module).items():
         weight = linear.weight
         quantized = Linear4bit(
@@ -57,54 +60,70 @@ class Replacement:
         setattr(self.experts, self.name, self.stack)
 
 
+def find_places(module: nn.Module, stacks: Mapping[str, FrozenStack]) -> list[Replacement]:
+    """Return the places of stacks in a layer's module, by their names in it, before an adapter changes those."""
+    owners = ((name.rpartition("."), stack) for name, stack in stacks.items())
+    return [Replacement(module.get_submodule(prefix), own, stack) for (prefix, _, own), stack in owners]
+
+
 @torch.no_grad()
-def quantize_stacks(module: nn.Module) -> list[Replacement]:
+def quantize_stacks(module: nn.Module) -> dict[str, FrozenStack]:
     """Quantize the stacks of experts of a layer, whose weights are loaded, to nf4 with double quantization, on the
-    device of its other weights. Until each is replaced, a parameter of its shape and dtype without memory is in its
-    place, for peft to put an adapter on.
+    device of its other weights. In the place of each remains a parameter of its shape and dtype without memory, for
+    peft to put an adapter on.
     """
-    names, replacements = list_adaptable(module).stacks, []
+    names, stacks = list_adaptable(module).stacks, {}
     device = next(weight.device for name, weight in module.named_parameters() if name not in names)
     for name in names:
+        weight = module.get_parameter(name)
+        stacks[name] = FrozenStack("nf4", nf4.quantize(weight, device), weight.shape, weight.dtype)
         prefix, _, own = name.rpartition(".")
-        experts, weight = module.get_submodule(prefix), module.get_parameter(name)
-        stack = FrozenStack("nf4", nf4.quantize(weight, device), weight.shape, weight.dtype)
-        replacements.append(Replacement(experts, own, stack))
-        empty = torch.empty((), dtype=weight.dtype, device=device).expand(weight.shape)
-        setattr(experts, own, nn.Parameter(empty, requires_grad=False))
-    return replacements
+        empty = make_placeholder(weight.shape, weight.dtype, device)
+        setattr(module.get_submodule(prefix), own, nn.Parameter(empty, requires_grad=False))
+    return stacks
+
+
+def make_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of this shape that takes no memory: what peft reads of a parameter."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight that a run holds in 4 bits. numel: its elements; nbytes: what they take. chunk_numel: the elements that
-    are dequantized at once; num_chunks: how often that is, for each of its products."""
+    """A weight that a run holds quantized. numel: its elements; nbytes: what they take. chunk_numel: the elements that
+    are dequantized at once, which takes work_bytes for each besides the result; num_chunks: how often that is, for each
+    of its products."""
 
     numel: int
     nbytes: int
     chunk_numel: int
+    work_bytes: float
     num_chunks: int = 1
 
 
-def mark_quantized(module: nn.Module) -> None:
-    """Mark the projections and experts of a layer on the meta device, where nothing can be quantized, as held in 4
-    bits, for `list_quantized`."""
-    for part in (*list_projections(module).values(), *list_stacks(module)):
-        part.is_in_4bit = True  # type: ignore[assignment]
+def mark_quantized(module: nn.Module, form: str) -> None:
+    """Mark the experts of a layer on the meta device, where nothing can be quantized, as held in a form, for
+    `list_quantized`; of nf4 its projections too."""
+    projections = list_projections(module).values() if form == "nf4" else ()
+    for part in (*projections, *list_stacks(module)):
+        part.frozen_form = form  # type: ignore[assignment]
 
 
 def list_quantized(module: nn.Module) -> list[QuantizedWeight]:
-    """Returns the weights of a layer on the meta device that a run holds in 4 bits."""
+    """Returns the weights of a layer on the meta device that a run holds quantized."""
     found = []
     for part in module.modules():
-        if not getattr(part, "is_in_4bit", False):
+        form: Any = getattr(part, "frozen_form", None)
+        if form is None:
             continue
+        work = FORMS[form].WORK_BYTES
         for weight in part.parameters(recurse=False):
+            numel = weight.numel()
             if weight.ndim == 3:
-                length = count_chunk(weight.shape)
-                nbytes = count_stack_bytes("nf4", weight.shape)
-                chunks = -(-len(weight) // length)
-                found.append(QuantizedWeight(weight.numel(), nbytes, length * weight[0].numel(), chunks))
+                length, nbytes = count_chunk(weight.shape), count_stack_bytes(form, weight.shape)
+                found.append(
+                    QuantizedWeight(numel, nbytes, length * weight[0].numel(), work, -(-len(weight) // length))
+                )
             elif weight.ndim == 2 and not is_stack(part):
-                found.append(QuantizedWeight(weight.numel(), round(nf4.NF4_BYTES * weight.numel()), weight.numel()))
+                found.append(QuantizedWeight(numel, round(nf4.NF4_BYTES * numel), numel, work))
     return found

@@ -10,20 +10,24 @@ S rows, sorted by expert; E experts; r the rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import library
 
 from models.experts.products import grouped_mm, multiply_groups
-from models.layers import nf4
+from models.layers import fp8, mxfp4, nf4
 
 CHUNK_NUMEL = 2**28  # numbers that are dequantized at once, at most, unless one expert has more
 
 
 class Form(Protocol):
-    """A form in which matrices are kept. `models/layers/nf4.py` is one."""
+    """A form in which matrices are kept: a module of `models/layers/`."""
+
+    @property
+    def WORK_BYTES(self) -> float:
+        """Bytes of a number that is dequantized, besides the result."""
 
     def count_bytes(self, numel: int) -> int:
         """Return the bytes of a matrix of `numel` numbers."""
@@ -32,7 +36,7 @@ class Form(Protocol):
         """Return matrices [n, R, C] in `dtype`. parts: tensors [n, ...]. shape: R and C."""
 
 
-FORMS: dict[str, Form] = {"nf4": nf4}
+FORMS: dict[str, Form] = {"nf4": nf4, "fp8": fp8, "mxfp4": mxfp4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +51,10 @@ class FrozenStack:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    def to(self, device: torch.device) -> FrozenStack:
+        """Return the stack on a device."""
+        return replace(self, parts=tuple(part.to(device) for part in self.parts))
 
     def dequantize(self, experts: slice) -> torch.Tensor:
         """Return the matrices of a run of experts, of the shape of the parameter but for the first dimension."""

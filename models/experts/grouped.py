@@ -120,6 +120,7 @@ def _compute_rows(
     where = dispatch(top_k_index, num_experts)
     rows, weights = _gather_rows(hidden_states, top_k_weights, where)
     inner = project(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, where, hidden_states)
+    del rows  # freed unless the backward pass needs them
     if _weighs_inner(experts):
         outputs = project(experts, "down_proj", weighted_swiglu(inner, weights), where)
     else:

@@ -79,11 +79,12 @@ class Layer:
     pieces: for tensors that Hugging Face stores in several, or under another name.
     styles: the parts that tensor parallelism shards, by their names in the module ("" is the module itself); empty
     without it. experts: of the module's stacks of experts, by their names in it, those experts that are read where each
-    has tensors of its own on disk; all of a stack that is not named. fp32: the names of the module's parameters that
-    stay in fp32 in a model of 16 bits (`models/architecture/fp32.py`). fp32_in_fp16: of all that do in fp16, where
-    `transformers` keeps some that it rounds to bf16. is_further: a layer that predicts further
-    tokens, or looks their embeddings up (`models/further/`). num_blocks: blocks of hidden states that go in, end to end
-    along the rows: one for each token that is predicted.
+    has tensors of its own on disk; all of a stack that is not named. kept: of those stacks, the ones that are not read
+    with the layer's tensors, since they stay as the files hold them (`models/weights/published.py`). fp32: the names of
+    the module's parameters that stay in fp32 in a model of 16 bits (`models/architecture/fp32.py`). fp32_in_fp16: of
+    all that do in fp16, where `transformers` keeps some that it rounds to bf16. is_further: a layer that predicts
+    further tokens, or looks their embeddings up (`models/further/`). num_blocks: blocks of hidden states that go in,
+    end to end along the rows: one for each token that is predicted.
     """
 
     hf_prefix: str
@@ -94,6 +95,7 @@ class Layer:
     pieces: Mapping[str, Sequence[TensorPiece]] = field(default_factory=dict)
     styles: Styles = field(default_factory=dict)
     experts: Mapping[str, range] = field(default_factory=dict)
+    kept: Set[str] = frozenset()
     fp32: Set[str] = frozenset()
     fp32_in_fp16: Set[str] = frozenset()
     is_further: bool = False
@@ -119,8 +121,9 @@ class Layer:
         return replace(self, pieces=pieces)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return parameter name (as in the layer file) -> shape."""
-        return {name: tensor.shape for name, tensor in self.build_on_meta().state_dict().items()}
+        """Return parameter name (as in the layer file) -> shape; without those that are `kept`."""
+        tensors = self.build_on_meta().state_dict()
+        return {name: tensor.shape for name, tensor in tensors.items() if name not in self.kept}
 
     def buffer_names(self) -> set[str]:
         """Return the names of the layer file's tensors that are not trained and keep their own dtype. Not the factors

@@ -35,6 +35,7 @@ class MergedAdapter(Edit):
     """
 
     order = EditOrder.ADAPTER
+    changes_experts = True
 
     def __init__(
         self, folder: Path, lora: LoraConfig, read_adapter: ReadAdapter, files: list[Path], names: Collection[str] = ()

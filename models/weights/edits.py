@@ -44,6 +44,7 @@ class Edit:
 
     order: ClassVar[EditOrder]
     files: Sequence[Path] = ()  # further files that determine the model's outputs
+    changes_experts: ClassVar[bool] = False  # so that they are no longer as their files hold them
 
     def edit_config(self, before: WeightSource) -> PretrainedConfig:
         """Return the config of the edited model. Raises UserError for a model that cannot be edited in this way."""
@@ -79,6 +80,10 @@ class EditedWeights:
         self.before, self._edit = before, edit
         self.config, self.wrapper = edit.edit_config(before), before.wrapper
         self.path, self.config_dir = edit.find_folders(before)
+
+    @property
+    def form(self) -> str:
+        return "" if self._edit.changes_experts else self.before.form
 
     @cached_property
     def layers_before(self) -> list[Layer]:

@@ -56,6 +56,49 @@ class HuggingFaceFolder:
         with its place."""
         return [(piece.index, self._read(piece.hf_name)) for piece in self._get_pieces(layer, name)]
 
+    @property
+    def form(self) -> str:
+        """The form of quantized tensors, a name in `FORMS` (`models/experts/frozen.py`); empty where there are none."""
+        return self._quantization.form
+
+    def read_stack(self, layer: Layer, name: str) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a stack of experts, [E, ...], in the folder's form, of the experts that the layer reads.
+
+        name: in the layer's module. Raises UserError for a stack that is not quantized, of another shape, or not in
+        whole blocks.
+        """
+        pieces, whole = self._get_pieces(layer, name), layer.build_on_meta().get_parameter(name).shape
+        own = layer.experts.get(name, range(whole[0]))
+        if not pieces[0].index:
+            check_shape(self._describe(pieces[0].hf_name), whole, pieces[0].hf_name, str(self.path))
+            # Copied, so that the files are not read in every pass
+            return tuple(part[own.start : own.stop].clone() for part in self._read_parts(pieces[0].hf_name))
+        codes = scales = torch.empty(0)
+        for piece in pieces:
+            if not layer.reads(name, piece):
+                continue
+            found, grid = self._read_parts(piece.hf_name)
+            by = [size // number for size, number in zip(found.shape, grid.shape, strict=True)]
+            if not codes.numel():
+                codes = torch.empty(len(own), *whole[1:], dtype=found.dtype)
+                scales = torch.empty(len(own), whole[1] // by[0], whole[2] // by[1], dtype=grid.dtype)
+            expert, *rest = piece.index
+            assert isinstance(expert, int), piece
+            place = codes[expert - own.start][tuple(rest)]
+            check_shape(found, place.shape, piece.hf_name, str(self.path))
+            place.copy_(found)
+            scales[expert - own.start][tuple(_divide(index, size) for index, size in zip(rest, by))] = grid
+        return codes, scales
+
+    def _read_parts(self, name: str) -> tuple[torch.Tensor, ...]:
+        parts = self._quantization.read_parts(name, self._files, self._read_stored)
+        if parts is None:
+            raise UserError(
+                f"{self.path}: '{name}' is not in {self.form}, so that adapter.keep_quantized=true cannot keep it; "
+                "give adapter.keep_quantized=false"
+            )
+        return parts
+
     def files(self) -> list[Path]:
         indexes = [self.path / name for name in INDEX_FILES if (self.path / name).is_file()]
         return [self.path / "config.json", *indexes, *sorted(set(self._files.values()))]
@@ -216,6 +259,12 @@ class HuggingFaceFolder:
             raise UserError(
                 f"{file} holds no tensor '{name}', though the index says so; is the download complete?"
             ) from None
+
+
+def _divide(index: int | slice, by: int) -> slice:
+    """Return the blocks, of `by` rows or columns, that a run of these is."""
+    assert isinstance(index, slice) and index.step is None, index
+    return slice(index.start and index.start // by, index.stop and index.stop // by)
 
 
 def _find_tensors(path: Path) -> dict[str, Path]:

@@ -31,6 +31,8 @@ class PipelineCheckpoint:
     """A pipeline checkpoint's layer files, from the converter or from training. What reads values raises UserError for
     a file whose bytes are not those of the manifest."""
 
+    form = ""  # its layers are dequantized
+
     def __init__(self, path: Path, tag: str, trust_checkpoint: bool = False) -> None:
         """trust_checkpoint: accept a training checkpoint without a manifest. Raises UserError otherwise."""
         self.path = self.config_dir = path

@@ -17,18 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from errors import UserError
+from models.layers.mxfp4 import DOUBLED_PAIRS
 
 QUANTIZATION_CONFIG = "quantization_config"  # the key in config.json
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
-# Twice the numbers of 4 bits (e2m1) by their code, and the two of a byte, its low half first: [256, 2].
-_FP4_DOUBLED = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
-_FP4_PAIRS = torch.stack((_FP4_DOUBLED.repeat(16), _FP4_DOUBLED.repeat_interleave(16)), dim=1)
 _FORMATS = ("e4m3", "float8_e4m3fn")  # DeepSeek's name, MiniMax's
 _STRIP = 2**18  # numbers that are widened at once: they stay in a core's cache
 
@@ -36,7 +34,10 @@ Read = Callable[[str], torch.Tensor]
 
 
 class Quantization(Protocol):
-    """How a folder stores its tensors."""
+    """How a folder stores its tensors. form: its name in `FORMS` (`models/experts/frozen.py`); empty for unquantized
+    ones."""
+
+    form: ClassVar[str]
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
         """Return the names of the tensors that the stored ones make up. Raises UserError for scales under unknown
@@ -48,9 +49,15 @@ class Quantization(Protocol):
         Raises UserError, naming the tensor, for scales that are missing or do not fit.
         """
 
+    def read_parts(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...] | None:
+        """Return the parts of the tensor `name` in this form; None for one that is not quantized. Raises UserError as
+        `read` does."""
+
 
 class Unquantized:
     """Tensors are stored unquantized."""
+
+    form: ClassVar[str] = ""
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
         return set(stored)
@@ -58,12 +65,16 @@ class Unquantized:
     def read(self, name: str, stored: Collection[str], read_stored: Read) -> torch.Tensor:
         return read_stored(name)
 
+    def read_parts(self, name: str, stored: Collection[str], read_stored: Read) -> None:
+        return None
+
 
 @dataclass(frozen=True)
 class Fp8:
     """fp8 matrices with scales. block: rows and columns per scale; None: one scale per matrix. path: the folder, for
     messages."""
 
+    form: ClassVar[str] = "fp8"
     path: Path
     dtype: torch.dtype
     block: tuple[int, int] | None
@@ -80,10 +91,31 @@ class Fp8:
         return names - scales - activations
 
     def read(self, name: str, stored: Collection[str], read_stored: Read) -> torch.Tensor:
+        parts = self._read_quantized(name, stored, read_stored)
+        if len(parts) == 1:
+            return parts[0]
+        weight, scales = parts
+        return dequantize_fp8(weight, scales, self.block or (weight.shape[-2], weight.shape[-1]), self.dtype)
+
+    def read_parts(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...] | None:
+        parts = self._read_quantized(name, stored, read_stored)
+        if len(parts) == 1:
+            return None
+        weight, scales = parts
+        block = self.block or (weight.shape[-2], weight.shape[-1])
+        if any(size % by for size, by in zip(weight.shape[-2:], block, strict=True)):
+            raise UserError(
+                f"{self.path}: '{name}' {_describe(weight)} is not a whole number of blocks of {list(block)}, and is "
+                "kept in fp8 only where it is; give adapter.keep_quantized=false"
+            )
+        return weight, _widen_scales(scales)
+
+    def _read_quantized(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...]:
+        """Return a matrix and its scales, or a tensor that is not quantized alone."""
         weight = read_stored(name)
         has_scales = name + SCALE in stored
         if not has_scales and not _is_8_bit(weight):
-            return weight
+            return (weight,)
         if weight.dtype != torch.float8_e4m3fn or weight.dim() < 2:
             raise UserError(
                 f"{self.path}: '{name}' {_describe(weight)} cannot be dequantized: fp8 means matrices of "
@@ -103,13 +135,14 @@ class Fp8:
                 f"{self.path}: '{name + SCALE}' has shape {list(scales.shape)}, but {list(weight.shape)} in blocks of "
                 f"{list(block)} has {list(grid)}; the file, or weight_block_size in config.json, is of another model"
             )
-        return dequantize_fp8(weight, scales, block, self.dtype)
+        return weight, scales
 
 
 @dataclass(frozen=True)
 class Mxfp4:
     """mxfp4 blocks with scales. path: the folder, for messages."""
 
+    form: ClassVar[str] = "mxfp4"
     path: Path
     dtype: torch.dtype
 
@@ -118,10 +151,17 @@ class Mxfp4:
         return {name.removesuffix(BLOCKS).removesuffix(SCALES) if name in parts else name for name in stored}
 
     def read(self, name: str, stored: Collection[str], read_stored: Read) -> torch.Tensor:
+        parts = self.read_parts(name, stored, read_stored)
+        if parts is None:
+            return read_stored(name)
+        blocks, scales = parts
+        return dequantize_mxfp4(blocks, scales, self.dtype)
+
+    def read_parts(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...] | None:
         parts = (name + BLOCKS, name + SCALES)
         missing = [part for part in parts if part not in stored]
         if len(missing) == 2:
-            return read_stored(name)
+            return None
         if missing:
             raise UserError(
                 f"{self.path}: '{missing[0]}', a part of an mxfp4 tensor, is missing; is the download complete?"
@@ -132,7 +172,7 @@ class Mxfp4:
                 f"{self.path}: '{parts[0]}' {_describe(blocks)} and '{parts[1]}' {_describe(scales)} do not fit: mxfp4 "
                 "has uint8 [experts, rows, groups, 16] and [experts, rows, groups]; the file is of another format"
             )
-        return dequantize_mxfp4(blocks, scales, self.dtype)
+        return blocks, scales
 
 
 def parse_quantization(fields: dict[str, Any], file: Path) -> Quantization:
@@ -238,7 +278,7 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
 def _widen_fp4(blocks: torch.Tensor) -> torch.Tensor:
     """Convert uint8 [..., 16] to twice its numbers in fp32 [..., 32]. Both numbers of a byte are looked up as one of 8
     bytes, which is three times as fast (torch 2.13, CPU)."""
-    pairs = _FP4_PAIRS.view(torch.int64).flatten()
+    pairs = DOUBLED_PAIRS.view(torch.int64).flatten()
     looked_up = pairs.index_select(0, blocks.flatten().int())
     return looked_up.view(torch.float32).view(*blocks.shape[:-1], -1)
 

@@ -21,6 +21,8 @@ from models.storage.safetensors_writer import TensorInfo
 class RandomWeights:
     """A `WeightSource` without files."""
 
+    form = ""
+
     def __init__(self, config: PretrainedConfig, seed: int) -> None:
         self.path = self.config_dir = Path("random weights")
         self.config, self._seed = config, seed

@@ -35,7 +35,7 @@ class ResizedVocabulary(Edit):
         return self._config
 
     def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
-        tensors = read(index, replace(edited.layers_before[index], experts=layer.experts))
+        tensors = read(index, replace(edited.layers_before[index], experts=layer.experts, kept=layer.kept))
         shapes = layer.shapes() if tensors else {}
         return {name: resize_rows(tensor, shapes[name]) for name, tensor in tensors.items()}
 

@@ -19,12 +19,16 @@ class DescribedModel(Protocol):
     """A model as its config.json describes it.
 
     path: the folder with the tokenizer if there is one, and usually config.json. config: of the text model. wrapper:
-    the model that it is a part of; None where it is all of it.
+    the model that it is a part of; None where it is all of it. form: of the quantized weights in its files, a name in
+    `FORMS` of `models/experts/frozen.py`; empty where there are none.
     """
 
     path: Path
     config: PretrainedConfig
     wrapper: Wrapper | None
+
+    @property
+    def form(self) -> str: ...
 
 
 class WeightSource(DescribedModel, Protocol):

@@ -28,16 +28,16 @@ def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> t
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def save_fp8(folder: Path, dtype: str = "bfloat16", **sizes: int) -> Tensors:
+def save_fp8(folder: Path, dtype: str = "bfloat16", block: tuple[int, int] = BLOCK, **sizes: int) -> Tensors:
     """A small DeepSeek-V3 as it is published; returns the stored tensors."""
     build_family("deepseek_v3", **sizes).bfloat16().save_pretrained(folder)
     stored: Tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         stored[name] = tensor.float() if "e_score_correction_bias" in name else tensor
         if tensor.dim() == 2 and not any(part in name for part in KEPT):
-            stored[name], stored[name + "_scale_inv"] = quantize_fp8(tensor)
+            stored[name], stored[name + "_scale_inv"] = quantize_fp8(tensor, block)
     save_file(stored, folder / "model.safetensors")
-    write_config(folder, quantization_config=FP8, dtype=dtype)
+    write_config(folder, quantization_config=FP8 | {"weight_block_size": list(block)}, dtype=dtype)
     return stored
 
 

@@ -28,6 +28,7 @@ class MasterWeights(Edit):
     the rounded ones."""
 
     order = EditOrder.MASTER_WEIGHTS
+    changes_experts = True
 
     def __init__(self, step_dir: Path, starts_from_base: bool = False) -> None:
         """starts_from_base: the adapter of the run did, so that a layer file has what it started as behind what is

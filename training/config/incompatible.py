@@ -153,6 +153,7 @@ LORA = has_value("adapter.name", "lora")
 LORA_DROPOUT = _with_lora(_above("adapter.lora_dropout", 0))
 DORA = _with_lora(has_value("adapter.use_dora", "true"))
 IN_4BIT = _with_lora(has_value("adapter.load_in_4bit", "true"))
+KEPT = _with_lora(has_value("adapter.keep_quantized", "true"))
 STARTS_FROM_BASE = _with_lora(
     Feature(
         "adapter.init_lora_weights=pissa or olora",
@@ -260,6 +261,7 @@ TABLE: tuple[Row, ...] = (
         STARTS_FROM_BASE: "they are decompositions of whole weights; "
             "give adapter.init_lora_weights=true, or tensor_parallel_size=1",
         IN_4BIT: "quantized weights are not sharded; give tensor_parallel_size=1",
+        KEPT: "quantized weights are not sharded; give tensor_parallel_size=1",
         TIMED_HERE: "it times whole layers; choose other hardware",
     }),
     (SEQUENCE_PARALLEL, {has_value("tensor_parallel_size", "1"):
@@ -303,6 +305,7 @@ TABLE: tuple[Row, ...] = (
         ADAMW_8BIT: "blockwise state is not tested with it; "
             "give optimizer.state_dtype=bf16 with adamw, or zero_stage=1 or 2",
         IN_4BIT: "it is not tested with quantized weights; give zero_stage=1 or 2",
+        KEPT: "it is not tested with quantized weights; give zero_stage=1 or 2",
         DORA: "its magnitudes are norms of whole weights, which only the layer that holds them gathers; "
             "give zero_stage=1 or 2",
     }),
@@ -316,6 +319,10 @@ TABLE: tuple[Row, ...] = (
         "give zero_stage=1, with num_stages or tensor_parallel_size for a model that is too large for one GPU"}),
 
     # What is trained
+    (KEPT, {
+        IN_4BIT: "the experts have one form; give adapter.load_in_4bit=false, or adapter.keep_quantized=false",
+        TIMED_HERE: "it has no weights in that form; choose other hardware",
+    }),
     (_given("freeze"), {LORA:
         "an adapter freezes everything else; choose what is trained with adapter.target_modules"}),
     (_above("moe.update_router_bias", 0), {LORA:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from training.cost_terms.buffers import count_flowing, count_on_the_way
 from training.cost_terms.cost_term import Chunk, Kept, PassCost, PlannedRun
 from training.cost_terms.layers import Launch, time_kernels, time_pass, time_products
 from training.costs.cost import LayerCost
@@ -17,9 +18,10 @@ def compute_kept(chunk: Chunk) -> Kept:
 
     Counted group by group as the backward pass goes: what later groups kept is freed by then, and the group's own input
     where autograd keeps nothing of it. Of what is on the host, the input of the group that is recomputed has come back,
-    and that of the one before it is coming. A layer that runs no backward pass keeps nothing. Its forward pass counts
-    where nothing later takes as much: the factors of an MLP's product, one of them before its activation function too,
-    and the product."""
+    and that of the one before it is coming. While a group runs again its input is there, and results that autograd does
+    not keep, but of the gradients that any pass needs (`buffers.py`) only the one that flows into it. A layer that runs
+    no backward pass keeps nothing. Its forward pass counts where nothing later takes as much: the factors of an MLP's
+    product, one of them before its activation function too, and the product."""
     checkpointing = chunk.checkpointing
     kept = recomputation = on_host = deferred = 0  # deferred: by the groups that are done
     for group in reversed(chunk.groups):
@@ -34,7 +36,11 @@ def compute_kept(chunk: Chunk) -> Kept:
             freed = entering if layers[0].bytes.frees_input and chunk.checkpointing.runs_again else 0
             if checkpointing.offloads:
                 on_host, came_back, entering = on_host + entering, 2 * entering, 0
-        recomputation = max(recomputation, came_back + remade + deferred - kept - freed)
+        missing = freed
+        if not (checkpointing.is_selective or chunk.run.config.compile):
+            repeated = max(layer.bytes.repeated for layer in layers)
+            missing = min(freed, count_flowing(chunk.layers, chunk) + count_on_the_way(chunk) - repeated)
+        recomputation = max(recomputation, came_back + remade + deferred - kept - missing)
         kept += entering
         deferred += sum(layer.bytes.deferred for layer in layers)
         if checkpointing.is_selective:

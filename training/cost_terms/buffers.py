@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from models.layers.nf4 import NF4_SCALE_BYTES
+from collections.abc import Sequence
+
 from training.config.schema import Device
-from training.cost_terms.cost_term import Memory, Stage
+from training.cost_terms.cost_term import Chunk, Memory, Stage
+from training.costs.cost import LayerCost
 from training.pipeline.schedule import UnitKind
 
 SENDS = 2  # gradients on their way to another rank
@@ -26,13 +28,16 @@ def compute_messages(stage: Stage) -> Memory:
 def compute_gradients_in_pass(stage: Stage) -> Memory:
     """Return the bytes of the two gradients that flow through a layer, of the largest in flight inside one, and of the
     dequantized weight that makes it."""
-    blocks = max(layer.num_blocks for layer in stage.layers)
-    largest = max(layer.parameters.largest_in_4bit for layer in stage.layers)
-    dequantized = round((stage.run.weight_bytes + NF4_SCALE_BYTES) * largest)
-    return Memory(buffers=2 * blocks * stage.chunks[0].block_bytes + count_on_the_way(stage) + dequantized)
+    dequantized = max(layer.parameters.dequantized_bytes for layer in stage.layers)
+    return Memory(buffers=2 * count_flowing(stage.layers, stage.chunks[0]) + count_on_the_way(stage) + dequantized)
 
 
-def count_on_the_way(stage: Stage) -> int:
+def count_flowing(layers: Sequence[LayerCost], chunk: Chunk) -> int:
+    """Return the bytes of the gradient that flows into or out of a layer."""
+    return max(layer.num_blocks for layer in layers) * chunk.block_bytes
+
+
+def count_on_the_way(stage: Stage | Chunk) -> int:
     """Return the bytes of the gradient where a layer is widest, or of one parameter's new gradient.
 
     Unless that is in fp32, a CPU copies it to fp32 to add it (`add_gradient`), 4 bytes an element; a GPU casts as it
@@ -44,7 +49,7 @@ def count_on_the_way(stage: Stage) -> int:
     return max(widest, count_new_gradient(stage, stage.largest_trainable))
 
 
-def count_new_gradient(stage: Stage, num_elements: int) -> int:
+def count_new_gradient(stage: Stage | Chunk, num_elements: int) -> int:
     """Return the bytes of a gradient as autograd makes it, with a CPU's copy in fp32."""
     run = stage.run
     copies = run.weight_bytes < 4 and run.hardware.device is Device.cpu and not run.config.shards_gradients_only

@@ -210,6 +210,11 @@ class Chunk:
         return 0 if self.has_loss else 2 * self.layers[-1].bytes.output + self.integer_bytes
 
     @cached_property
+    def largest_trainable(self) -> int:
+        """Elements of the largest trainable tensor."""
+        return max(layer.parameters.largest_trained for layer in self.layers)
+
+    @cached_property
     def checkpointing(self) -> ActivationCheckpointing:
         return build_activation_checkpointing(self.run.config)
 
@@ -298,8 +303,8 @@ class Stage:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the weights, whole on this rank."""
-        whole = self.num_parameters - count_distinct("in_4bit", self.layers)
-        return self.run.weight_bytes * whole + count_distinct("bytes_in_4bit", self.layers)
+        whole = self.num_parameters - count_distinct("quantized", self.layers)
+        return self.run.weight_bytes * whole + count_distinct("quantized_bytes", self.layers)
 
     @cached_property
     def num_trainable(self) -> int:

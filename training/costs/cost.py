@@ -31,7 +31,6 @@ from models.layers.context import MicroBatchContext
 from models.layers.documents import DocumentBounds
 from models.layers.fused_kernels import fuse_kernels
 from models.layers.layer import Layer, list_layer_configs
-from models.layers.nf4 import NF4_SCALE_BYTES
 from models.layers.packed_attention import FLASH, VARLEN, find_head_sizes
 from models.layers.recurrent import find_mixers
 from models.layers.sharding_styles import count_sums
@@ -75,10 +74,9 @@ class Parameters:
     whole_trained: int = 0  # of the whole layer, those that are trained
     divided: int = 0  # those of `trained` that belong to experts which ranks divide among them
     starts: int = 0  # frozen ones that an adapter has started as (PiSSA), which are saved with the adapter
-    in_4bit: int = 0  # those of `held` in projections and experts that are held in nf4
-    bytes_in_4bit: int = 0  # what those take
-    # Elements of them that are dequantized at once, at most: a projection, or a chunk of a stack of experts
-    largest_in_4bit: int = 0
+    quantized: int = 0  # those of `held` in projections and experts that are held quantized
+    quantized_bytes: int = 0  # what those take
+    dequantized_bytes: int = 0  # of the largest projection, or chunk of a stack of experts, while it is dequantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +115,9 @@ class Bytes:
     output: int  # hidden_states that the layer returns
     kept: int = 0  # kept for the backward pass under `activation_checkpoint_mode=selective`
     remade: int = 0  # made again in the backward pass under `selective`
+    # Made beyond `saved` when the layer runs again in the backward pass, where both take most: results that autograd
+    # does not keep. Below 0 if they are gone before most of `saved` is there
+    repeated: int = 0
     widest: int = 0  # gradients within the backward pass, where they take most: a widest result, or eager scores
     deferred: int = 0  # kept between the two halves of a backward pass; 0 if the schedule puts nothing off
     # Whether autograd keeps nothing of the hidden_states that the layer takes, as where a norm keeps a copy in fp32:
@@ -247,7 +248,7 @@ class _BuiltLayer:
     def _count_parameters(self) -> Parameters:
         parameters = dict(self.module.named_parameters())
         trained = {name: parameter.numel() for name, parameter in parameters.items() if parameter.requires_grad}
-        in_4bit = list_quantized(self.module)
+        quantized, itemsize = list_quantized(self.module), self.batch.dtype.itemsize
         # How many times larger than the first rank's shard a sharded parameter is, over all ranks with experts too
         whole = {
             name: spec.length / parameters[name].shape[spec.dim]
@@ -269,9 +270,11 @@ class _BuiltLayer:
             whole_trained=sum_whole(trained, elements),
             divided=sum(count for name, count in trained.items() if name in self._expert_shares),
             starts=count_starts(self.module),
-            in_4bit=sum(weight.numel for weight in in_4bit),
-            bytes_in_4bit=sum(weight.nbytes for weight in in_4bit),
-            largest_in_4bit=max((weight.chunk_numel for weight in in_4bit), default=0),
+            quantized=sum(weight.numel for weight in quantized),
+            quantized_bytes=sum(weight.nbytes for weight in quantized),
+            dequantized_bytes=max(
+                (round((itemsize + weight.work_bytes) * weight.chunk_numel) for weight in quantized), default=0
+            ),
         )
 
     def _count_work(self) -> Work:
@@ -319,6 +322,10 @@ class _BuiltLayer:
                 kept, remade = kept - (outputs + sums), remade + outputs + sums
             else:  # outputs are kept once more, as the exchange of heads has put them together
                 saved, kept = saved + outputs, kept + outputs
+        keeps_input = trace is not None and self._keeps_input(trace)
+        repeated = 0
+        if trace is not None:
+            repeated = trace.repeated_peak - trace.sum_sizes(trace.saved) - (0 if keeps_input else self._input_bytes)
         widest = batch.tokens * itemsize * self._count_widest()
         if trace is not None and self._makes_scores and self._attention_width:
             # Of T x T scores several are there at once, in fp32. On the meta device, as on a CPU, their softmax and its
@@ -328,17 +335,22 @@ class _BuiltLayer:
             saved=saved,
             kept=kept,
             remade=remade,
+            repeated=repeated,
             output=batch.tokens // self._hidden_parts * self.config.hidden_size * self.output_dtype.itemsize,
             widest=widest,
             deferred=self._count_deferred(),
-            frees_input=trace is not None and not self._keeps_input(trace) and not may_draw([self.module]),
+            frees_input=trace is not None and not keeps_input and not may_draw([self.module]),
         )
+
+    @property
+    def _input_bytes(self) -> int:
+        """Bytes of the hidden_states that the layer takes."""
+        return self.batch.tokens // self._hidden_parts * self.config.hidden_size * self.batch.dtype.itemsize
 
     def _keeps_input(self, trace: Trace) -> bool:
         """Return whether autograd keeps the layer's own hidden_states."""
-        size = self.batch.tokens // self._hidden_parts * self.config.hidden_size * self.batch.dtype.itemsize
         made = {operand.storage for operator in trace.forward for operand in operator.made}
-        return any(trace.sizes[storage] == size for storage in trace.saved - made)
+        return any(trace.sizes[storage] == self._input_bytes for storage in trace.saved - made)
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -480,10 +492,10 @@ class _BuiltLayer:
 
     def _count_traffic(self) -> tuple[Traffic, Traffic, Traffic]:
         """Return what the forward and the backward pass move, and what `selective` moves again; each dequantizes the
-        weights in 4 bits, by a kernel for the scales, and one for the weight, or for each chunk of experts. A layer
+        quantized weights, by a kernel for the scales, and one for the weight, or for each chunk of experts. A layer
         that does not run on the meta device moves what it is estimated to keep, once forward and twice back."""
-        weights, each = list_quantized(self.module), 2 * NF4_SCALE_BYTES + self.batch.dtype.itemsize
-        moved = sum(weight.nbytes + round(each * weight.numel) for weight in weights)
+        weights, itemsize = list_quantized(self.module), self.batch.dtype.itemsize
+        moved = sum(weight.nbytes + round((2 * weight.work_bytes + itemsize) * weight.numel) for weight in weights)
         dequantizing = Traffic(moved, 2 * sum(weight.num_chunks for weight in weights))
         trace = self._trace
         if trace is None or trace.backward is None:

@@ -52,6 +52,7 @@ class Trace:
     sizes: tuple[int, ...]  # bytes of each storage, by its number
     saved: frozenset[int]  # storages that autograd keeps for the backward pass, without the layer's own weights
     num_repeated: int  # operators of `forward` that come before the last one that autograd keeps something for
+    repeated_peak: int  # bytes of storages alive at once in those, at most, the layer's inputs included
     # Bytes of storages alive at once in the backward pass, at most, beyond those at its start and the gradients that go
     # in and out
     backward_peak: int
@@ -112,6 +113,7 @@ def trace_passes(run: Callable[[], Any], module: nn.Module) -> Trace:
         sizes=tuple(recorder.sizes),
         saved=frozenset(recorder.saved - own),
         num_repeated=recorder.num_repeated,
+        repeated_peak=recorder.repeated_peak,
         backward_peak=peak - 2 * result.untyped_storage().nbytes(),
         gradients=gradients,
         result_dtype=result.dtype,
@@ -127,6 +129,7 @@ class _Recorder(TorchDispatchMode):
         self.alive = self.peak = 0  # bytes of storages that operators have made
         self.saved: set[int] = set()  # storages that autograd has kept
         self.num_repeated = 0  # operators before the last one that autograd has kept something for
+        self.repeated_peak = 0  # bytes of storages alive at once in those, at most
         self._numbers: dict[int, int] = {}  # address of a storage that lives -> its number
         self._operators: list[Operator] = []
 
@@ -149,7 +152,7 @@ class _Recorder(TorchDispatchMode):
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note what autograd keeps, as a hook of it: before the operator that takes it runs."""
         self.saved.add(self.number(tensor))
-        self.num_repeated = len(self._operators)
+        self.num_repeated, self.repeated_peak = len(self._operators), self.peak
         return tensor
 
     def number(self, tensor: torch.Tensor, is_made: bool = False) -> int:

@@ -8,7 +8,7 @@ initialised that will be loaded, and no rank touches a layer that is not its own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,8 @@ from console import progress
 from errors import UserError
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
+from models.adapters.quantized import make_placeholder
+from models.experts.frozen import FrozenStack
 from models.experts.gate import replace_forward
 from models.experts.router import RouterOptions
 from models.layers.decoder import Embedding, PipelineDecoderLayer
@@ -27,6 +29,7 @@ from models.layers.neftune import EmbeddingNoise
 from models.sharding.context_parallel import share_sequence
 from models.sharding.expert_parallel import divide_experts, find_own_experts
 from models.sharding.tensor_parallel import list_partial_gradients, shard_module
+from models.weights.published import read_stacks
 from models.weights.source import WeightSource
 from training.distributed.ranks import raise_together
 from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing
@@ -183,7 +186,8 @@ def _load(
     module = layer.module
     shard_module(module, layer.spec.styles, ranks.parallel)
     divide_experts(module, ranks.expert_parallel)
-    tensors = _read(layer, source, ranks)
+    stacks = _read_kept(layer, source, ranks, options, device)
+    tensors = _read(layer, source, ranks, stacks)
     dtypes = {name: tensors[name].dtype for name in layer.spec.buffer_names()}
     kept = layer.spec.list_fp32(options.kernels.dtype) if options.keeps_fp32 else frozenset()
     dtypes |= dict.fromkeys(kept, torch.float32)
@@ -197,6 +201,7 @@ def _load(
         )
         for name, tensor in tensors.items()
     }
+    copies |= {name: make_placeholder(stack.shape, stack.dtype, device) for name, stack in stacks.items()}
     module.load_state_dict(copies, strict=True, assign=True)
     in_fp32 = [each for name, each in module.named_parameters() if name in kept]
     for part in module.modules():
@@ -209,15 +214,31 @@ def _load(
     if ranks.sequence_part.size > 1:
         share_sequence(module, ranks.sequence_part)
     places = ranks.parallel, ranks.expert_parallel
-    choose_trained(module, layer.index, layer.spec, options.adapter, options.freeze, *places)
+    choose_trained(module, layer.index, layer.spec, options.adapter, options.freeze, *places, stacks)
     mark_parameters(layer, ranks)
     return in_fp32
 
 
-def _read(layer: StageLayer, source: WeightSource, ranks: StageRanks) -> dict[str, torch.Tensor]:
-    """Return this rank's shards of the layer's tensors: views of mapped files, so only what is copied is read."""
-    shards = ranks.read_shards(layer.module)
+def _read_kept(
+    layer: StageLayer, source: WeightSource, ranks: StageRanks, options: StageOptions, device: torch.device
+) -> dict[str, FrozenStack]:
+    """Return this rank's experts of the stacks that stay in the form of the files, on its device."""
+    if options.adapter is None or options.adapter.kept is None:
+        return {}
+    names = options.adapter.list_frozen_stacks(layer.module, layer.spec)
     described = replace(layer.spec, experts=find_own_experts(layer.module, ranks.expert_parallel))
+    stacks = read_stacks(source, described, names, options.kernels.dtype)
+    return {name: stack.to(device) for name, stack in stacks.items()}
+
+
+def _read(
+    layer: StageLayer, source: WeightSource, ranks: StageRanks, kept: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Return this rank's shards of the layer's tensors: views of mapped files, so only what is copied is read. kept:
+    the names of tensors that are not read."""
+    shards = ranks.read_shards(layer.module)
+    own = find_own_experts(layer.module, ranks.expert_parallel)
+    described = replace(layer.spec, experts=own, kept=frozenset(kept))
     return {name: shards.take(name, tensor) for name, tensor in source.read_layer(layer.index, described).items()}
 
 

@@ -20,9 +20,11 @@ from masking import mask_text
 from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
 from models.layers.wrapped import Wrapper
+from models.storage.tensor_files import load_json
 from models.weights.config_file import load_config, parse_config
 from models.weights.edits import edit_weights
 from models.weights.further import choose_further
+from models.weights.quantized import parse_quantization
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import CheckedConfig
@@ -166,6 +168,7 @@ class ModelFolder:
     path: Path
     config: PretrainedConfig
     wrapper: Wrapper | None = None
+    form: str = ""
 
 
 def describe_model(config: RunConfig, group: str = "model") -> ModelFolder:
@@ -177,8 +180,9 @@ def describe_model(config: RunConfig, group: str = "model") -> ModelFolder:
     path, folder = Path(config.model_name_or_path).expanduser(), find_model_folder(config)
     if path.exists():
         architecture, wrapper = load_config(folder, config.trust_remote_code)
+        fields = load_json(folder / "config.json")
     elif config.model:
-        folder = Path("conf/model")
+        folder, fields = Path("conf/model"), config.model
         architecture, wrapper = parse_config(config.model, folder), None
     else:
         if group != "model":
@@ -193,7 +197,7 @@ def describe_model(config: RunConfig, group: str = "model") -> ModelFolder:
         )
     if has_tokenizer(config, str(folder)):
         architecture.vocab_size = count_added_rows(config, architecture, str(folder)) or architecture.vocab_size
-    return ModelFolder(folder, architecture, wrapper)
+    return ModelFolder(folder, architecture, wrapper, parse_quantization(fields, folder).form)
 
 
 def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine, teacher: ResolvedModel | None = None) -> Plan:

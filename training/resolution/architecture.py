@@ -18,6 +18,7 @@ from models.architecture.lookup import (
 )
 from models.further.table import set_trained
 from models.heads.table import describe_head, find_head
+from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.source import DescribedModel
 from training.config.precision import DTYPES
 from training.config.schema import DistillConfig, RunConfig
@@ -64,7 +65,8 @@ def check_stated_fields(config: RunConfig, model: DescribedModel) -> None:
     """Raises UserError where `conf/model` and the model's config.json disagree. The model may have more rows, for the
     tokens that the run adds."""
     adds = bool(build_chat_template(config.data)) and config.model.get("vocab_size", math.inf) < model.config.vocab_size
-    stated = {key: value for key, value in config.model.items() if not (adds and key == "vocab_size")}
+    others = {QUANTIZATION_CONFIG, "vocab_size" if adds else ""}  # the folder says itself how it is quantized
+    stated = {key: value for key, value in config.model.items() if key not in others}
     check_model_fields(stated, model.config, str(model.path))
 
 

@@ -27,7 +27,7 @@ from training.optim.optimizer import OPTIMIZER_KEYS
 from training.pipeline.schedules import SCHEDULE_KEYS
 
 # Keys that are read for an adapter that exists (adapter.name_or_path) too; its own config has the others
-NOT_BROUGHT = ("adapter.name_or_path", "adapter.loraplus_lr_ratio", "adapter.load_in_4bit")
+NOT_BROUGHT = ("adapter.name_or_path", "adapter.loraplus_lr_ratio", "adapter.load_in_4bit", "adapter.keep_quantized")
 # Keys of `data` that more than the encoder reads, so also with a user-defined one
 BEYOND_THE_ENCODER = ("labels", "problem_type")
 # Keys of `data` that are read with any data: for the tokenizer

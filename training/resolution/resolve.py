@@ -270,6 +270,7 @@ def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Laye
         base_name=config.model_name_or_path,
         is_part=model.wrapper is not None,
         head=head,
+        form=model.form,
     )
     if adapter is None:
         return None

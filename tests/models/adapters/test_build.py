@@ -240,3 +240,22 @@ def test_an_evaluation_leaves_the_gradients_of_projections_in_4_bits_alone() -> 
     with torch.no_grad():
         layer.eval()(inputs)
     torch.testing.assert_close(find_gradient(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", [40, 48, 96, 128])
+def test_projections_in_4_bits_have_rows_of_any_length(width: int) -> None:
+    """On a CPU with AVX-512 bitsandbytes (0.50.2) gives blocks of rows of 48 and 96 numbers wrong scales."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(width, 6, bias=False))
+    weight = layer[0].weight.detach()
+    packed = functional.quantize_4bit(weight.view(-1, 1), quant_type="nf4", compress_statistics=True)
+    expected = functional.dequantize_4bit(*packed).view(6, width)
+    quantize_projections(layer)
+    rows = torch.eye(width, requires_grad=True)
+    outputs = layer(rows)
+    outputs.sum().backward()
+    torch.testing.assert_close(outputs, expected.t())
+    torch.testing.assert_close(rows.grad, expected.sum(dim=0).expand(width, width))
+    held = layer[0].weight
+    assert torch.equal(functional.dequantize_4bit(held.data, held.quant_state), expected)

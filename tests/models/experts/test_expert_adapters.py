@@ -24,7 +24,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from convert2ckpt import main as convert2ckpt
 from models.adapters.adapter import Adapter, adapter_names, adapter_off, merge_adapter
 from models.adapters.folder import ADAPTER_WEIGHTS, name_for_peft, to_peft_name
-from models.adapters.quantized import quantize_stacks
+from models.adapters.quantized import find_places, quantize_stacks
 from models.adapters.targets import build_lora_config, list_adaptable
 from models.architecture.lookup import build_layers
 from models.experts import frozen
@@ -150,7 +150,7 @@ def quantize(holder: Holder) -> Holder:
     """Returns the same with its stacks in nf4; `holder` gets their values."""
     pytest.importorskip("bitsandbytes")
     quantized = deepcopy(holder)
-    for each in quantize_stacks(quantized):
+    for each in find_places(quantized, quantize_stacks(quantized)):
         each.replace()
         getattr(get_experts(holder), each.name).data.copy_(each.stack.dequantize(slice(None)))
     return quantized

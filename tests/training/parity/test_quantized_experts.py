@@ -1,5 +1,5 @@
-"""LoRA on mixtures whose frozen projections and experts are in 4 bits, against peft on the plain Hugging Face model
-with the dequantized values; and the files that such a run leaves."""
+"""LoRA on mixtures whose frozen projections and experts are in 4 bits, or whose experts are as they are published,
+against peft on the plain Hugging Face model with the dequantized values; and the files that such runs leave."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from support.cases import (
     worst_difference,
 )
 from support.families import save_family
+from support.model_folders import convert, export
+from support.quantized import save_fp8, save_mxfp4
 from support.runs import eval_dataset, read_metrics
 from support.tiny import save_records, save_tokenizer
 from support.workers import WorkerGroup
@@ -40,6 +42,7 @@ from models.architecture.lookup import build_layers
 
 functional = pytest.importorskip("bitsandbytes.functional")
 IN_4_BITS = ("adapter=lora", "adapter.load_in_4bit=true")
+KEPT = ("adapter=lora", "adapter.keep_quantized=true")
 EP2 = "expert_parallel_size=2"
 ATTENTION = ("q_proj", "v_proj")  # adapters on these alone
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp2xdp2": (2, 4), "ep2": (1, 2), "ep2xpp2": (2, 4)}
@@ -71,11 +74,10 @@ def save_rounded(folder: Path, model_folder: Path) -> None:
     }
     for name, parameter in model.named_parameters():
         if name in held:
-            # Experts as one column: on a CPU bitsandbytes (0.50.2) gives blocks wrong scales where rows are not a
-            # multiple of 64. Projections are its own modules, and have the values that it gives them
             weight = parameter.data
-            for matrix in (expert.view(-1, 1) for expert in weight) if weight.ndim == 3 else [weight]:
-                packed = functional.quantize_4bit(matrix, quant_type="nf4", compress_statistics=True)
+            for matrix in weight if weight.ndim == 3 else [weight]:
+                # As one column: on a CPU bitsandbytes (0.50.2) gives blocks of others wrong scales
+                packed = functional.quantize_4bit(matrix.view(-1, 1), quant_type="nf4", compress_statistics=True)
                 rounded = functional.dequantize_4bit(*packed).view(matrix.shape)
                 assert relative_difference(rounded, matrix) > 0.01
                 matrix.copy_(rounded)
@@ -84,37 +86,72 @@ def save_rounded(folder: Path, model_folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def prepare(tmp_path: Path, family: str, form: str, **fields: int) -> tuple[Path, Path]:
+    """The folder of a model, and one with the dequantized values of its frozen weights in the form. fields: of the
+    config, for nf4."""
+    model, rounded = tmp_path / "model", tmp_path / "rounded"
+    if form == "nf4":
+        save_family(model, family, **fields)
+        save_rounded(rounded, model)
+    else:
+        save_fp8(model, "float32") if form == "fp8" else save_mxfp4(model)
+        export(convert(model, tmp_path / "converted"), rounded)
+    save_tokenizer(tmp_path / "tokenizer")
+    return model, rounded
+
+
 def compare(
-    workers: Callable[[int], WorkerGroup], tmp_path: Path, family: str, layout: str, *keys: str, **fields: int
-) -> None:
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, family: str, layout: str, *keys: str, form: str = "nf4",
+    **fields: int,
+) -> None:  # fmt: skip
     """Five SGD steps: losses, norms and adapters, of all projections and experts, or of ATTENTION alone. Packed rows
     are compared with the same run on the rounded model, others with peft on that model in one process. fields: of the
     model's config."""
-    model_folder = save_family(tmp_path / "model", family, **fields)
-    save_tokenizer(tmp_path / "tokenizer")
-    save_rounded(tmp_path / "rounded", model_folder)
+    model_folder, rounded_folder = prepare(tmp_path, family, form, **fields)
     targets = {"target_modules": list(ATTENTION), "target_parameters": []} if "attention" in keys else {}
-    make_adapter(tmp_path / "adapter", model_folder, **targets)
+    make_adapter(tmp_path / "adapter", rounded_folder, **targets)
     num_stages, world_size = LAYOUTS[layout]
     given = (f"tokenizer_name_or_path={tmp_path}/tokenizer", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
     given += (EP2,) if "ep2" in layout else ()
     given += tuple(key for key in keys if key != "attention")
+    held = IN_4_BITS if form == "nf4" else KEPT
     records = save_records(tmp_path / "train.jsonl", 40)
-    case = Case(model_folder, records, tmp_path, num_stages, world_size, overrides=(*IN_4_BITS, *given))
-    rounded = replace(case, model=tmp_path / "rounded", overrides=("adapter=lora", *given))
+    case = Case(model_folder, records, tmp_path, num_stages, world_size, overrides=(*held, *given))
+    rounded = replace(case, model=rounded_folder, overrides=("adapter=lora", *given))
     result = merge(workers(world_size).run(train_case, case))
-    config = AutoConfig.from_pretrained(model_folder)
     if "data.packing=true" in keys:
         oracle = merge(workers(world_size).run(train_case, rounded))
         found, expected = ({n: t for n, t in each["weights"].items() if "lora_" in n} for each in (result, oracle))
     else:
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded")
+        model = AutoModelForCausalLM.from_pretrained(rounded_folder, dtype=torch.float32)
         oracle = train_oracle(rounded, PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True))
-        found, expected = to_peft_weights(result, oracle, config)
+        found, expected = to_peft_weights(result, oracle, AutoConfig.from_pretrained(rounded_folder))
     worst, name = worst_difference(found, expected)
     assert worst < BOUND, name
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "layout", "keys"),
+    [
+        ("deepseek_v3", "fp8", "pp2", ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("deepseek_v3", "fp8", "ep2", SELECTIVE),
+                ("deepseek_v3", "fp8", "ep2xpp2", ("schedule=zero_bubble", "data.packing=true")),
+                ("gpt_oss", "mxfp4", "pp1", ()),
+                ("gpt_oss", "mxfp4", "pp2", (CHECKPOINTED,)),
+                ("gpt_oss", "mxfp4", "ep2xpp2", ("data.packing=true",)),
+            )
+        ),
+    ],
+)
+def test_published_experts_are_those_of_a_run_that_dequantizes_them(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, family: str, form: str, layout: str, keys: tuple[str, ...]
+) -> None:
+    compare(workers, tmp_path, family, layout, *keys, form=form)
 
 
 @pytest.mark.parametrize(
@@ -164,3 +201,37 @@ def test_a_run_resumes_at_another_layout_and_exports(workers: Callable[[int], Wo
     loss = mean_loss(merged, eval_dataset(tmp_path))[0]
     assert loss == pytest.approx(mean_loss(PeftModel.from_pretrained(base, whole / "hf"), eval_dataset(tmp_path))[0])
     assert loss != pytest.approx(reported, rel=1e-4)  # of the run's experts, which are rounded
+
+
+@pytest.mark.full
+def test_a_run_on_published_experts_continues_without_the_key_and_exports(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path
+) -> None:
+    """At another layout; and merged, the model is what the run has evaluated, dequantized."""
+    model_folder = tmp_path / "model"
+    save_fp8(model_folder, "float32", num_hidden_layers=2)
+    save_tokenizer(model_folder)
+    save_records(tmp_path / "eval.jsonl", 11, seed=1)
+    records = save_records(tmp_path / "train.jsonl", 22)
+    keys = (*KEPT, "adapter.r=4", "max_grad_norm=1", f"eval_file={tmp_path}/eval.jsonl")
+
+    def run(name: str, num_stages: int, *overrides: str) -> Path:
+        out = tmp_path / name
+        given = (*keys, f"output_dir={out}", *overrides)
+        workers(2).run(train_run, Case(model_folder, records, tmp_path, num_stages, 2, 4, given))
+        return out
+
+    whole = run("whole", 2)
+    run("halves", 2, "stop_after_steps=2")
+    halves = run("halves", 1, EP2, "resume=latest", "adapter.keep_quantized=false")
+    reported = read_metrics(whole)[-1]["eval_loss"]
+    assert read_metrics(halves)[-1]["eval_loss"] == pytest.approx(reported, rel=BOUND)
+    saved, found = (load_file(out / "hf" / "adapter_model.safetensors") for out in (whole, halves))
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, saved[name], rtol=1e-4, atol=1e-6, msg=name)
+    folders = ("--model_name_or_path", f"{whole}/hf", "--output_dir", f"{tmp_path}/merged")
+    with patch("sys.argv", ["convert2ckpt.py", "--to_hf", *folders]):
+        assert convert2ckpt() == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not hasattr(merged.config, "quantization_config")
+    assert mean_loss(merged, eval_dataset(tmp_path))[0] == pytest.approx(reported, rel=1e-4)

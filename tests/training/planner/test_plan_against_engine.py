@@ -18,6 +18,7 @@ from support.cases import Case, build_all, build_engine
 from support.families import build_family, save_family
 from support.further import save_with_further
 from support.head_runs import save_documents, save_queries, save_steps, save_words
+from support.quantized import save_fp8, save_mxfp4
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
@@ -304,7 +305,9 @@ def test_deferred_experts(
     [
         (1, ("precision=bf16", "activation_checkpoint_interval=0")),
         (2, ("precision=bf16", *RECOMPUTED)),
+        (1, ("precision=fp32", *RECOMPUTED)),
         (1, ("precision=fp32", *RECOMPUTED, "adapter.target_parameters=[]")),
+        (1, ("precision=bf16", *RECOMPUTED, "adapter.target_parameters=[]")),
     ],
 )
 def test_experts_in_4_bits(
@@ -315,6 +318,31 @@ def test_experts_in_4_bits(
     monkeypatch.setattr(frozen, "CHUNK_NUMEL", CHUNK_NUMEL)
     keys = (*overrides, LORA, "adapter.load_in_4bit=true")
     compare_peaks(workers, root, tmp_path, num_stages, keys, monkeypatch, BUCKET, model=save_mixture(root))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("form", "num_stages", "overrides"),
+    [
+        ("fp8", 2, ("precision=bf16", *RECOMPUTED)),
+        ("mxfp4", 1, ("precision=fp32", "activation_checkpoint_interval=0")),
+    ],
+)
+def test_experts_as_they_are_published(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, form: str, num_stages: int,
+    overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(frozen, "CHUNK_NUMEL", CHUNK_NUMEL)
+    folder = root / form
+    if not folder.exists():
+        if form == "fp8":
+            sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16}
+            save_fp8(folder, block=(128, 128), **sizes)
+        else:
+            save_mxfp4(folder, hidden_size=192, intermediate_size=128, num_local_experts=16)
+        save_tokenizer(folder)
+    keys = (*overrides, LORA, "adapter.keep_quantized=true")
+    compare_peaks(workers, root, tmp_path, num_stages, keys, monkeypatch, BUCKET, model=form)
 
 
 def save_mixture(root: Path) -> str:

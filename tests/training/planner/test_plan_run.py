@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from data.storage.rows import count_rows
 from errors import UserError
 from models.architecture.lookup import build_layers
-from models.layers.nf4 import NF4_BYTES, NF4_SCALE_BYTES
+from models.layers.nf4 import NF4_BYTES, WORK_BYTES
 from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import complete_hardware
@@ -505,7 +505,7 @@ def test_experts_in_4_bits_take_4_bits() -> None:
     before, after = (plan.stages[0].memory for plan in (whole, quantized))
     assert before.weights - after.weights == pytest.approx((2 - NF4_BYTES) * numbers, rel=0.001)
     two_experts = 2 * 2 * 4096 * 14336  # of 2^28 numbers at most
-    assert after.buffers - before.buffers == pytest.approx((2 + NF4_SCALE_BYTES) * two_experts)
+    assert after.buffers - before.buffers == pytest.approx((2 + WORK_BYTES) * two_experts)
     assert quantized.step_seconds > whole.step_seconds
 
 
