@@ -83,6 +83,9 @@ WITHOUT_ROW = {
         "adapter.target_parameters", "adapter.modules_to_save", "adapter.use_rslora=true", "adapter.name_or_path",
         "adapter.init_lora_weights", "adapter.loraplus_lr_ratio",
     ),
+    "the products are those of LoRA on experts in 4 bits; weights are dequantized by torch's own operators": (
+        "adapter.keep_quantized=true",
+    ),
     "the same sums with other rounding": ("gradient_reduce_dtype=bf16",),
     "needs flash-attention's own build for this GPU": ("attn_implementation=flash_attention_3",),
     "what auto takes on a GPU": ("attn_implementation=varlen",),

@@ -184,7 +184,8 @@ def _read_whole(path: str) -> str:
         number = content.count(b"\n", 0, error.start) + 1
         start = content.rfind(b"\n", 0, error.start) + 1
         line = content[start:].split(b"\n", 1)[0]
-        raise UserError(_decode(line, f"{path}:{number}").problem or "") from None
+        # It has one: the line is not UTF-8
+        raise UserError(_decode(line, f"{path}:{number}").problem) from None  # type: ignore[arg-type]
 
 
 def _read_table(path: str, separator: str) -> Iterator[RawRecord]:
