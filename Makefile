@@ -23,9 +23,9 @@ CHECK_PYTHON = @$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (
 demo: venv
 	scripts/quickstart.sh
 
-# Three processes share the test files, one more than the cores of a small machine: each of them waits for the ranks that
-# it started, and these for each other
-TEST_WORKERS ?= 3
+# Two processes share the test files: two cores stand half idle under one, which mostly waits for the ranks that it
+# started. A third makes them a little faster, and tests of what a run does in some seconds too slow now and then
+TEST_WORKERS ?= 2
 
 # On the CPU of any machine; `DS_ACCELERATOR=cuda make test` lets the tests see its GPUs
 test: venv-dev
