@@ -18,7 +18,7 @@ def list_obstacles(config: PretrainedConfig) -> list[str]:
     found = []
     if (streams := max(getattr(config, name, None) or 1 for name in _STREAMS)) > 1:
         found.append(f"hyper-connections ({streams} streams of hidden states, where a stage sends one)")
-    if any(mode is not None for mode in getattr(config, "kv_sharing_modes", None) or ()):
+    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):  # "store" alone is read by other models (5.24)
         found.append("layers that use the keys and values of earlier ones")
     if "shared" in (getattr(config, "indexer_types", None) or ()):
         found.append("layers that attend to the tokens that earlier ones have chosen")
