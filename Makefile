@@ -24,14 +24,14 @@ demo: venv
 	scripts/quickstart.sh
 
 # Two processes share the test files: two cores stand half idle under one, which mostly waits for the ranks that it
-# started. A third makes them a little faster, and tests of what a run does in some seconds too slow now and then
+# started. A third takes a sixth less, and then a test of what a run does within seconds failed once
 TEST_WORKERS ?= 2
 
 # On the CPU of any machine; `DS_ACCELERATOR=cuda make test` lets the tests see its GPUs
 test: venv-dev
 	python -m pytest -m "not full" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
-# Everything, in two halves of equal length, which can be run apart: what is held against one process (families, pairs of
+# Everything, in two halves, which can be run apart: what is held against one process (families, pairs of
 # keys, layouts), and the rest (checkpoints, plans, launchers, commands of the pages)
 AGAINST_ONE_PROCESS := tests/models tests/extensions/retrieval tests/test_list_models.py \
 	tests/test_without_extensions.py $(addprefix tests/training/,engine objectives optim parity test_combinations.py)
