@@ -145,4 +145,4 @@ def test_the_page_names_the_families_with_weights_that_no_layer_reads() -> None:
 def ignores_weights(model_type: str) -> bool:
     """Whether `transformers` ignores something of a published folder other than masks and rotary frequencies."""
     patterns = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]._keys_to_ignore_on_load_unexpected or ()
-    return any(not re.search(r"bias$|inv_freq$", pattern) for pattern in patterns)
+    return any(not re.search(r"bias$|inv_freq$|causal_mask$", pattern) for pattern in patterns)
