@@ -182,9 +182,9 @@ def check_row(workers: Callable[[int], WorkerGroup], material: Material, family:
         # Lion takes the sign of a sum, which may be 0 in one order of summation, and is not in fp64
         exact = train_oracle(case.config(), case.workdir, *(each.double() for each in doubled))
         exact = name_weights(result, exact, policy is not None, config)[1]
-        worst, name = worst_difference(
-            found, {key: choose_nearer(found[key], expected[key], exact[key]) for key in found}
-        )
+        nearer = {key: choose_nearer(found[key], expected[key], exact[key]) for key in found}
+        flipped = 2 * case.config().learning_rate  # by a step whose sign is another one
+        worst, name = worst_difference(found, {key: forgive_one(found[key], nearer[key], flipped) for key in found})
     assert worst < BOUND, name
 
 
@@ -199,6 +199,15 @@ def choose_nearer(found: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     """Return, element by element, that of `first` or `second` which is nearer to `found`."""
     second = second.to(first.dtype)
     return torch.where((found - first).abs() <= (found - second).abs(), first, second)
+
+
+def forgive_one(found: torch.Tensor, expected: torch.Tensor, difference: float) -> torch.Tensor:
+    """Return `expected`, with the element of `found` that is furthest from it where they differ by `difference`: in a
+    third order of summation the sum may be 0 elsewhere. None of the others is taken."""
+    furthest = (found - expected).abs().argmax()
+    if (found - expected).abs().flatten()[furthest].item() == pytest.approx(difference, rel=1e-3):
+        expected = expected.flatten().index_copy(0, furthest[None], found.flatten()[furthest][None]).view_as(expected)
+    return expected
 
 
 def load_plain(case: Case, objective: str) -> tuple[nn.Module, PretrainedConfig]:
