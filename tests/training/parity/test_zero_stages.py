@@ -249,7 +249,7 @@ def test_preferences_equal_the_formulas(workers, tmp_path: Path, stage: int, tie
     keys = ("data=preference", "task=dpo", "dpo.beta=0.3", "micro_batch_size=1", CLIPPED, f"zero_stage={stage}")
     case = Case(tmp_path / "model", save_pairs(tmp_path / "train.jsonl", 21), tmp_path, 1, dp_size, overrides=keys)
     result, policy = merge(workers(dp_size).run(train_answers, case)), load_model(case.model)
-    oracle = train_pair_oracle(case, 21, policy, copy.deepcopy(policy))
+    oracle = train_pair_oracle(case, policy, copy.deepcopy(policy))
     check_equal(result, oracle, first_metrics=1)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
 
