@@ -7,7 +7,6 @@ import matplotlib.image
 import pytest
 
 from data.encoders.chat import ChatEncoder
-from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.sft import SFTEncoder
 from data.options import LengthPolicy, OnBadRecord, Packing
 from data.storage.encoding import Encoding
@@ -15,6 +14,7 @@ from data.storage.file_report import describe_files
 from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 from extensions.inspection.report import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
+from extensions.preferences.encoders import PreferenceEncoder, UnpairedEncoder
 
 PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BEST_FIT)}
 

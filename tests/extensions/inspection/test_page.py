@@ -10,7 +10,6 @@ from support.pages import load_page
 
 from data.encoders.chat import ChatEncoder
 from data.encoders.kinds import find_kind
-from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.sft import SFTEncoder
 from data.options import Packing
 from data.storage.encoding import Encoding
@@ -19,6 +18,7 @@ from data.storage.tokenizing import prepare_dataset
 from extensions.inspection import page
 from extensions.inspection.page import SPECIAL, TARGET, save_page, split_parts
 from extensions.inspection.report import render_row
+from extensions.preferences.encoders import PreferenceEncoder, UnpairedEncoder
 
 
 def prepare(tokenizer, folder: Path, files: dict[str, list[dict]], encoder=None, **options) -> Path:

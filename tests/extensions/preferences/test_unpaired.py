@@ -9,12 +9,12 @@ import pytest
 from test_sft import read_runs
 from test_template_families import build_tokenizer as build_of_family
 
-from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.storage.encoding import Encoding
-from data.storage.mismatched import mismatched_path, prepare_mismatched
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
+from extensions.preferences.encoders import PreferenceEncoder, UnpairedEncoder
+from extensions.preferences.mismatched import mismatched_path, prepare_mismatched
 
 RECORD = {"prompt": "Legs of a {spider}?", "completion": "Eight.", "label": True}
 WHERE = "liked.jsonl:3"

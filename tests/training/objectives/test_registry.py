@@ -21,16 +21,16 @@ from batch import Targets
 from data.encoders.kinds import KINDS
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
+from extensions.preferences.cpo import CPOFormula
+from extensions.preferences.dpo import DPOFormula
+from extensions.preferences.keys import DPOLossType
+from extensions.preferences.orpo import OddsRatioFormula
+from extensions.preferences.pairs import PairFormula, PreferenceObjective, WithNLL
+from extensions.preferences.simpo import SimPOFormula
 from models.losses.cross_entropy import Loss, build_loss
 from models.losses.metric_sums import MetricSums
-from models.losses.options import DPOLossType
-from models.losses.pairs import PairFormula, WithNLL
 from training.config.schema import RunConfig, to_typed
-from training.objectives.cpo import CPOFormula
-from training.objectives.dpo import DPOFormula
 from training.objectives.objective import LastStage, Metrics, Objective, PassOver
-from training.objectives.orpo import OddsRatioFormula
-from training.objectives.preference import PreferenceObjective
 from training.objectives.registry import (
     OBJECTIVES,
     check_objective,
@@ -38,7 +38,6 @@ from training.objectives.registry import (
     get_objective,
     is_trained_on,
 )
-from training.objectives.simpo import SimPOFormula
 from training.planner.plan import Plan
 from training.planner.run import plan_run
 from training.resolution.user_loss import build_run_loss
