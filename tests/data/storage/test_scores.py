@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from batch import Column, Per, Source
 from data.encoders.sft import SFTEncoder
