@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from errors import UserError
 from models.experts.grouped import GROUPED
@@ -76,4 +78,17 @@ def _wrap(text: PreTrainedModel, wrapper: Wrapper) -> PreTrainedModel:
         model.get_submodule(name).register_parameter("on_cpu", nn.Parameter(torch.zeros(()), requires_grad=False))
     model.set_submodule(wrapper.base.removesuffix("."), text.get_submodule(wrapper.own_base.removesuffix(".")))
     model.set_submodule(wrapper.head.removesuffix("."), text.get_output_embeddings())
+    add_image_outputs(model)
     return model
+
+
+def add_image_outputs(model: PreTrainedModel) -> None:
+    """Give the outputs of the text model in a Llama 4 the field `image_outputs`: in `transformers` 5.24.0 every forward
+    pass of Llama 4 with images reads it there, and ends in an AttributeError. Does nothing to other models."""
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model.get_submodule("language_model").register_forward_hook(_add_image_outputs)
+
+
+def _add_image_outputs(_module: nn.Module, _inputs: Any, outputs: ModelOutput) -> None:
+    if not hasattr(outputs, "image_outputs"):
+        outputs.image_outputs = None

@@ -46,7 +46,7 @@ class Internal:
 PACKAGES = {
     "deepspeed": Package("0.19.8", ">=0.19.4,<0.20"),
     "torch": Package("2.13.0", ">=2.11"),
-    "transformers": Package("5.23.0", ">=5.21,<6"),
+    "transformers": Package("5.24.0", ">=5.21,<6"),
     "peft": Package("0.21.2", ">=0.19.1"),
     "hydra-core": Package("1.3.8", ">=1.3.2,<1.4"),
     "liger-kernel": Package("0.8.5", ">=0.8"),

@@ -135,6 +135,11 @@ def test_a_model_that_does_something_else_with_text_is_refused(monkeypatch: pyte
         build_layers(text, wrapper)
 
 
+def test_llama_4_is_taken_in_every_release() -> None:
+    text, wrapper = unwrap(build_wrapped("llama4").config)
+    assert len(build_layers(text, wrapper)) == text.num_hidden_layers + 3
+
+
 def test_a_stated_model_is_a_text_model() -> None:
     fields = AutoConfig.for_model("mistral3", **WRAPPED["mistral3"]).to_dict()
     with pytest.raises(UserError, match="model_type 'mistral3' wraps a text model.*give model_type 'mistral'"):

@@ -24,6 +24,7 @@ from support.wrapped import WRAPPED, save_wrapped
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from errors import UserError
+from models.generic.wrapped_proof import add_image_outputs
 from models.weights.sources import open_weights
 from training.config.schema import to_typed
 from training.planner.run import plan_run
@@ -57,6 +58,7 @@ def load_wrapped(folder: Path) -> PreTrainedModel:
     model, report = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert type(model).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    add_image_outputs(model)
     return model
 
 
