@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_template_families import build_tokenizer
+from support.chat_families import build_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 
 import pytest
-from support.chat_families import CONVERSATIONS, FAMILIES
-from test_template_families import build_tokenizer
+from support.chat_families import CONVERSATIONS, FAMILIES, build_tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 

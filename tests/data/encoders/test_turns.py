@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.chat_families import CLOSE, CONVERSATIONS, FAMILIES, OPEN
+from support.chat_families import CLOSE, CONVERSATIONS, FAMILIES, OPEN, build_tokenizer
 from test_chat import read_targets_in_context
-from test_template_families import build_tokenizer
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder

@@ -115,7 +115,7 @@ def test_pairs_stay_together(tokenizer, tmp_path: Path) -> None:
 
 def test_answers_say_whether_they_were_liked(tokenizer, tmp_path: Path) -> None:
     records = [{"prompt": "a?", "completion": f"b {n}", "label": n == 1} for n in range(3)]
-    path = prepare(tokenizer, tmp_path, {"a": records}, UnpairedEncoder())
+    path = prepare(tokenizer, tmp_path, {"a": records}, UnpairedEncoder(), label_key="desirable")
     names = find_kind("unpaired_preference").label_names
     save_page({"train_file": path}, tmp_path / "page.html", title="", tokenizer=tokenizer, label_names=names)
     answers = [sample["answer"] for sample in load_page(tmp_path / "page.html")["samples"]]

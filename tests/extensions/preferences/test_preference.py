@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_sft import read_runs
+from support.tiny import read_runs
 
 from data.collator import unshift_targets
 from data.loading.columns import DOCUMENT_SUMS, list_scored_columns
