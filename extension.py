@@ -100,6 +100,11 @@ class Extension:
         return self.folder.name
 
     @property
+    def package(self) -> str:
+        """The dotted name by which its modules are imported."""
+        return f"{SHIPPED.name}.{self.name}" if self.is_shipped else self.name
+
+    @property
     def is_shipped(self) -> bool:
         """Whether it came with the project."""
         return self.folder.resolve().parent == SHIPPED
