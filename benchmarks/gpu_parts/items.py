@@ -116,7 +116,7 @@ SECTIONS = (
             _case("pp2, fp32", "Does 1F1B end on two ranks, and is it right?"),
             _case("pp4, fp32", "Does 1F1B end on four ranks?"),
             _case("pp2 dp2, fp32", "Does it while two replicas sum gradients?"),
-            *(Item(case.name, TASKS[case.task].question, 40, case) for case in ADDED_CASES if TASKS[case.task].question),
+            *(_case(case.name, TASKS[case.task].question) for case in ADDED_CASES if TASKS[case.task].question),
             _case("pp2, bf16", "Is bf16 right on two ranks?"),
             _case("pp4, bf16", "Is bf16 right on four ranks?"),
             _case("pp4 interleaved, fp32", "Do several chunks per rank end on four ranks?"),

@@ -1,4 +1,4 @@
-"""What rows train: of each task its data, and the loss of a step, as its paper writes it, on a plain Hugging Face model.
+"""What rows train: of each task its data, and the loss of a step on a plain Hugging Face model, as its paper writes it.
 
 Each sample is computed alone, so there is no padding, no packing and no order to agree on. A task yields terms whose
 sum is the loss of the step, one after the other, so that the graph of one is freed before the next is made.
@@ -35,7 +35,8 @@ class Task:
     name: str
     data: str  # the kind
     build_terms: Callable[[nn.Module, Sequence[Sample]], Terms]  # of a plain model, which is called before any step
-    # Returns a record, of its number and the tokens of its sample, the end among them; None: a prompt and its completion
+    # Returns a record. It takes its number and the tokens of its sample, the end among them. None: a prompt and its
+    # completion
     make_record: Callable[[int, int, Draw], dict[str, object]] | None = None
     model: str = "llama"  # a key of `material.MODELS`
     learning_rate: float | None = None  # None: that of the optimizer
