@@ -81,7 +81,8 @@ class Extension:
     starter: str = ""
     # "module:name" of rows (`Row` in training/config/incompatible.py): features that do not go together
     refusals: str = ""
-    # Keys of other trainers -> the key or choice of this extension, for the hint at an unknown key
+    # Keys of other trainers, and choices of groups (GROUP=CHOICE) -> the key or choice of this extension, for the hint
+    # at an unknown one
     hints: Mapping[str, str] = field(default_factory=dict)
     # Modules that were elsewhere -> where they are now, by their dotted names. A `_target_` in a saved config, or a
     # user's import, that names the former goes on working, with a warning. A package of them that is gone is listed too
@@ -97,6 +98,11 @@ class Extension:
     def name(self) -> str:
         """The name of its folder."""
         return self.folder.name
+
+    @property
+    def package(self) -> str:
+        """The dotted name by which its modules are imported."""
+        return f"{SHIPPED.name}.{self.name}" if self.is_shipped else self.name
 
     @property
     def is_shipped(self) -> bool:

@@ -2,7 +2,8 @@
 
 `labels[t]` is `input_ids[t]` where token t is a target and -100 where it is not; the loader shifts them into targets.
 So the first token of a sample is never predicted, and targets are counted after the shift. A sample with a `label` is
-one target, as a whole. A kind of data is a class that implements `Encoder`.
+one target, as a whole. A kind of data is a class that implements `Encoder`; its samples may have a label beside their
+targets, under a key of their own (`DataKind.label_key`).
 """
 
 from typing import NotRequired, Protocol, TypedDict
@@ -18,7 +19,6 @@ OVERLAP = 1
 class Sample(TypedDict):
     input_ids: list[int]  # [T]
     labels: list[int]  # [T]
-    desirable: NotRequired[bool]  # of kinds whose answers carry such a label
     num_prompt: NotRequired[int]  # tokens before the answer, which may begin with reasoning that is no target
     # of kinds that learn from whole documents; as many numbers for each, maybe none
     label: NotRequired[list[int] | list[float]]
@@ -27,7 +27,7 @@ class Sample(TypedDict):
     num_cut: NotRequired[int]  # tokens that the length policy has truncated; 0 by default
 
 
-Group = tuple[Sample, ...]  # samples that stay together, such as a chosen and a rejected answer
+Group = tuple[Sample, ...]  # samples that stay together, such as two answers to a prompt
 
 
 class Encoder(Protocol):

@@ -8,12 +8,19 @@ under its former name.
 
 from __future__ import annotations
 
+_PREFERENCES = ("cpo", "dpo", "kto", "orpo", "reward", "simpo")
 _TRACKERS = ("comet", "mlflow", "swanlab", "trackio")
 TABLE: dict[str, tuple[str, ...]] = {
     "elastic": ("--elastic", "--hosts_command"),
     "hub": ("hub", "hub.", "training.hub", "training.hub.upload", "training.hub.model_card"),
     "import_config": (),
     "inspection": ("inspect_data",),
+    "preferences": (
+        *(each for name in _PREFERENCES for each in (name, f"{name}.", f"task={name}", f"training.objectives.{name}")),
+        *("data.chosen_field", "data.rejected_field", "data=preference", "data=unpaired_preference"),
+        *("llama_8b_dpo_pp4", "llama_8b_orpo_pp4", "training.objectives.preference"),
+        *("data.encoders.preference", "data.storage.mismatched", "models.losses.pairs"),
+    ),
     "retrieval": (
         *("embedding", "embedding.", "rerank", "rerank."),
         *("data.query_field", "data.positive_field", "data.negatives_field", "data.num_negatives"),

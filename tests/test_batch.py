@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batch import Batch, Inputs, Targets
-from data.loading.columns import REFERENCE, WHOLE_IDS
+from data.loading.columns import WHOLE_IDS
 
 IDS = torch.tensor([[5, 6, 7, 0]])
 INPUTS = Inputs(
@@ -17,7 +17,7 @@ INPUTS = Inputs(
 )
 FURTHER = Targets.find(torch.tensor([[7, -100, -100, -100]]), torch.tensor(0.5))
 TARGETS = Targets.find(
-    torch.tensor([[6, 7, -100, -100]]), torch.tensor(1.0), columns={REFERENCE.name: torch.ones(1)}, further=(FURTHER,)
+    torch.tensor([[6, 7, -100, -100]]), torch.tensor(1.0), columns={"reference": torch.ones(1)}, further=(FURTHER,)
 )
 READS: dict[str, Callable[[Any], object]] = {
     "index": lambda part: part[0],

@@ -9,7 +9,7 @@ import pytest
 from support.messages import HOLE, ROOT, Message, Sources, normalize, read_sources
 
 from training.config.ranges import list_ranges
-from training.config.schema import RunConfig
+from training.config.schema import build_schema
 
 PAGE = ROOT / "docs" / "errors.md"
 # Functions that return a reason, which is part of a message or a message itself.
@@ -57,7 +57,7 @@ def list_messages(sources: Sources) -> list[Message]:
 
 def list_range_messages() -> list[Message]:
     """Returns the message of each range; it names the key where no other key has the same words."""
-    ranges = list_ranges(RunConfig())
+    ranges = list_ranges(build_schema()())
     uses = Counter(allowed.words for allowed in ranges.values())
     return [
         Message(f"{key if uses[allowed.words] == 1 else HOLE}={HOLE}: {allowed.words}", f"{RANGES}:{key}", "")

@@ -31,6 +31,7 @@ from training.config.schema import RunConfig
 
 # Of an extension: words that mean something else in the core, with what that is
 HOMONYMS: dict[str, dict[str, str]] = {
+    "preferences": {"preference": "of a backward pass that starts later, in the schedule of zero bubbles"},
     "retrieval": dict.fromkeys(("embedding", ".embedding"), "the layer that looks tokens up"),
     "sweep": {"--multirun": "an option of Hydra's, which parses it"},
 }

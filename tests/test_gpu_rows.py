@@ -58,7 +58,7 @@ WITHOUT_ROW = {
         "partition_method", "virtual_stages_per_rank", "schedule_memory_limit",
     ),
     "the passes and log-probabilities are those of dpo; the formula is a few numbers per pair": (
-        "task=orpo", "task=simpo", "task=cpo", "dpo", "orpo", "simpo", "cpo", "reward", "kto", "label_smoothing",
+        "task=orpo", "task=simpo", "task=cpo", "label_smoothing",
     ),
     "the head and the positions are those of reward; the loss is a few numbers per document": (
         "task=classification", "classification", "task=token_classification", "task=process_reward", "task=rerank",

@@ -6,6 +6,7 @@ The extensions are those of `extensions/table.py`: a new folder is covered as so
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from support.configs import REQUIRED, compose_config
 from support.head_runs import save_queries
 from support.launching import Ended, run, run_alone, run_deepspeed
-from support.tiny import save_llama, save_records, save_tokenizer
+from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 from support.workers import free_port
 from test_extensions import list_keys, list_shipped
 from test_structure import ROOT
@@ -33,11 +34,23 @@ from training.config.changed_keys import write_config
 from training.config.schema import CONF, register_schema
 
 EXTENSIONS = {each.name: each for each in list_shipped()}
+
+
+def save_judged(file: Path, count: int) -> Path:
+    """Answers of which every second one was liked."""
+    records = [json.loads(line) for line in save_records(file, count).read_text().splitlines()]
+    judged = (record | {"label": number % 2 == 0} for number, record in enumerate(records))
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in judged))
+    return file
+
+
 # Makes records of a kind of data: of one that an extension adds, those of a checkpoint that needs the extension
 RECORDS: dict[str, Callable[[Path, int], Path]] = {
     "data=sft": save_records,
     "data=embedding": save_queries,
     "data=rerank": save_queries,
+    "data=preference": save_pairs,
+    "data=unpaired_preference": save_judged,
 }
 PARITY = "tests/training/parity"  # of two families, at pp2 and pp2 x dp2
 PARITIES = (

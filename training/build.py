@@ -46,13 +46,7 @@ from training.pipeline.weight_sharding import WeightSharding
 from training.resolution.user_loss import build_run_loss
 from training.scoring.first_pass import OnlineTeacher, build_first_pass
 from training.scoring.scored import compute_model_id, find_missing, score, share
-from training.scoring.scorers import (
-    REFERENCE,
-    build_reference_scorer,
-    build_teacher_scorer,
-    describe_covered,
-    hold_reference,
-)
+from training.scoring.scorers import build_teacher_scorer, describe_covered, hold_reference
 from training.setup import Run, RunSetup
 
 
@@ -237,15 +231,16 @@ def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> RankD
         return data
     datasets, columns = loaders.list_scored(config, data.datasets), setup.objective.scored
     model_id, plan = _identify(setup.reference, setup, ranks), RowPlan(config.max_seq_length)
+    stage = LastStage(setup.architecture, module.ranks.parallel, module.ranks.sequence_part)
+    scorer = setup.objective.build_scorer(config, stage)
     found, missing = find_missing(
         datasets, lambda _, path: find_scores("reference", path, plan, columns, model_id), ranks
     )
     if not missing:
-        ranks.say(f"{REFERENCE}: found next to the tokens ({model_id})")
+        ranks.say(f"{scorer.what}: found next to the tokens ({model_id})")
     else:
-        # Answers are scored one by one, each in a row, so what is particular to a file does not count.
+        # Samples are scored one by one, each in a row, so what is particular to a file does not count.
         options = loaders.build_options(config, module, data, next(iter(data.datasets)))
-        scorer = build_reference_scorer(module, setup.architecture, options.row_plan.group_size)
         with hold_reference(module, setup.reference, setup.source):
             for key, scores in missing.items():
                 size = options.micro_batch_size * count_singly(datasets[key], options.row_plan)

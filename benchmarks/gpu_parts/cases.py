@@ -9,12 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.gpu_parts.tasks import Task, build_next_token
+from extension import load_extensions, load_part
+
 STEPS = 3
 EPSILON = 0.01  # of Adam, which with a small one turns the rounding of small gradients into whole steps
 # Of each optimizer the same size of steps: Adam divides by its epsilon where that is larger than the gradient
 LEARNING_RATES = {"sgd": 0.3, "adamw": 0.3 * EPSILON, "adamw_8bit": 0.3 * EPSILON}
-REWARD_LEARNING_RATE = 0.05  # with that of the others the norm of its gradient grows from step to step
-KINDS_OF_DATA = {"sft": "sft", "dpo": "preference", "reward": "preference", "kto": "unpaired_preference"}
+
+
+def _list_added() -> Iterator[Task]:
+    """Yields the tasks of extensions, which are in a file `gpu_rows.py` of theirs."""
+    for extension in load_extensions():
+        if (extension.folder / "gpu_rows.py").is_file():
+            yield from load_part(f"{extension.package}.gpu_rows:TASKS")
+
+
+ADDED_TASKS = tuple(_list_added())
+TASKS = {task.name: task for task in (Task("sft", "sft", build_next_token), *ADDED_TASKS)}
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,11 @@ class Case:
 
     @property
     def learning_rate(self) -> float:
-        return REWARD_LEARNING_RATE if self.task == "reward" else LEARNING_RATES[self.optimizer]
+        return TASKS[self.task].learning_rate or LEARNING_RATES[self.optimizer]
 
     @property
     def data(self) -> str:
-        return KINDS_OF_DATA[self.task]
+        return TASKS[self.task].data
 
     @property
     def has_routers_to_compare(self) -> bool:
@@ -71,6 +83,9 @@ SHARED = (
 PP2, CP2, TP2 = ("num_stages=2",), ("context_parallel_size=2",), ("tensor_parallel_size=2",)
 FA3 = "flash_kernels=fa3"
 RECOMPUTED = "activation_checkpoint_interval=2"
+ADDED_CASES = tuple(
+    Case(f"pp2 {task.name}, bf16", PP2, 2, "bf16", model=task.model, task=task.name) for task in ADDED_TASKS
+)
 CASES = (
     Case("pp2, fp32", PP2, 2),
     Case("pp2, bf16", PP2, 2, "bf16"),
@@ -100,9 +115,7 @@ CASES = (
     Case(
         "flash kernels, packed, bf16", (FA3,), precision="bf16", packed=True, needs=("hopper", "flash_attn_interface"),
     ),
-    Case("pp2 dpo, bf16", PP2, 2, "bf16", task="dpo"),
-    Case("pp2 kto, bf16", PP2, 2, "bf16", task="kto"),
-    Case("pp2 reward, bf16", PP2, 2, "bf16", model="reward", task="reward"),
+    *ADDED_CASES,
     Case("pp1, fp32"),
     Case("pp1, bf16", precision="bf16"),
     Case("dp2, fp32", world_size=2),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.gpu_parts.cases import CASES, Case
+from benchmarks.gpu_parts.cases import ADDED_CASES, CASES, TASKS, Case
 from benchmarks.gpu_parts.rows import count_jobs
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -116,7 +116,7 @@ SECTIONS = (
             _case("pp2, fp32", "Does 1F1B end on two ranks, and is it right?"),
             _case("pp4, fp32", "Does 1F1B end on four ranks?"),
             _case("pp2 dp2, fp32", "Does it while two replicas sum gradients?"),
-            _case("pp2 dpo, bf16", "Do steps end that have forward passes before them?"),
+            *(_case(case.name, TASKS[case.task].question) for case in ADDED_CASES if TASKS[case.task].question),
             _case("pp2, bf16", "Is bf16 right on two ranks?"),
             _case("pp4, bf16", "Is bf16 right on four ranks?"),
             _case("pp4 interleaved, fp32", "Do several chunks per rank end on four ranks?"),

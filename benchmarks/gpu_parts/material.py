@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ _WORDS = 500  # of the tokenizer; the model's vocabulary may be larger
 # targets; their number and that of the rows they are packed into are multiples of 8, for 2 stages, 2 replicas and
 # micro-batches of 2.
 LENGTHS = (128, 110, 100, 90, 90, 70, 64, 64, 60, 50, 40, 36, 30, 28, 20, 12)
+MakeRecord = Callable[[int, int, Callable[[int], str]], dict[str, object]]  # as `Task` has it
 
 PADDING = _SPECIAL.index("<pad>")
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": PADDING}
 # The name of a model -> its model_type, and fields that are not those of its size
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "reward": ("llama", {"num_labels": 1}),
+    "classifier": ("llama", {"num_labels": 1}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 
@@ -42,28 +43,22 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def save_records(file: Path, lengths: Sequence[int], kind: str = "sft", prompt: int | None = None) -> None:
-    """Records of a kind of data. lengths: of the samples in tokens, the end among them; of a pair, that of the chosen
-    answer. Preferences have short answers: their gradient grows with the sum over the answer's tokens. prompt: tokens
-    of each prompt; None: a half, a quarter or an eighth of the sample."""
+def save_records(
+    file: Path, lengths: Sequence[int], make_record: MakeRecord | None = None, prompt: int | None = None
+) -> None:
+    """Records. lengths: of the samples in tokens, the end among them. make_record: as of `Task`. prompt: without it,
+    tokens of each prompt; None: a half, a quarter or an eighth of the sample."""
     numbers = random.Random(0)
 
     def draw(count: int) -> str:
         return " ".join(f"w{numbers.randrange(len(_SPECIAL), _WORDS)}" for _ in range(count))
 
-    with open(file, "w") as output:
-        for index, length in enumerate(lengths):
-            answer = length - 1 - (prompt or max(1, (length - 1) // numbers.choice((2, 4, 8))))
-            if kind != "sft":
-                answer = max(2, length // 16)
-            record: dict[str, object] = {"prompt": draw(length - 1 - answer)}
-            if kind == "preference":
-                record |= {"chosen": draw(answer), "rejected": draw(answer // 2)}
-            else:
-                record |= {"completion": draw(answer)}
-            if kind == "unpaired_preference":
-                record["label"] = index % 3 != 1
-            output.write(json.dumps(record) + "\n")
+    def complete(number: int, length: int, draw: Callable[[int], str]) -> dict[str, object]:
+        answer = length - 1 - (prompt or max(1, (length - 1) // numbers.choice((2, 4, 8))))
+        return {"prompt": draw(length - 1 - answer), "completion": draw(answer)}
+
+    records = ((make_record or complete)(number, length, draw) for number, length in enumerate(lengths))
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
 
 def save_model(folder: Path, device: str = "cpu", dtype: str = "float32", kind: str = "llama", **fields: Any) -> None:
@@ -77,7 +72,7 @@ def save_model(folder: Path, device: str = "cpu", dtype: str = "float32", kind: 
     torch.manual_seed(0)
     model_type, own = MODELS[kind]
     config = AutoConfig.for_model(model_type, **_TOKENS, **{"tie_word_embeddings": False} | own | fields)
-    auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if kind == "classifier" else AutoModelForCausalLM
     with torch.device(device):
         model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -100,14 +95,14 @@ def save_adapter(folder: Path, model_folder: Path) -> None:
     get_peft_model(model, options).save_pretrained(folder)
 
 
-def read_samples(path: Path) -> Iterator[tuple[list[int], list[int], bool]]:
-    """The input ids and labels of each sample of a tokenized folder, and whether it is desirable."""
+def read_samples(path: Path) -> Iterator[tuple[list[int], list[int], float]]:
+    """The input ids and labels of each sample of a tokenized folder, and its own label; 0 for data without."""
     from data.storage.tokenized import TokenizedDataset
 
     dataset = TokenizedDataset(path, True, True)
     for index in range(len(dataset)):
-        desirable = dataset.sample_labels is None or bool(dataset.desirable[index])
-        yield dataset.input_ids(index).tolist(), dataset.labels(index).tolist(), desirable
+        label = 0.0 if dataset.sample_labels is None else float(dataset.sample_labels[index, 0])
+        yield dataset.input_ids(index).tolist(), dataset.labels(index).tolist(), label
 
 
 def main() -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu_parts.oracle_losses import Sample, Terms, build_terms
+from benchmarks.gpu_parts.cases import TASKS
 from benchmarks.gpu_parts.routers import RouterChoices
+from benchmarks.gpu_parts.tasks import Sample, Terms
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def main() -> None:
     model, figures = build_model(job), []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters = [nn.Parameter(parameter.detach().float().clone()) for parameter in trained]
-    optimizer, terms = _build_optimizer(job, masters), build_terms(job.task, model, _load_samples(job))
+    optimizer, terms = _build_optimizer(job, masters), TASKS[job.task].build_terms(model, _load_samples(job))
     choices = RouterChoices()
     choices.watch(model)
     model.register_forward_pre_hook(lambda _, __, named: choices.start(named["input_ids"]), with_kwargs=True)
@@ -78,7 +79,7 @@ def build_model(job: Job) -> Any:
 
     disable_progress_bar()
     dtype = getattr(torch, job.dtype)
-    auto: Any = AutoModelForSequenceClassification if job.task == "reward" else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if TASKS[job.task].model == "classifier" else AutoModelForCausalLM
     model = auto.from_pretrained(job.model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     if job.adapter:
         from peft import PeftModel
@@ -114,8 +115,8 @@ def _load_samples(job: Job) -> list[Sample]:
     from benchmarks.gpu_parts.material import read_samples
 
     return [
-        Sample(torch.tensor([ids], device=job.device), torch.tensor(labels[1:], device=job.device), desirable=desirable)
-        for ids, labels, desirable in read_samples(Path(job.data))
+        Sample(torch.tensor([ids], device=job.device), torch.tensor(labels[1:], device=job.device), label)
+        for ids, labels, label in read_samples(Path(job.data))
     ]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import transformers  # noqa: F401 (rows are threads: one would see what another has imported by half)
 
-from benchmarks.gpu_parts.cases import CASES, EPSILON, SHARED, STEPS, Case
+from benchmarks.gpu_parts.cases import CASES, EPSILON, SHARED, STEPS, TASKS, Case
 from benchmarks.gpu_parts.figures import compare_records, compare_weights, find_skipped_steps
 from benchmarks.gpu_parts.machine import ROOT, Machine
 from benchmarks.gpu_parts.material import LENGTHS, save_adapter, save_model, save_records
@@ -87,12 +87,12 @@ class Right:
                 save_adapter(folder, model)
         return folder
 
-    def find_records(self, kind: str = "sft") -> Path:
-        """The file of a kind of data; the first to ask makes it."""
-        file = self.folder / f"{kind}.jsonl"
+    def find_records(self, task: str = "sft") -> Path:
+        """The file of a task; the first to ask makes it."""
+        file = self.folder / f"{task}.jsonl"
         with self._lock:
             if not file.exists():
-                save_records(file, [length * self._scale for length in LENGTHS], kind)
+                save_records(file, [length * self._scale for length in LENGTHS], TASKS[task].make_record)
         return file
 
     def check_case(self, case: Case, deadline: Deadline) -> tuple[Status, Cells]:
@@ -126,12 +126,12 @@ class Right:
         batch = self._count_rows() if case.packed else len(LENGTHS)
         adapter = [f"adapter.name_or_path={self.find_adapter(case.model)}"] if case.adapter else []
         return [
-            *self._shared_overrides(case.model, case.data), f"global_batch_size={batch}", *case.list_keys(), *adapter,
+            *self._shared_overrides(case.model, case.task), f"global_batch_size={batch}", *case.list_keys(), *adapter,
         ]  # fmt: skip
 
-    def _shared_overrides(self, model: str = "llama", data: str = "sft") -> list[str]:
+    def _shared_overrides(self, model: str = "llama", task: str = "sft") -> list[str]:
         return [
-            f"model_name_or_path={self.find_model(model)}", f"train_file={self.find_records(data)}",
+            f"model_name_or_path={self.find_model(model)}", f"train_file={self.find_records(task)}",
             f"data.cache_dir={self.folder}/cache", f"max_seq_length={128 * self._scale}", *SHARED,
         ]  # fmt: skip
 
@@ -159,7 +159,7 @@ class Right:
         from models.weights.vocabulary import open_tokenizer
         from training.inputs.datasets import prepare_file
 
-        overrides = [*self._shared_overrides(case.model, case.data), *case.list_keys()]
+        overrides = [*self._shared_overrides(case.model, case.task), *case.list_keys()]
         with self._lock:
             config = compose_run(*overrides)
             return config, prepare_file(config, "train_file", open_tokenizer(config.model_name_or_path), None)

@@ -18,6 +18,7 @@ class DataKind:
     further: what further samples are that stay together with those, and the key of `data` that is their number; empty
         texts for none.
     concatenates: its samples are documents that are laid end to end and cut where a row is full.
+    label_key: the key under which a sample has a label beside its targets; empty where it has none.
     label_names: of the labels of its samples, where they are always the same.
     lists_labels: a record has a list of labels, one for each of its words.
     not_packed, not_split, not_streamed: why data.packing=true, data.length_policy=split or data.streaming=true is
@@ -33,6 +34,7 @@ class DataKind:
     together: tuple[str, ...] = ()
     further: tuple[str, str] = ("", "")
     concatenates: bool = False
+    label_key: str = ""
     label_names: tuple[str, ...] = ()
     lists_labels: bool = False
     not_packed: str = ""

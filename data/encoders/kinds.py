@@ -9,7 +9,6 @@ from data.components import describe_code
 from data.encoders.chat import ChatEncoder
 from data.encoders.classification import ClassificationEncoder
 from data.encoders.kind import DataKind
-from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.token_classification import ProcessRewardEncoder, TokenClassificationEncoder
@@ -17,31 +16,12 @@ from data.sample import Encoder
 from errors import UserError
 from extension import check_not_removed, load_parts, name_parts
 
-_SCORED = "preferences are scored before the first step"
 _LABELS = "a stream is not searched for labels, and keeps none of whole texts"
 OWN_KINDS = (
     # 2: the end of a turn, for templates that do not show the next one
     DataKind("sft", SFTEncoder, task="sft", format_version=2),
     DataKind("chat", ChatEncoder, task="sft", format_version=2),
     DataKind("pretrain", PretrainEncoder, task="pretrain", concatenates=True),
-    DataKind(
-        "preference",
-        PreferenceEncoder,
-        task="dpo",
-        together=("chosen", "rejected"),
-        not_split="an answer that is split cannot be preferred",
-        not_streamed=_SCORED,
-        format_version=2,
-    ),
-    DataKind(
-        "unpaired_preference",
-        UnpairedEncoder,
-        task="kto",
-        label_names=("not liked", "liked"),
-        not_split="an answer that is split cannot be judged",
-        not_streamed=_SCORED,
-        format_version=2,
-    ),
     DataKind(
         "classification",
         ClassificationEncoder,

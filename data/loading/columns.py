@@ -104,12 +104,6 @@ def list_teacher_columns(top_k: int) -> tuple[Column, ...]:
     )
 
 
-def read_desirable(rows: ReadRows) -> np.ndarray:
-    """Return whether each answer is desirable: as its label says, and of a pair the first one."""
-    labels = read_labels(rows)
-    return labels[:, 0] > 0 if labels.shape[1] else rows.number_samples() % 2 == 0
-
-
 def read_labels(rows: ReadRows) -> np.ndarray:
     """Return the labels of all documents, [D, K]; K is 0 for data without labels."""
     return rows.rows.sample_labels(rows.ids)
@@ -120,8 +114,6 @@ def read_whole(rows: ReadRows) -> Tensor:
     return rows.whole
 
 
-REFERENCE = Column("reference", torch.float64, Per.document, Source.scored)
-DESIRABLE = ReadColumn(Column("desirable", torch.float64, Per.document), read_desirable)
 LABELS = ReadColumn(Column("labels", torch.float64, Per.document), read_labels)
 # By which `document_log_probabilities` sums over the targets of each document
 NUM_TARGETS = ReadColumn(Column("num_targets", torch.float64, Per.document), ReadRows.count_targets)

@@ -2,7 +2,7 @@
 
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
@@ -35,9 +35,9 @@ class Encoding:
     """The settings that turn records into samples. max_seq_length: None keeps documents whole, to be cut where a row is
     full.
 
-    samples_per_record: more than 1 where the samples of a record stay together; they then follow each other, the chosen
-    answer of a preference first. shares_rows: whether they have at most `max_seq_length` tokens together. selection:
-    the records that are taken.
+    samples_per_record: more than 1 where the samples of a record stay together; they then follow each other.
+    shares_rows: whether they have at most `max_seq_length` tokens together. selection: the records that are taken.
+    label_key: as of `DataKind`.
     """
 
     encoder: Encoder
@@ -48,6 +48,7 @@ class Encoding:
     samples_per_record: int = 1
     shares_rows: bool = False
     selection: Selection = TAKE_ALL
+    label_key: str = ""
 
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
         """Return the name of the folder of these sources, see `compute_cache_key`."""
@@ -135,11 +136,11 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             places.append(_read_place(record.location))
             num_cut.append(piece.get("num_cut", 0))
             num_targets.append(count_targets(piece))
-            if _holds_answers(encoded):
+            if _holds_answers(encoded, encoding.label_key):
                 num_prompt.append(piece["num_prompt"] if "num_prompt" in piece else _find_target(piece))
             record.counts.num_tokens += lengths[-1]
             record.counts.num_targets += num_targets[-1]
-            found = _list_labels(encoded)
+            found = _list_labels(encoded, encoding.label_key)
             sample_labels += found
             kinds.add(_find_label_kind(found))
         hashes.append(record.hash)
@@ -166,9 +167,10 @@ def check_label_kinds(kinds: Collection[LabelKind], encoder: Encoder) -> None:
         )
 
 
-def _holds_answers(encoded: Encoded) -> bool:
-    """Return whether the samples of a record are answers to a prompt: preferences, and single answers with a label."""
-    return "label" not in encoded[0] if isinstance(encoded, tuple) else "desirable" in encoded
+def _holds_answers(encoded: Encoded, label_key: str) -> bool:
+    """Return whether the samples of a record are answers to a prompt: those that stay together, and single ones with a
+    label."""
+    return "label" not in encoded[0] if isinstance(encoded, tuple) else label_key in encoded
 
 
 def _read_place(location: str) -> int:
@@ -188,11 +190,14 @@ def _find_label_kind(labels: Sequence[int | float]) -> LabelKind:
     return LabelKind("label" if are_whole else "value", len(labels))
 
 
-def _list_labels(encoded: Encoded) -> Sequence[int | float]:
+def _list_labels(encoded: Encoded, label_key: str) -> Sequence[int | float]:
     """Return the labels of a record's sample; empty for a kind of data that has none."""
     if not isinstance(encoded, dict):
         return ()
-    return encoded["label"] if "label" in encoded else [encoded["desirable"]] if "desirable" in encoded else ()
+    if "label" in encoded:
+        return encoded["label"]
+    own: Mapping[str, Any] = encoded
+    return [own[label_key]] if label_key in own else ()
 
 
 def _fit(encoded: Encoded, record: _Record, encoding: Encoding) -> list[Sample]:

@@ -296,14 +296,6 @@ class TokenizedDataset:
         path = self._arguments[0]
         return map_column(path, name, np.dtype(np.int32)) if column_file(path, name).is_file() else None
 
-    @property
-    def desirable(self) -> np.ndarray:
-        """Whether each sample is a desirable answer, bool [num_samples]: one whose first label is not 0. Pairs have no
-        labels, and the chosen answer, the first of each pair, is desirable. The value has no meaning for other data
-        without labels."""
-        labels = self.sample_labels
-        return np.arange(len(self)) % 2 == 0 if labels is None else labels[:, 0] != 0
-
     def input_ids(self, index: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the token ids of sample `index`, int32, from token `start` to before token `stop`; None means to its
         end. Only these are read, since a sample may be a long document that fills many rows. A `stop` beyond the end of

@@ -210,7 +210,7 @@ def document_log_probabilities(
         logit_softcap,
         sharing,
     )  # [N]
-    # Summed in float64: preferences are small differences of such sums.
+    # Summed in float64: losses take small differences of such sums.
     documents, none = targets.columns["target_documents"], torch.zeros_like(targets.columns["num_targets"])
     return sum_parts(none.index_add(0, documents, target_log_probabilities.double()), sequence_part)
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 OPEN, CLOSE = "\u00ab", "\u00bb"
 Turn = dict[str, Any]
@@ -811,3 +815,20 @@ def as_family_reads(family: Family, turn: Turn) -> Turn:
 def list_special(family: Family) -> Sequence[str]:
     tokens = (*family.special, *family.stops, family.eos, family.call_stop, family.turn_stop, family.bos or "")
     return sorted({token for token in tokens if token})
+
+
+@cache
+def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of bytes with the special tokens of a family."""
+    family = FAMILIES[name]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list_special(family))
+    names = {"eos_token": family.eos, "bos_token": family.bos}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=family.template,
+        **{key: token for key, token in names.items() if token},
+    )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from support.configs import compose_config
 from transformers import PretrainedConfig
 
 from extensions.search.search import SHOWN, search_plans
 from extensions.search.space import Candidate, SharedModels
-from training.config.schema import RunConfig
+from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import Machine, complete_hardware
 from training.planner import run
 from training.planner.plan import Plan
@@ -44,3 +45,10 @@ def search_config(config: RunConfig, most: int = SHOWN) -> list[Candidate]:
 def resolve_described(config: RunConfig, architecture: PretrainedConfig, world_size: int) -> ResolvedModel:
     """The resolved model of an architecture that lies in no folder, for ranks without GPUs."""
     return resolve_model(config, ModelFolder(Path("model"), architecture), Target(world_size, has_accelerator=False))
+
+
+def build_small_plan(*overrides: str) -> Plan:
+    """Returns the plan of a Llama of 7B on 4 stages of H100, 8 samples a step, with these overrides."""
+    given = ("model=llama_7b", "plan=true", "world_size=4", "hardware=h100", "global_batch_size=8", *overrides)
+    config = to_typed(compose_config("llama_7b_pp4", *given), ("model_name_or_path", "train_file", "output_dir"))
+    return plan_config(config)

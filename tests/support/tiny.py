@@ -12,6 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.sample import IGNORE_INDEX, Sample
+
 VOCAB_SIZE = 320
 
 
@@ -97,3 +99,15 @@ def save_pairs(file: Path, count: int, seed: int = 0) -> Path:
             }
             handle.write(json.dumps(record) + "\n")
     return file
+
+
+def read_runs(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
+    """Returns the sample as runs of ("masked" or "loss", decoded text). Labels are -100 or the token itself."""
+    runs: list[tuple[str, list[int]]] = []
+    for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
+        assert label in (IGNORE_INDEX, token)
+        kind = "masked" if label == IGNORE_INDEX else "loss"
+        if not runs or runs[-1][0] != kind:
+            runs.append((kind, []))
+        runs[-1][1].append(token)
+    return [(kind, tokenizer.decode(tokens)) for kind, tokens in runs]

@@ -23,7 +23,7 @@ from console import pluralize
 from errors import UserError
 from extension import check_not_removed, list_conf_folders, list_flags
 from models.adapters.options import UNSUPPORTED
-from training.config.foreign_keys import FOREIGN_CHOICES, find_hint
+from training.config.foreign_keys import find_choice_hint, find_hint
 from training.config.schema import CONF, RunConfig, build_schema
 
 CheckNames = Callable[[DictConfig], None]
@@ -243,7 +243,7 @@ def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
     group, _, name = file.removesuffix(".yaml").rpartition("/")
     known = sorted({option.stem for folder in dirs for option in (folder / group).glob("*.yaml")} - {"base"})
     asked = f"{group}={name}" if group else f"-cn {config_name}"
-    if meaning := FOREIGN_CHOICES.get(asked):
+    if meaning := find_choice_hint(asked):
         return f"{asked}: no such choice; write {meaning}"
     check_not_removed(asked if group else config_name, asked)
     if group == "adapter" and (reason := UNSUPPORTED.get(name)):

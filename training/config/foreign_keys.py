@@ -4,14 +4,14 @@ imported. The extension `import_config` translates values too; a test compares t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from extension import load_extensions
 
 # Keys that switch a check off or delete something: never a hint
 SWITCHES = frozenset({"trust_checkpoint", "trust_remote_code", "resume_allow_changes", "overwrite_output_dir"})
 NEAR_ENOUGH = 0.7  # of difflib; at its own 0.6 `lora_rank` is `rerank`
-LONGEST_ABBREVIATION = 3  # characters: `dp` is near `dpo`, and means something else
+LONGEST_ABBREVIATION = 3  # characters: `dp` is near keys that mean something else
 LENGTH, PACKING = "max_seq_length", "data.packing=true"
 BATCH, EPOCHS = "micro_batch_size", "num_train_epochs"
 RECOMPUTED, LORA = "activation_checkpoint_interval=1", "adapter=lora"
@@ -25,7 +25,6 @@ FOREIGN_CHOICES: dict[str, str] = {
     "data=sharegpt": "data=chat, which reads ShareGPT's records", "data=messages": "data=chat",
     "data=alpaca": "data=chat, which reads Alpaca's records", "data=conversations": "data=chat",
     "data=text": "data=pretrain", "data=pt": "data=pretrain",
-    "data=dpo": "data=preference task=dpo", "data=kto": "data=unpaired_preference task=kto",
     "optimizer=adamw_torch": "optimizer=adamw", "optimizer=adamw_torch_fused": "optimizer=adamw",
     "optimizer=adamw_bnb_8bit": "optimizer=adamw_8bit", "optimizer=paged_adamw_8bit": "optimizer=adamw_8bit",
 }  # fmt: skip
@@ -73,11 +72,7 @@ FOREIGN: dict[str, str] = {
     "total_steps": "max_steps", "warmup": "warmup_steps or warmup_ratio", "alpha": "adapter.lora_alpha",
     "gradient_clipping": "max_grad_norm", "clip_grad": "max_grad_norm", "label_smoothing_factor": "label_smoothing",
     # objectives
-    "stage": "task", "rlhf_type": "task", "rl": "task", "dpo_beta": "dpo.beta", "pref_beta": "dpo.beta",
-    "dpo_label_smoothing": "dpo.label_smoothing", "rpo_alpha": "dpo.sft_coef", "sft_loss_ratio": "dpo.sft_coef",
-    "simpo_gamma": "simpo.gamma", "cpo_alpha": "cpo.alpha", "kto_desirable_weight": "kto.desirable_weight",
-    "kto_chosen_weight": "kto.desirable_weight", "kto_undesirable_weight": "kto.undesirable_weight",
-    "kto_rejected_weight": "kto.undesirable_weight", "center_rewards_coefficient": "reward.centering_coef",
+    "stage": "task", "rlhf_type": "task", "rl": "task",
     # layout and memory
     "pp": "num_stages", "pp_size": "num_stages", "tp_size": "tensor_parallel_size", "ep": "expert_parallel_size",
     "pipeline_parallel_size": "num_stages", "pipeline_parallel_degree": "num_stages",
@@ -108,11 +103,16 @@ FOREIGN: dict[str, str] = {
 }  # fmt: skip
 
 
+def find_choice_hint(choice: str) -> str | None:
+    """Return what to write in place of GROUP=CHOICE of another trainer; None if it is not known."""
+    return next((hints[choice] for hints in (FOREIGN_CHOICES, *_list_added()) if choice in hints), None)
+
+
 def find_hint(key: str, known: Iterable[str]) -> str | None:
     """Return what to write in place of a key that does not exist: of another trainer, or mistyped; None if nothing is
     near. known: the keys to compare with, by their dotted names."""
     last = key.rpartition(".")[2]
-    for foreign in (FOREIGN, *(extension.hints for extension in load_extensions())):
+    for foreign in (FOREIGN, *_list_added()):
         if last in foreign:
             return foreign[last]
     by_last_part = {name.rpartition(".")[2]: name for name in known if name not in SWITCHES}
@@ -120,3 +120,8 @@ def find_hint(key: str, known: Iterable[str]) -> str | None:
         return None
     near = difflib.get_close_matches(last, by_last_part, n=1, cutoff=NEAR_ENOUGH)
     return by_last_part[near[0]] if near else None
+
+
+def _list_added() -> list[Mapping[str, str]]:
+    """Return the hints of extensions."""
+    return [extension.hints for extension in load_extensions()]

@@ -164,7 +164,6 @@ STARTS_FROM_BASE = _with_lora(
 
 # Data
 DOCUMENTS = _kind("data=pretrain", lambda kind: kind.concatenates)
-PREFERENCES = has_value("data.name", "preference", "unpaired_preference")
 DEFINES_LOSS = _kind("data with a loss of its own", lambda kind: kind.task not in ("sft", "pretrain"))
 PACKED, SPLIT = has_value("data.packing", "true"), has_value("data.length_policy", "split")
 STREAMED = has_value("data.streaming", "true")
@@ -380,9 +379,6 @@ TABLE: tuple[Row, ...] = (
     }),
     (_above("label_smoothing", 0), {USER_LOSS: "it smooths the cross entropy; give one of them"}),
     (DEFINES_LOSS, {USER_LOSS: "each of them defines the loss; give one of them"}),
-    (_above("dpo.label_smoothing", 0), {has_value("dpo.loss_type", "ipo", "hinge"):
-        "it is the share of flipped labels, for which only sigmoid and robust have a term; "
-        "give dpo.label_smoothing=0, or dpo.loss_type=sigmoid or robust"}),
     (_set("warmup_steps"), {_set("warmup_ratio"):
         "each is the length of the warm-up; give one of them, and null for the other"}),
 
@@ -393,7 +389,6 @@ TABLE: tuple[Row, ...] = (
         has_value("tokenizer_name_or_path", "null"):
             "there is no model folder to load the tokenizer from; give tokenizer_name_or_path",
         LORA: "it needs pretrained weights; give one of them",
-        PREFERENCES: "it needs pretrained weights; give one of them",
         EVALUATE_ONLY: "it needs pretrained weights; give one of them",
     }),
     (EVAL_FRACTION, {

@@ -35,7 +35,7 @@ from errors import UserError
 from extension import OWN_FOLDERS, list_actions, list_conf_folders, load_extensions, load_part
 from masking import remember_secrets
 from models.adapters.options import AdapterOptions
-from models.losses.options import Divergence, DPOLossType, NLLReduction
+from models.losses.options import Divergence
 from training.config.ranges import (
     at_least,
     below,
@@ -166,8 +166,6 @@ class DataConfig:
     prompt_template: str | None = MISSING
     text_field: str | None = MISSING
     response_marker: str | None = MISSING
-    chosen_field: str | None = MISSING
-    rejected_field: str | None = MISSING
     label_field: str | None = MISSING
     text_pair_field: str | None = MISSING
     words_field: str | None = MISSING
@@ -226,47 +224,8 @@ class RopeConfig:
 
 
 @dataclass
-class DPOConfig:
-    beta: float = positive()
-    label_smoothing: float = below(0.5, note="at 0.5 no preference is left")
-    loss_type: DPOLossType = MISSING
-    sft_coef: float = zero_or_more(note="0 turns it off")
-
-
-@dataclass
-class ORPOConfig:
-    beta: float = positive()
-
-
-@dataclass
-class SimPOConfig:
-    beta: float = positive()
-    gamma: float = zero_or_more(note="0 turns it off")
-    sft_coef: float = zero_or_more(note="0 turns it off")
-
-
-@dataclass
-class CPOConfig:
-    beta: float = positive()
-    alpha: float = zero_or_more(note="0 turns it off")
-    nll_reduction: NLLReduction = MISSING
-
-
-@dataclass
-class RewardConfig:
-    centering_coef: float = zero_or_more(note="0 turns it off")
-
-
-@dataclass
 class ClassificationConfig:
     class_weights: list[float] | None = MISSING
-
-
-@dataclass
-class KTOConfig:
-    beta: float = positive()
-    desirable_weight: float = positive()
-    undesirable_weight: float = positive()
 
 
 @dataclass
@@ -392,13 +351,7 @@ class RunConfig:
     freeze: list[str] = MISSING
 
     task: str | None = MISSING
-    dpo: DPOConfig = field(default_factory=DPOConfig)
-    orpo: ORPOConfig = field(default_factory=ORPOConfig)
-    simpo: SimPOConfig = field(default_factory=SimPOConfig)
-    cpo: CPOConfig = field(default_factory=CPOConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
     classification: ClassificationConfig = field(default_factory=ClassificationConfig)
-    kto: KTOConfig = field(default_factory=KTOConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)

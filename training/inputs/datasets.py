@@ -21,7 +21,6 @@ from data.order import GlobalOrder
 from data.sample import Encoder
 from data.sources.selection import HoldOut, Selection, build_filter
 from data.storage.encoding import Encoding
-from data.storage.mismatched import MISMATCHED, check_labels, mismatched_path, prepare_mismatched
 from data.storage.rows import GroupLengths, RowPlan, copy_rows, prepare_rows
 from data.storage.token_ids import check_token_ids
 from data.storage.tokenized import TokenizedDataset, load_summary
@@ -40,7 +39,6 @@ from training.config.sources import HELD_OUT, list_evaluations, list_file_keys, 
 from training.inputs.custom import build_user_encoder
 from training.inputs.labels import check_names, find_labels
 from training.inputs.stream import SHARDS, StreamStart, compare_shards
-from training.objectives.objective import PassOver
 from training.objectives.registry import choose_packing, get_objective
 
 
@@ -165,15 +163,13 @@ def prepare_file(
         log=log,
         compares_bytes=compares_bytes,
     )
-    mismatches = get_objective(config).pass_over(config) is PassOver.mismatched
-    if mismatches:
-        per_record = find_kind(data.name).count_samples(data)
-        check_labels(path, key, per_record, trains=key == "train_file")
-        prepare_mismatched(path, config.max_seq_length, key, per_record, log, compares_bytes)
+    objective = get_objective(config)
+    if objective.companion:
+        objective.prepare_companion(config, path, key, log, compares_bytes)
     prepare_rows(path, plan, key, log, names=files.entries, compares_bytes=compares_bytes)
-    if mismatches:
-        copy_rows(path, mismatched_path(path), plan, compares_bytes)
-    if get_objective(config).needs_labels and TokenizedDataset(path, False, False).sample_labels is None:
+    if objective.companion:
+        copy_rows(path, path / objective.companion, plan, compares_bytes)
+    if objective.needs_labels and TokenizedDataset(path, False, False).sample_labels is None:
         raise UserError(
             f"{key}: data={data.name} needs a label of each sample, of as many numbers; data.encoder must set it"
         )
@@ -193,6 +189,7 @@ def build_encoding(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBa
         samples_per_record=find_kind(data.name).count_samples(data),
         shares_rows=plan.rows_per_group < plan.group_size,
         selection=build_selection(data, key),
+        label_key=find_kind(data.name).label_key,
     )
 
 
@@ -340,13 +337,12 @@ def build_selection(data: DataConfig, key: str) -> Selection:
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:
     """Return the plan by which the samples of `train_file` or an evaluation file become rows."""
     objective, packing = get_objective(config), choose_packing(config)
-    mismatches = packing is not Packing.NONE and objective.pass_over(config) is PassOver.mismatched
     return RowPlan(
         max_seq_length=config.max_seq_length,
         packing=packing,
         mixture=parse_key(config, key).mixture,
         group_size=objective.group_size(config.data),
-        companion=MISMATCHED if mismatches else "",
+        companion="" if packing is Packing.NONE else objective.companion,
     )
 
 

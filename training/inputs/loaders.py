@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from data.loading import loader as loaders
 from data.loading.columns import WHOLE_IDS, ReadColumn, list_scored_columns
 from data.loading.stream_loader import StreamLoader
-from data.storage.mismatched import mismatched_path
 from data.storage.scores import Scores
 from data.worker_processes import start_server
 from models.parallel.shard import find_length_multiple
@@ -35,7 +34,7 @@ from training.scoring.first_pass import RunFirstPass
 class RankData:
     """The tokenized files of a run, and the rank that reads its part of them.
 
-    datasets: key of the files -> tokenized folder. scores: the same key, or `name_mismatched` of it -> what a model has
+    datasets: key of the files -> tokenized folder. scores: the same key, or `name_companion` of it -> what a model has
     scored of them.
     """
 
@@ -168,8 +167,9 @@ def _choose_first(
     teacher_options: Options | None,
 ) -> tuple[Path, loaders.LoaderOptions] | None:
     """Return what the pass before a step or an evaluation reads: the same samples, of the student or as its teacher
-    reads them, or mismatched answers; None where there is no such pass."""
-    path, pass_over = data.datasets[key], get_objective(config).pass_over(config)
+    reads them, or those of the objective's own making; None where there is no such pass."""
+    path, objective = data.datasets[key], get_objective(config)
+    pass_over = objective.pass_over(config)
     if pass_over is None:
         return None
     if pass_over is PassOver.as_teacher:
@@ -177,17 +177,18 @@ def _choose_first(
         return path, teacher_options(key)
     if pass_over is PassOver.samples:
         return path, options
-    columns = tuple(_list_columns(config, module, data, name_mismatched(key)))
-    return mismatched_path(path), dataclasses.replace(options, columns=columns)
+    columns = tuple(_list_columns(config, module, data, name_companion(key, objective.companion)))
+    return path / objective.companion, dataclasses.replace(options, columns=columns)
 
 
-def name_mismatched(key: str) -> str:
-    """Return the name of the mismatched answers of a key's files."""
-    return f"{key}, mismatched"
+def name_companion(key: str, companion: str) -> str:
+    """Return the name of the samples of `Objective.companion` for a key's files."""
+    return f"{key}, {companion}"
 
 
 def list_scored(config: RunConfig, datasets: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the folders that a reference model has to score: key, or `name_mismatched` of it -> tokenized folder."""
-    if get_objective(config).pass_over(config) is not PassOver.mismatched:
+    """Return the folders that a reference model has to score: key, or `name_companion` of it -> tokenized folder."""
+    companion = get_objective(config).companion
+    if not companion:
         return dict(datasets)
-    return {**datasets, **{name_mismatched(key): mismatched_path(path) for key, path in datasets.items()}}
+    return {**datasets, **{name_companion(key, companion): path / companion for key, path in datasets.items()}}

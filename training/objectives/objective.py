@@ -14,14 +14,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from batch import Column
+from batch import Column, Targets
 from data.loading.columns import ReadColumn
 from data.options import MeanOver, RowTargets
+from data.storage.scores import Scores
 from errors import UserError
 from models.heads.head import Head, Labels
 from models.losses.cross_entropy import Loss
@@ -101,7 +103,7 @@ class PassOver(Enum):
     """The samples of the forward pass before a step."""
 
     samples = "samples"  # the samples of the step
-    mismatched = "mismatched"  # their prompts with other samples' answers (`data/storage/mismatched.py`)
+    companions = "companions"  # one of the objective's own making for each of them (`Objective.companion`)
     as_teacher = "as_teacher"  # the samples of the step, by a teacher in memory: its stages read and measure them
 
 
@@ -121,6 +123,23 @@ class FirstPass:
     receive: Callable[[Sequence[torch.Tensor], int, ProcessGroup], None]
     conclude: Callable[[Sequence[torch.Tensor], ProcessGroup], None] | None = None
     by_group: bool = False
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """How a model scores data before training, and what messages say of it."""
+
+    what: str  # begins messages, before the key of the data
+    unit: str  # the rows that progress counts
+    # Computes the values of each column for a micro-batch, [n, ...], in place of a loss
+    measure: Callable[[tuple[torch.Tensor, torch.Tensor], Targets], tuple[torch.Tensor, ...]]
+    # Returns the error for a value that is not finite, of a key of the data, by its number
+    refuse: Callable[[str, int, np.ndarray], UserError]
+    # Returns in words what is in a whole folder
+    describe: Callable[[Scores], str]
+    # Returns what is noted of the columns when they are complete, JSON values
+    note: Callable[[Sequence[np.ndarray]], dict[str, Any]] = lambda values: {}
+    columns: tuple[ReadColumn, ...] = ()  # what `measure` reads besides tokens and targets
 
 
 class ModelFiles(Protocol):
@@ -187,6 +206,10 @@ class Objective:
     columns: tuple[ReadColumn, ...] = ()  # what travels with a micro-batch besides tokens and targets
     # What the reference model scores once before training (`training/scoring/scored.py`)
     scored: tuple[Column, ...] = ()
+    # The folder, in a tokenized one, of samples of its own making: one for each sample of the data, by the same number.
+    # They are laid into the same rows (a packed row has room for the longer one of each), the reference model scores
+    # them too, and the pass before a step reads them (`PassOver.companions`). Empty for none
+    companion = ""
     # How the hub lists its models, and the package that it names as what loads whole ones
     pipeline_tag, made_for = "text-generation", "transformers"
     needs_labels = False  # samples without labels are refused
@@ -215,6 +238,19 @@ class Objective:
     def before_step(self, config: RunConfig, loss: Any) -> FirstPass:
         """Return the forward pass before each step. It is called if `pass_over` says that there is one. loss: what
         `loss` has returned."""
+        raise NotImplementedError
+
+    def prepare_companion(
+        self, config: RunConfig, path: Path, key: str, log: Callable[[str], None] | None, compares_bytes: bool
+    ) -> None:
+        """Write the samples of `companion`, without rows, unless they are there. It is called if there is one, by each
+        process, before the rows of the data are written. path: the tokenized folder of `key`. log: None on a rank that
+        prints nothing. compares_bytes: as of `prepare_dataset`. Raises UserError for data that it cannot make them of.
+        """
+        raise NotImplementedError
+
+    def build_scorer(self, config: RunConfig, stage: LastStage) -> Scorer:
+        """Return how the reference model computes `scored`. It is called if that is not empty."""
         raise NotImplementedError
 
     def metrics(self, loss: Any, device: torch.device) -> Metrics:

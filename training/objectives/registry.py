@@ -19,27 +19,15 @@ from training.config.incompatible import write_value
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.objectives.classification import Classification
-from training.objectives.cpo import CPO
-from training.objectives.dpo import DPO
-from training.objectives.kto import KTO
 from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Modifier, Objective
-from training.objectives.orpo import ORPO
 from training.objectives.process_reward import ProcessReward
-from training.objectives.reward import Reward
-from training.objectives.simpo import SimPO
 from training.objectives.token_classification import TokenClassification
 
 OBJECTIVES: dict[str, Objective] = name_parts(
     (
         SFT(),
         Pretraining(),
-        DPO(),
-        ORPO(),
-        SimPO(),
-        CPO(),
-        KTO(),
-        Reward(),
         ProcessReward(),
         Classification(),
         TokenClassification(),

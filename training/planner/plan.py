@@ -168,8 +168,8 @@ class Plan:
         return None if price_per_hour is None else seconds / 3600 * self.layout.world_size * price_per_hour
 
     def time_forward(self, num_samples: int) -> float:
-        """Return the seconds of one forward pass over samples, in the micro-batches of a step: with the mismatched
-        answers of each, where an objective's step reads those too."""
+        """Return the seconds of one forward pass over samples, in the micro-batches of a step: and of those
+        of an objective's own making (`Objective.companion`), where its step reads those too."""
         micro_batches = -(-num_samples // (self.layout.micro_batch_size * self.layout.dp_size))
         slowest = max(stage.cost.forward_seconds for stage in self.stages)
         return (micro_batches + self.layout.num_stages - 1) * slowest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from batch import Targets
 from console import progress
-from data.loading.columns import NUMBERS, ReadColumn
+from data.loading.columns import NUMBERS
 from data.loading.loader import LoaderOptions, ScoringLoader
 from data.storage.scores import Scores, ScoresWriter, write_scores
 from errors import Ending, UserError
@@ -30,6 +30,7 @@ from training.config.schema import RunConfig
 from training.distributed.process import broadcast_from_main
 from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
+from training.objectives.objective import Scorer
 from training.objectives.registry import describe_forward
 from training.pipeline.preparation import Kernels
 
@@ -37,23 +38,6 @@ T = TypeVar("T")
 _VERSION = 5  # raise it when the same model gives other values, or their files change
 _FIRST_KERNELS = 5  # fields of `Kernels` that every name has; what was stored before a later one has it at its default
 _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """How a model scores data, and what messages say of it."""
-
-    what: str  # begins messages, before the key of the data
-    unit: str  # the rows that progress counts
-    # Computes the values of each column for a micro-batch, [n, ...], in place of a loss
-    measure: Callable[[tuple[Tensor, Tensor], Targets], tuple[Tensor, ...]]
-    # Returns the error for a value that is not finite, of a key of the data, by its number
-    refuse: Callable[[str, int, np.ndarray], UserError]
-    # Returns in words what is in a whole folder
-    describe: Callable[[Scores], str]
-    # Returns what is noted of the columns when they are complete, JSON values
-    note: Callable[[Sequence[np.ndarray]], dict[str, Any]] = lambda values: {}
-    columns: tuple[ReadColumn, ...] = ()  # what `measure` reads besides tokens and targets
 
 
 def compute_model_id(
@@ -123,7 +107,7 @@ def score(
 ) -> None:
     """Score the rows of a tokenized folder that are not done. All ranks call it. options: as its ranks read the data.
     key: of the data. Raises UserError where the disk has no room, or a value is not finite."""
-    what = f"{scorer.what} {key}"
+    what = f"{scorer.what} of {key}"
     writer = write_together(lambda: ScoresWriter(scores, key) if ranks.is_main else None, what, scores.folder)
     done = broadcast_from_main(lambda: writer.rows_done if writer is not None else 0, ranks)
     if done:

@@ -1,5 +1,5 @@
-"""The models that score data once before training: the reference of preference optimization, and the teacher of a
-distillation.
+"""The models that score data once before training: a reference model, for an objective with scored columns, and
+the teacher of a distillation.
 
 The reference is the model at `model_name_or_path`. A run that starts there computes with its own weights, a LoRA run
 with its adapter switched off. A run that resumes finds what the run that it continues has left; where that is missing,
@@ -15,38 +15,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
 
-from data.loading.columns import DOCUMENT_SUMS
 from data.storage.scores import DESCRIPTION, Scores
 from errors import UserError
 from models.adapters.adapter import adapter_off
 from models.losses.distill_loss import TeacherTop
 from models.weights.source import WeightSource
-from training.objectives.dpo import AnswerScore
+from training.objectives.objective import Scorer
 from training.pipeline.module import StageModule
 from training.pipeline.preparation import copy_weights
-from training.scoring.scored import Scorer
 
-REFERENCE = "reference log-probabilities"
 _READ = 2**16  # targets at a time
-
-
-def build_reference_scorer(module: StageModule, architecture: PretrainedConfig, group_size: int) -> Scorer:
-    """Build what scores answers by the model of a stage; see `hold_reference`. group_size: 2 for pairs."""
-
-    def refuse(key: str, number: int, value: np.ndarray) -> UserError:
-        record, answer = divmod(number, group_size)
-        named = f"the {('chosen', 'rejected')[answer]} answer of pair" if group_size == 2 else "sample"
-        return UserError(
-            f"{REFERENCE} of {key}: that of {named} {record} (counted from 0) is {value}; look at the weights"
-        )
-
-    def describe(scores: Scores) -> str:
-        return f"{scores.num_values:,} answers"
-
-    measure = AnswerScore(architecture, module.ranks.parallel, module.ranks.sequence_part)
-    return Scorer(f"{REFERENCE} of", "answers", measure, refuse, describe, columns=DOCUMENT_SUMS)
 
 
 @contextmanager
@@ -69,7 +48,7 @@ def build_teacher_scorer(measure: TeacherTop) -> Scorer:
     def refuse(key: str, number: int, value: np.ndarray) -> UserError:
         return UserError(f"teacher of {key}: a log-probability is not finite; look at the weights of distill.teacher")
 
-    return Scorer("teacher of", "rows", measure, refuse, describe_covered, _note_covered)
+    return Scorer("teacher", "rows", measure, refuse, describe_covered, _note_covered)
 
 
 def describe_covered(scores: Scores) -> str:

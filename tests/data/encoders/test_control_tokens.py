@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_template_families import build_tokenizer
+from support.chat_families import build_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder, encode_prompt
 from data.encoders.classification import ClassificationEncoder
-from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
 from data.options import ControlTokens, OnBadRecord
@@ -20,6 +19,7 @@ from data.sample import IGNORE_INDEX, Encoder, Sample
 from data.sources.formats import RawRecord
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
 from errors import UserError
+from extensions.preferences.encoders import PreferenceEncoder, UnpairedEncoder
 
 END = "<|im_end|>"
 MESSAGES = [

@@ -78,7 +78,13 @@ def build_encoder(name: str) -> Any:
 def build_encodings() -> dict[str, Encoding]:
     tokenizer = build_tokenizer()
     return {
-        name: Encoding(encoder, tokenizer, 4096, samples_per_record=KINDS[name].count_samples(encoder))
+        name: Encoding(
+            encoder,
+            tokenizer,
+            4096,
+            samples_per_record=KINDS[name].count_samples(encoder),
+            label_key=KINDS[name].label_key,
+        )
         for name, encoder in ((name, build_encoder(name)) for name in KINDS)
     }
 

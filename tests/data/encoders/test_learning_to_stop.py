@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.chat_families import FAMILIES, Family, assistant, calls, judge, result, user
+from support.chat_families import FAMILIES, Family, assistant, build_tokenizer, calls, judge, result, user
 from support.launching import ROOT, run, run_deepspeed
 from support.tiny import save_llama
-from test_template_families import build_tokenizer
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 

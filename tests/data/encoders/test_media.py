@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from data.encoders.chat import ChatEncoder
-from data.encoders.preference import PreferenceEncoder
 from data.encoders.sft import SFTEncoder
 from errors import UserError
+from extensions.preferences.encoders import PreferenceEncoder
 
 ASKED = {"role": "user", "content": "What is this?"}
 ANSWERED = {"role": "assistant", "content": "A cat."}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.chat_families import CONVERSATIONS, FAMILIES, judge
-from test_template_families import build_tokenizer
+from support.chat_families import CONVERSATIONS, FAMILIES, build_tokenizer, judge
 
 from data.encoders.chat import encode_prompt
 from data.encoders.messages import read_tools

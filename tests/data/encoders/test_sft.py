@@ -1,10 +1,11 @@
 """SFT records: which tokens carry loss, token by token, and errors of bad records."""
 
 import pytest
+from support.tiny import read_runs
 from transformers import PreTrainedTokenizerFast
 
 from data.encoders.sft import SFTEncoder
-from data.sample import IGNORE_INDEX, Sample, count_targets
+from data.sample import Sample, count_targets
 from errors import UserError
 
 # A template that writes no end token of its own.
@@ -17,18 +18,6 @@ RECORD = {"prompt": "Is {x} {prompt}?", "completion": "The capital of France."}
 
 def encode(record: dict, tokenizer: PreTrainedTokenizerFast, **options: str) -> Sample:
     return SFTEncoder(**options).encode(record, "train.jsonl:12", tokenizer)
-
-
-def read_runs(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
-    """The sample as runs of ("masked" | "loss", decoded text), checking that labels are -100 or the token itself."""
-    runs: list[tuple[str, list[int]]] = []
-    for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
-        assert label in (IGNORE_INDEX, token)
-        kind = "masked" if label == IGNORE_INDEX else "loss"
-        if not runs or runs[-1][0] != kind:
-            runs.append((kind, []))
-        runs[-1][1].append(token)
-    return [(kind, tokenizer.decode(tokens)) for kind, tokens in runs]
 
 
 def test_loss_is_on_the_completion_and_the_end_token(tokenizer: PreTrainedTokenizerFast) -> None:

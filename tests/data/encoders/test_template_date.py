@@ -5,19 +5,18 @@ from __future__ import annotations
 import datetime
 
 import pytest
-from support.chat_families import CONVERSATIONS, FAMILIES
-from test_template_families import build_tokenizer
+from support.chat_families import CONVERSATIONS, FAMILIES, build_tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder
 from data.encoders.messages import normalize_message
-from data.encoders.preference import PreferenceEncoder
 from data.encoders.rendering import Renderer, read_template_kwargs
 from data.options import DEFAULT_DATE, LengthPolicy, OnBadRecord
 from data.storage.encoding import Encoding
 from errors import UserError
+from extensions.preferences.encoders import PreferenceEncoder
 
 BODY = FAMILIES["Qwen2.5"].template
 # In the manner of the families that write the date: always (gpt-oss), without a system turn (Mistral), with a fallback

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import pytest
-from support.chat_families import CONVERSATIONS, FAMILIES, Family, judge, list_special
+from support.chat_families import CONVERSATIONS, FAMILIES, Family, build_tokenizer, judge
 from test_chat import read_targets_in_context
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder
@@ -18,23 +15,6 @@ from data.sample import Sample
 from errors import UserError
 
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
-
-
-@cache
-def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes with the special tokens of a family."""
-    family = FAMILIES[name]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list_special(family))
-    names = {"eos_token": family.eos, "bos_token": family.bos}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=family.template,
-        **{key: token for key, token in names.items() if token},
-    )
 
 
 def encode(family: Family, tokenizer, record: dict, **keys: object) -> list[Sample]:

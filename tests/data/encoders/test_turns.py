@@ -9,14 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.chat_families import CLOSE, CONVERSATIONS, FAMILIES, OPEN
+from support.chat_families import CLOSE, CONVERSATIONS, FAMILIES, OPEN, build_tokenizer
 from test_chat import read_targets_in_context
-from test_template_families import build_tokenizer
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder
 from data.encoders.messages import REASONING_FIELDS
-from data.encoders.preference import PreferenceEncoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.stops import read_stop_tokens
 from data.encoders.turns import PROBE, _align, _count_shared, _find_following, find_template_stops
@@ -25,6 +23,7 @@ from data.sources.formats import RawRecord
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
 from data.storage.summary import FileCounts, Summary, sum_files
 from errors import UserError
+from extensions.preferences.encoders import PreferenceEncoder
 
 ASKED = {"role": "user", "content": "How many legs has a spider?"}
 THOUGHTS = CONVERSATIONS["two thoughts"]

@@ -9,7 +9,6 @@ from support.corpora import write_corpus
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder
-from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
 from data.options import LengthPolicy, OnBadRecord, RewrittenTurns, TrainOn
@@ -20,6 +19,7 @@ from data.storage.length import LengthCounts
 from data.storage.summary import BatchCounts
 from data.storage.tokenized import TokenizedDataset, load_record_hashes, load_summary
 from data.storage.tokenizing import prepare_dataset
+from extensions.preferences.encoders import PreferenceEncoder, UnpairedEncoder
 
 
 def build_chat(*turns: dict) -> dict:

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from batch import Column, Per, Source
 from data.encoders.sft import SFTEncoder
-from data.loading.columns import REFERENCE, list_scored_columns, list_teacher_columns
+from data.loading.columns import list_scored_columns, list_teacher_columns
 from data.options import Packing
 from data.storage.encoding import Encoding
 from data.storage.hashes import write_hashes
@@ -27,6 +29,7 @@ from filesystem import lock_file
 from training.scoring.scorers import describe_covered
 
 NUM_ROWS, TOP_K = 11, 3
+REFERENCE = Column("reference", torch.float64, Per.document, Source.scored)
 
 
 def tokenize(folder: Path, tokenizer: Any, num_records: int = NUM_ROWS, max_seq_length: int = 64) -> Path:

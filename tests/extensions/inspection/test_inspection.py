@@ -7,7 +7,6 @@ import matplotlib.image
 import pytest
 
 from data.encoders.chat import ChatEncoder
-from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.sft import SFTEncoder
 from data.options import LengthPolicy, OnBadRecord, Packing
 from data.storage.encoding import Encoding
@@ -15,6 +14,7 @@ from data.storage.file_report import describe_files
 from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 from extensions.inspection.report import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
+from extensions.preferences.encoders import PreferenceEncoder, UnpairedEncoder
 
 PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BEST_FIT)}
 
@@ -56,7 +56,7 @@ def test_the_report_counts_everything(path: Path) -> None:
 def test_answers_with_labels_are_counted_and_not_to_be_packed(tokenizer, tmp_path: Path) -> None:
     records = [{"prompt": "Legs?", "completion": "Eight.", "label": number == 1} for number in range(3)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    encoding = Encoding(UnpairedEncoder(), tokenizer, 64, LengthPolicy.drop, OnBadRecord.stop)
+    encoding = Encoding(UnpairedEncoder(), tokenizer, 64, LengthPolicy.drop, label_key="desirable")
     path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
     report = describe_dataset(path, PLANS[Packing.NONE], ("not liked", "liked"))
     assert "labels: not liked 2, liked 1" in report and "packing" not in report

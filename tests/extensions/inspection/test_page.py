@@ -10,7 +10,6 @@ from support.pages import load_page
 
 from data.encoders.chat import ChatEncoder
 from data.encoders.kinds import find_kind
-from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.encoders.sft import SFTEncoder
 from data.options import Packing
 from data.storage.encoding import Encoding
@@ -19,6 +18,7 @@ from data.storage.tokenizing import prepare_dataset
 from extensions.inspection import page
 from extensions.inspection.page import SPECIAL, TARGET, save_page, split_parts
 from extensions.inspection.report import render_row
+from extensions.preferences.encoders import PreferenceEncoder, UnpairedEncoder
 
 
 def prepare(tokenizer, folder: Path, files: dict[str, list[dict]], encoder=None, **options) -> Path:
@@ -115,7 +115,7 @@ def test_pairs_stay_together(tokenizer, tmp_path: Path) -> None:
 
 def test_answers_say_whether_they_were_liked(tokenizer, tmp_path: Path) -> None:
     records = [{"prompt": "a?", "completion": f"b {n}", "label": n == 1} for n in range(3)]
-    path = prepare(tokenizer, tmp_path, {"a": records}, UnpairedEncoder())
+    path = prepare(tokenizer, tmp_path, {"a": records}, UnpairedEncoder(), label_key="desirable")
     names = find_kind("unpaired_preference").label_names
     save_page({"train_file": path}, tmp_path / "page.html", title="", tokenizer=tokenizer, label_names=names)
     answers = [sample["answer"] for sample in load_page(tmp_path / "page.html")["samples"]]

@@ -15,7 +15,7 @@ from support.configs import CONF, build_config
 
 from data.encoders.kinds import KINDS
 from errors import UserError
-from extension import list_conf_folders
+from extension import list_conf_folders, load_extensions
 from models.adapters.options import UNSUPPORTED
 from training.cli.command_line import SHARED_COMMAND, check_command_line, clean_arguments, compose_command, list_given
 from training.config.changed_keys import write_config
@@ -183,7 +183,9 @@ def test_a_missing_config_or_option_comes_with_the_existing_ones() -> None:
         assert message_of(f"adapter={name}") == (
             f"adapter={name} is not supported: {UNSUPPORTED[name]}; give adapter=lora"
         )
-    for choice, meaning in FOREIGN_CHOICES.items():
+    added = {key: hint for each in load_extensions() for key, hint in each.hints.items() if "=" in key}
+    assert "data=dpo" in added
+    for choice, meaning in (FOREIGN_CHOICES | added).items():
         assert message_of(choice).endswith(f"; write {meaning}")
         check(meaning.partition(",")[0])
     assert message_of("model=llama-7b").startswith(

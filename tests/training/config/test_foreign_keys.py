@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from extension import load_extensions
 from extensions.import_config import hugging_face
 from extensions.import_config.draft import Draft
 from extensions.import_config.importer import PROJECTS
@@ -14,6 +15,7 @@ from training.config.foreign_keys import FOREIGN, SWITCHES, find_hint
 from training.config.key_table import list_types
 from training.config.schema import CONF
 
+HINTS = FOREIGN | {key: hint for extension in load_extensions() for key, hint in extension.hints.items()}
 OURS = {*list_types(), *(folder.name for folder in CONF.iterdir() if folder.is_dir())}
 # One of them fits each rule.
 VALUES = (
@@ -48,9 +50,9 @@ def test_a_hint_says_what_the_importer_does(module: Any) -> None:
             assert read_names(find_hint(key, list_types())) & ours, key
 
 
-@pytest.mark.parametrize("key", FOREIGN)
+@pytest.mark.parametrize("key", HINTS)
 def test_a_hint_names_keys_that_exist_for_one_that_does_not(key: str) -> None:
-    assert key not in OURS and read_names(FOREIGN[key]) <= OURS - SWITCHES
+    assert key not in OURS and read_names(HINTS[key]) <= OURS - SWITCHES
 
 
 def test_what_switches_a_check_off_is_never_a_hint() -> None:

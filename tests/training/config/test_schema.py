@@ -10,7 +10,7 @@ from support.configs import build_config
 from support.launching import ROOT
 
 from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo
-from models.losses.options import DPOLossType
+from extensions.preferences.keys import DPOLossType
 from training.config.schema import find_default
 
 SLOW = {"torch", "transformers", "deepspeed", "datasets"}

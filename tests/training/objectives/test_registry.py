@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.cases import BOUND, Case, mean_loss, train_oracle, train_run, worst_difference
-from support.configs import build_config, compose_config, set_keys
-from support.planned import plan_config
+from support.configs import build_config
+from support.planned import build_small_plan
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -23,14 +23,8 @@ from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.losses.cross_entropy import Loss, build_loss
 from models.losses.metric_sums import MetricSums
-from models.losses.options import DPOLossType
-from models.losses.pairs import PairFormula, WithNLL
-from training.config.schema import RunConfig, to_typed
-from training.objectives.cpo import CPOFormula
-from training.objectives.dpo import DPOFormula
+from training.config.schema import RunConfig
 from training.objectives.objective import LastStage, Metrics, Objective, PassOver
-from training.objectives.orpo import OddsRatioFormula
-from training.objectives.preference import PreferenceObjective
 from training.objectives.registry import (
     OBJECTIVES,
     check_objective,
@@ -38,8 +32,6 @@ from training.objectives.registry import (
     get_objective,
     is_trained_on,
 )
-from training.objectives.simpo import SimPOFormula
-from training.planner.plan import Plan
 from training.planner.run import plan_run
 from training.resolution.user_loss import build_run_loss
 
@@ -155,24 +147,12 @@ def test_messages_name_a_new_objective(new_objective: None) -> None:
         build_run_loss(build_config("task=scaled", "loss={_target_: my_losses.MyLoss}"), stage)
 
 
-def build_small_plan(*overrides: str) -> Plan:
-    given = ("model=llama_7b", "plan=true", "world_size=4", "hardware=h100", "global_batch_size=8", *overrides)
-    config = to_typed(compose_config("llama_7b_pp4", *given), ("model_name_or_path", "train_file", "output_dir"))
-    return plan_config(config)
-
-
 def test_the_plan_reads_a_new_objective(new_objective: None) -> None:
     """Its logits are computed again in the backward pass; its rows are those of cross entropy."""
     usual, scaled = build_small_plan(), build_small_plan("task=scaled")
     assert scaled.stages[-1].cost.backward_flops > usual.stages[-1].cost.backward_flops
     assert scaled.stages[0].cost.backward_flops == usual.stages[0].cost.backward_flops
     assert scaled.tokens_per_step == usual.tokens_per_step
-
-
-def test_the_plan_counts_a_forward_pass_before_each_step() -> None:
-    dpo, kto = build_small_plan("data=preference"), build_small_plan("data=preference", "task=kto")
-    assert [stage.cost.forward_flops for stage in kto.stages] == [2 * stage.cost.forward_flops for stage in dpo.stages]
-    assert [stage.cost.backward_flops for stage in kto.stages] == [stage.cost.backward_flops for stage in dpo.stages]
 
 
 def test_the_plan_counts_the_pass_and_the_vectors_of_embeddings() -> None:
@@ -226,22 +206,6 @@ def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> 
         check_objective(build_config(*overrides))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("task=simpo", "data=chat"), "task=simpo and data=chat do not go together; give data=preference, or task=sft"),
-        (
-            ("task=pretrain", "data=preference"),
-            "task=pretrain and data=preference do not go together; give data=pretrain, or task=dpo or task=orpo or "
-            "task=simpo or task=cpo",
-        ),
-    ],
-)
-def test_what_does_not_go_with_preferences(usual: RunConfig, overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_objective(set_keys(usual, *overrides))
-
-
 def test_losses_of_routers_are_kept_where_there_are_any() -> None:
     assert "moe.aux_loss_coef" not in describe_objective(build_config())
     config = build_config("moe.aux_loss_coef=0.01", "moe.update_router_bias=0.001")
@@ -254,8 +218,6 @@ def test_losses_of_routers_are_kept_where_there_are_any() -> None:
         ((), None, []),
         (("distill.teacher=a",), None, ["teacher_token_ids", "teacher_log_probabilities"]),
         (("distill.teacher=a", "distill.online=true"), PassOver.as_teacher, []),
-        (("data=preference", "task=kto"), PassOver.mismatched, ["reference"]),
-        (("data=preference", "task=dpo"), None, ["reference"]),
         (("data=embedding", "task=embedding"), PassOver.samples, []),
     ],
 )
@@ -267,57 +229,3 @@ def test_what_is_scored_before_training_and_before_each_step(
     assert objective.pass_over(config) is pass_over
     columns = [*objective.scored, *(column for each in objective.modifiers for column in each.scored(config))]
     assert [column.name for column in columns] == scored
-
-
-PREFERENCES = [objective for objective in OBJECTIVES.values() if is_trained_on(objective, KINDS["preference"])]
-
-
-@pytest.mark.parametrize("objective", PREFERENCES, ids=lambda objective: objective.name)
-def test_every_key_of_a_preference_objective_is_kept_by_a_resume(usual: RunConfig, objective: Objective) -> None:
-    config = set_keys(usual, "data=preference", f"task={objective.name}")
-    described = describe_objective(config)
-    for key in fields(getattr(config, objective.name)):
-        value = getattr(getattr(config, objective.name), key.name)
-        other = 0.25 if isinstance(value, float) else next(each for each in type(value) if each is not value).name
-        name = f"{objective.name}.{key.name}"
-        changed = describe_objective(set_keys(config, f"{name}={other}"))
-        assert changed == described | {name: str(other)} != described
-
-
-@pytest.mark.parametrize(
-    ("overrides", "formula"),
-    [
-        (("task=dpo", "dpo.beta=0.2"), DPOFormula(0.2)),
-        (("task=dpo", "dpo.loss_type=hinge"), DPOFormula(0.1, 0.0, DPOLossType.hinge)),
-        (("task=dpo", "dpo.label_smoothing=0.3"), DPOFormula(0.1, 0.3)),
-        (("task=dpo", "dpo.sft_coef=0.4"), WithNLL(DPOFormula(0.1), 0.4)),
-        (("task=orpo", "orpo.beta=0.2"), WithNLL(OddsRatioFormula(0.2), 1.0)),
-        (("task=simpo", "simpo.beta=3", "simpo.gamma=0.2"), SimPOFormula(3.0, 0.2)),
-        (("task=simpo", "simpo.sft_coef=0.4"), WithNLL(SimPOFormula(2.0, 0.5), 0.4)),
-        (("task=cpo", "cpo.beta=0.2", "cpo.alpha=0"), CPOFormula(0.2)),
-        (("task=cpo", "cpo.alpha=0.4"), WithNLL(CPOFormula(0.1), 0.4)),
-        (("task=cpo", "cpo.nll_reduction=sum"), WithNLL(CPOFormula(0.1), 1.0, per_token=False)),
-    ],
-)
-def test_every_key_of_a_preference_objective_reaches_its_formula(
-    usual: RunConfig, overrides: tuple[str, ...], formula: PairFormula
-) -> None:
-    config = set_keys(usual, "data=preference", *overrides)
-    objective = get_objective(config)
-    assert isinstance(objective, PreferenceObjective) and objective.build_formula(config) == formula
-    assert bool(objective.scored) == formula.needs_reference
-
-
-def test_a_run_from_before_the_sft_term_continues(usual: RunConfig) -> None:
-    assert describe_objective(set_keys(usual, "data=preference")) == {
-        "dpo.beta": "0.1",
-        "dpo.label_smoothing": "0",
-        "dpo.loss_type": "sigmoid",
-    }
-
-
-@pytest.mark.parametrize("task", ["orpo", *(pytest.param(task, marks=pytest.mark.full) for task in ("simpo", "cpo"))])
-def test_the_plan_of_pairs_is_that_of_dpo(task: str) -> None:
-    """Two rows per pair, and logits that are computed twice."""
-    plan, usual = (build_small_plan("data=preference", f"task={each}") for each in (task, "dpo"))
-    assert plan.stages == usual.stages and plan.tokens_per_step == usual.tokens_per_step

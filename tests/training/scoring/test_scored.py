@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.tiny import save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 
-from batch import Column
+from batch import Column, Per, Source
 from data.encoders.sft import SFTEncoder
-from data.loading.columns import REFERENCE, list_teacher_columns
+from data.loading.columns import list_teacher_columns
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan
 from data.storage.scores import Scores, find_scores, write_scores
 from data.storage.tokenizing import prepare_dataset
+
+REFERENCE = Column("reference", torch.float64, Per.document, Source.scored)
 
 
 @pytest.fixture

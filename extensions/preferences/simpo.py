@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch.nn import functional as F
 
-from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
+from extensions.preferences.keys import SimPOConfig
+from extensions.preferences.pairs import PairFormula, Pairs, PairTerms, PreferenceObjective, WithNLL
 from training.config.schema import RunConfig
-from training.objectives.preference import PreferenceObjective
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,6 @@ class SimPO(PreferenceObjective):
     name = "simpo"
 
     def build_formula(self, config: RunConfig) -> PairFormula:
-        simpo = config.simpo
+        simpo = config.read_group(SimPOConfig)
         formula = SimPOFormula(simpo.beta, simpo.gamma)
         return WithNLL(formula, simpo.sft_coef) if simpo.sft_coef else formula

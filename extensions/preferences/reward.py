@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from batch import Targets
 from data.loading.columns import LABELS
 from data.options import MeanOver, RowTargets
+from extensions.preferences.keys import RewardConfig
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.losses.cross_entropy import Loss
@@ -77,7 +78,7 @@ class Reward(Objective):
         check_pad_token(tokenizer, self.name)
 
     def loss(self, config: RunConfig, stage: LastStage) -> Loss:
-        return RewardLoss(config.reward.centering_coef, sequence_part=stage.sequence_part)
+        return RewardLoss(config.read_group(RewardConfig).centering_coef, sequence_part=stage.sequence_part)
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return METRICS

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 from torch.nn import functional as F
 
-from models.losses.options import NLLReduction
-from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
+from extensions.preferences.keys import CPOConfig, NLLReduction
+from extensions.preferences.pairs import PairFormula, Pairs, PairTerms, PreferenceObjective, WithNLL
 from training.config.schema import RunConfig
-from training.objectives.preference import PreferenceObjective
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,6 @@ class CPO(PreferenceObjective):
     name = "cpo"
 
     def build_formula(self, config: RunConfig) -> PairFormula:
-        cpo = config.cpo
+        cpo = config.read_group(CPOConfig)
         formula = CPOFormula(cpo.beta)
         return WithNLL(formula, cpo.alpha, cpo.nll_reduction is NLLReduction.mean) if cpo.alpha else formula

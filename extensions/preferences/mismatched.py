@@ -51,9 +51,10 @@ def prepare_mismatched(
 def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool) -> None:
     """Raise UserError where samples have no label, or, in training data, where all labels are the same."""
     dataset = TokenizedDataset(path, False, False)
-    if samples_per_record == 1 and dataset.sample_labels is None:
+    labels = dataset.sample_labels
+    if samples_per_record == 1 and labels is None:
         raise UserError(f"{key}: task=kto needs a label of each sample, desirable or not; data.encoder must set it")
-    desirable = dataset.desirable
+    desirable = np.arange(len(dataset)) % 2 == 0 if labels is None else labels[:, 0] != 0  # of a pair the first one
     if trains and (desirable.all() or not desirable.any()):
         which = "true" if desirable.all() else "false"
         raise UserError(

@@ -26,17 +26,12 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
-from batch import Targets
-from data.loading.columns import REFERENCE
-from models.losses.cross_entropy import document_log_probabilities, get_softcap
-from models.losses.logit_chunks import shard_vocabulary
-from models.losses.options import DPOLossType
-from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
-from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
+from extensions.preferences.keys import DPOConfig, DPOLossType
+from extensions.preferences.pairs import PairFormula, Pairs, PairTerms, PreferenceObjective, WithNLL
+from extensions.preferences.reference import REFERENCE, build_answer_scorer
 from training.config.schema import RunConfig
-from training.objectives.preference import PreferenceObjective
+from training.objectives.objective import LastStage, Scorer
 
 
 @dataclass(frozen=True)
@@ -69,28 +64,18 @@ class DPOFormula:
         return (1 - smoothing) * preferred + smoothing * flipped
 
 
-class AnswerScore:
-    """Computes, in place of a loss, the log-probability of each document's targets, one tensor: float64 [D]."""
-
-    def __init__(
-        self, config: PretrainedConfig, parallel: TensorParallel = NO_TP, sequence_part: ContextParallel = NO_CP
-    ) -> None:
-        self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
-        self._sequence_part = sequence_part
-
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> tuple[torch.Tensor]:
-        return (document_log_probabilities(outputs, targets, self._softcap, self._sharing, self._sequence_part),)
-
-
 class DPO(PreferenceObjective):
     name = "dpo"
     scored = (REFERENCE,)
+
+    def build_scorer(self, config: RunConfig, stage: LastStage) -> Scorer:
+        return build_answer_scorer(stage, self.group_size(config.data))
 
     def identity(self, config: RunConfig) -> dict[str, str]:
         """Return its keys, without `sft_coef` if it is off: checkpoints from before that key existed continue."""
         return {key: value for key, value in super().identity(config).items() if (key, value) != ("dpo.sft_coef", "0")}
 
     def build_formula(self, config: RunConfig) -> PairFormula:
-        dpo = config.dpo
+        dpo = config.read_group(DPOConfig)
         formula = DPOFormula(dpo.beta, dpo.label_smoothing, dpo.loss_type)
         return WithNLL(formula, dpo.sft_coef) if dpo.sft_coef else formula

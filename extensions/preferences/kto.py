@@ -14,23 +14,38 @@ over the mismatched answers comes first. Rewards are beta h. B answers in a micr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from batch import Targets
-from data.loading.columns import DESIRABLE, DOCUMENT_SUMS, REFERENCE
+from batch import Column, Per, Targets
+from data.encoders.kinds import find_kind
+from data.loading.columns import DOCUMENT_SUMS, ReadColumn, ReadRows, read_labels
 from data.options import MeanOver
+from extensions.preferences.keys import KTOConfig
+from extensions.preferences.mismatched import MISMATCHED, check_labels, prepare_mismatched
+from extensions.preferences.reference import REFERENCE, build_answer_scorer
 from models.losses.cross_entropy import Loss, document_log_probabilities, get_softcap
 from models.losses.logit_chunks import shard_vocabulary
 from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
-from training.objectives.objective import FirstPass, LastStage, Objective, PassOver
+from training.objectives.objective import FirstPass, LastStage, Objective, PassOver, Scorer
 
 METRICS = ("rewards_desirable", "rewards_undesirable", "rewards_accuracy", "rewards_margin", "kl")
+
+
+def read_desirable(rows: ReadRows) -> np.ndarray:
+    """Return whether each answer is desirable, [D]: as its label says, and of a pair the first one."""
+    labels = read_labels(rows)
+    return labels[:, 0] > 0 if labels.shape[1] else rows.number_samples() % 2 == 0
+
+
+DESIRABLE = ReadColumn(Column("desirable", torch.float64, Per.document), read_desirable)
 
 
 class KTOLoss:
@@ -106,10 +121,21 @@ class KTO(Objective):
     mean_over = MeanOver.samples
     columns = (DESIRABLE, *DOCUMENT_SUMS)
     scored = (REFERENCE,)
+    companion = MISMATCHED
     remakes_logits = True
 
+    def prepare_companion(
+        self, config: RunConfig, path: Path, key: str, log: Callable[[str], None] | None, compares_bytes: bool
+    ) -> None:
+        per_record = find_kind(config.data.name).count_samples(config.data)
+        check_labels(path, key, per_record, trains=key == "train_file")
+        prepare_mismatched(path, config.max_seq_length, key, per_record, log, compares_bytes)
+
+    def build_scorer(self, config: RunConfig, stage: LastStage) -> Scorer:
+        return build_answer_scorer(stage, self.group_size(config.data))
+
     def loss(self, config: RunConfig, stage: LastStage) -> Loss:
-        kto = config.kto
+        kto = config.read_group(KTOConfig)
         return KTOLoss(
             stage.architecture,
             kto.beta,
@@ -120,7 +146,7 @@ class KTO(Objective):
         )
 
     def pass_over(self, config: RunConfig) -> PassOver:
-        return PassOver.mismatched
+        return PassOver.companions
 
     def before_step(self, config: RunConfig, loss: KTOLoss) -> FirstPass:
         return FirstPass(loss.sum_log_ratios, loss.take_first_sums)

@@ -45,9 +45,9 @@ from transformers import AutoModelForSequenceClassification
 from batch import Targets
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
+from extensions.preferences.reward import RewardLoss
 from models.weights.sources import open_weights
 from scripts.generate import load_model
-from training.objectives.reward import RewardLoss
 
 CENTERED = "reward.centering_coef=0.05"
 PACKED = ("data.packing=true", "max_seq_length=512", "global_batch_size=4")

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
+from extensions.preferences.keys import ORPOConfig
+from extensions.preferences.pairs import PairFormula, Pairs, PairTerms, PreferenceObjective, WithNLL
 from training.config.schema import RunConfig
-from training.objectives.preference import PreferenceObjective
 
 # A mean log-probability closer to 0 is a rounding error in fp32: its odds would be infinite, and their gradient NaN.
 NEAREST_TO_CERTAIN = -torch.finfo(torch.float32).eps
@@ -53,5 +53,5 @@ class ORPO(PreferenceObjective):
     name = "orpo"
 
     def build_formula(self, config: RunConfig) -> PairFormula:
-        orpo = config.orpo
+        orpo = config.read_group(ORPOConfig)
         return WithNLL(OddsRatioFormula(orpo.beta), coefficient=1.0)

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_sft import read_runs
+from support.tiny import read_runs
 
 from data.collator import unshift_targets
-from data.encoders.preference import PreferenceEncoder
-from data.loading.columns import DOCUMENT_SUMS, REFERENCE, list_scored_columns
+from data.loading.columns import DOCUMENT_SUMS, list_scored_columns
 from data.loading.loader import LoaderOptions, build_eval_loader, build_train_loader
 from data.options import LengthPolicy, MeanOver, OnBadRecord, Packing
 from data.order import GlobalOrder
@@ -24,6 +23,8 @@ from data.storage.scores import Scores, find_scores, write_scores
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
+from extensions.preferences.encoders import PreferenceEncoder
+from extensions.preferences.reference import REFERENCE
 
 RECORD = {"prompt": "Legs of a {spider}?", "chosen": "Eight.", "rejected": "Five, I would say."}
 USER, EIGHT, FIVE = (

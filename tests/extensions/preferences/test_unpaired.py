@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from test_sft import read_runs
-from test_template_families import build_tokenizer as build_of_family
+from support.chat_families import build_tokenizer as build_of_family
+from support.tiny import read_runs
 
-from data.encoders.preference import PreferenceEncoder, UnpairedEncoder
 from data.storage.encoding import Encoding
-from data.storage.mismatched import mismatched_path, prepare_mismatched
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
+from extensions.preferences.encoders import PreferenceEncoder, UnpairedEncoder
+from extensions.preferences.mismatched import mismatched_path, prepare_mismatched
 
 RECORD = {"prompt": "Legs of a {spider}?", "completion": "Eight.", "label": True}
 WHERE = "liked.jsonl:3"
@@ -89,7 +89,7 @@ def test_reasoning_that_is_not_trained_on_is_of_the_answer(tmp_path: Path) -> No
         for question, thought, answer in said
     ]
     file.write_text("\n".join(map(json.dumps, lines)))
-    encoding = Encoding(UnpairedEncoder(train_on_reasoning=False), tokenizer, 256)
+    encoding = Encoding(UnpairedEncoder(train_on_reasoning=False), tokenizer, 256, label_key="desirable")
     path = prepare_dataset([str(file)], key="train_file", encoding=encoding, cache_dir=tmp_path / "cache")
     prepare_mismatched(path, 256, "train_file", 1)
     dataset = TokenizedDataset(mismatched_path(path), True, True)

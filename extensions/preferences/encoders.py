@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from data.counts import ContentCounts
 from data.encoders.chat import MessageKeys, split_messages
 from data.encoders.control_tokens import Guard
+from data.encoders.kind import DataKind
 from data.encoders.messages import ASSISTANT, as_messages, refuse_media
 from data.encoders.segments import (
     CountingEncoder,
@@ -142,6 +143,12 @@ def _is_conversation(answer: object) -> bool:
     )
 
 
+class JudgedAnswer(Sample):
+    """The sample of an answer that was liked or not."""
+
+    desirable: bool
+
+
 @dataclass(frozen=True)
 class UnpairedEncoder(AnswerKeys, CountingEncoder):
     """Records with a prompt, a completion and a label. A field `tools` goes to the chat template."""
@@ -156,7 +163,7 @@ class UnpairedEncoder(AnswerKeys, CountingEncoder):
         location: str,
         tokenizer: PreTrainedTokenizerBase,
         counts: ContentCounts | None = None,
-    ) -> Sample:
+    ) -> JudgedAnswer:
         """Return the sample of one record. counts: what was found is added to it. Raises `UserError` naming `location`
         when a field is missing or empty, or the label is not true or false.
         """
@@ -181,6 +188,28 @@ class UnpairedEncoder(AnswerKeys, CountingEncoder):
         assert isinstance(prompt, str | list) and isinstance(completion, str | list)
         found = counts or ContentCounts()
         (pieces,) = split_answers(self, prompt, [completion], record, location, tokenizer, found)
-        sample = tokenize_sample(pieces, location, tokenizer)
-        sample["desirable"] = label
-        return sample
+        return {**tokenize_sample(pieces, location, tokenizer), "desirable": label}
+
+
+_SCORED = "preferences are scored before the first step"
+KINDS = (
+    DataKind(
+        "preference",
+        PreferenceEncoder,
+        task="dpo",
+        together=("chosen", "rejected"),
+        not_split="an answer that is split cannot be preferred",
+        not_streamed=_SCORED,
+        format_version=2,
+    ),
+    DataKind(
+        "unpaired_preference",
+        UnpairedEncoder,
+        task="kto",
+        label_key="desirable",
+        label_names=("not liked", "liked"),
+        not_split="an answer that is split cannot be judged",
+        not_streamed=_SCORED,
+        format_version=2,
+    ),
+)

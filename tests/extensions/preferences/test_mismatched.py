@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from data.options import Packing
-from data.storage.mismatched import MISMATCHED, check_labels, mismatched_path, prepare_mismatched
 from data.storage.rows import RowPlan, Rows, copy_rows, prepare_rows
 from data.storage.summary import Summary
 from data.storage.tokenized import TokenizedDataset, TokenizedWriter
 from errors import UserError
+from extensions.preferences.mismatched import MISMATCHED, check_labels, mismatched_path, prepare_mismatched
 
 
 def save_samples(

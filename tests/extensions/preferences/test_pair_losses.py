@@ -15,13 +15,14 @@ from transformers import Gemma2Config, LlamaConfig
 from batch import Targets
 from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
-from models.losses.options import DPOLossType
-from models.losses.pairs import REWARDS, PairFormula, PairLoss, Pairs, WithNLL
+from extensions.preferences.cpo import CPOFormula
+from extensions.preferences.dpo import DPOFormula
+from extensions.preferences.keys import DPOLossType
+from extensions.preferences.orpo import OddsRatioFormula
+from extensions.preferences.pairs import REWARDS, PairFormula, PairLoss, Pairs, WithNLL
+from extensions.preferences.reference import AnswerScore
+from extensions.preferences.simpo import SimPOFormula
 from tests.support.logit_chunks import set_chunk_size
-from training.objectives.cpo import CPOFormula
-from training.objectives.dpo import AnswerScore, DPOFormula
-from training.objectives.orpo import OddsRatioFormula
-from training.objectives.simpo import SimPOFormula
 
 R, T, D, V = 6, 12, 16, 40  # rows: three pairs; sequence, hidden, vocabulary
 BETA, GAMMA = 0.7, 0.4

@@ -1,7 +1,7 @@
 """The shared part of losses over pairs of answers: log-probabilities of both, the exact mean over pairs, and reported
 metrics.
 
-A preference objective is a formula: from the log-probabilities of the answers of B pairs to a loss and two rewards per
+An objective over pairs is a formula: from the log-probabilities of the answers of B pairs to a loss and two rewards per
 pair. The mean over the pairs of the global batch does not depend on their split into rows, micro-batches and replicas.
 Documents 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer of a pair.
 """
@@ -16,10 +16,14 @@ import torch
 from transformers import PretrainedConfig
 
 from batch import Targets
-from models.losses.cross_entropy import document_log_probabilities, get_softcap
+from data.loading.columns import DOCUMENT_SUMS
+from data.options import MeanOver
+from models.losses.cross_entropy import Loss, document_log_probabilities, get_softcap
 from models.losses.logit_chunks import shard_vocabulary
 from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
+from training.config.schema import DataConfig, RunConfig
+from training.objectives.objective import LastStage, Objective
 
 REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
@@ -131,3 +135,30 @@ class PairLoss:
 def _by_answer(values: torch.Tensor) -> torch.Tensor:
     """[2 B] -> [2, B]."""
     return values.view(len(values) // 2, 2).T
+
+
+class PreferenceObjective(Objective):
+    """The base of objectives over pairs: each adds its formula, keys and checks.
+
+    A sample is a pair: documents 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer.
+    """
+
+    data_kinds = ("preference",)
+    unit = "pairs"
+    mean_over = MeanOver.samples
+    columns = DOCUMENT_SUMS
+    remakes_logits = True
+
+    def build_formula(self, config: RunConfig) -> PairFormula:
+        """Build the loss of one pair."""
+        raise NotImplementedError
+
+    def group_size(self, data: DataConfig) -> int:
+        return 2
+
+    def loss(self, config: RunConfig, stage: LastStage) -> Loss:
+        formula = self.build_formula(config)
+        return PairLoss(stage.architecture, formula, parallel=stage.parallel, sequence_part=stage.sequence_part)
+
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return (*REWARDS, *self.build_formula(config).reported)
