@@ -167,6 +167,21 @@ def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = No
         sys.exit(find_ending(error))
 
 
+@contextmanager
+def refuse_exits() -> Iterator[None]:
+    """Turn an exit that code which a run calls asks for, such as a user-defined loss, into an exception: with its code
+    the run would seem to have finished. Those of this module pass.
+
+    Raises RuntimeError.
+    """
+    try:
+        yield
+    except SystemExit as ended:
+        if isinstance(ended.code, Ending):
+            raise
+        raise RuntimeError(f"sys.exit({ended.code!r}) was called before the run had finished") from ended
+
+
 def find_ending(error: Exception) -> Ending:
     """Return what an exception ends a rank as."""
     if isinstance(error, UserError):
