@@ -138,14 +138,6 @@ def count_rows(path: str | Path, plan: RowPlan) -> int:
     return len(Rows(path, plan, False, False)) // plan.rows_per_group
 
 
-def count_singly(path: str | Path, plan: RowPlan) -> int:
-    """Return how many rows of one sample have no more tokens than the rows of a group: as many as these are, and more
-    of short samples where those are packed."""
-    if plan.packing is Packing.NONE:
-        return plan.group_size
-    return plan.max_seq_length // int(TokenizedDataset(path, False, False).lengths.max())
-
-
 def list_rows(groups: np.ndarray | range, group_size: int) -> np.ndarray:
     """Return the rows, or the samples, of groups, in their order."""
     return (np.asarray(groups, np.int64)[:, None] * group_size + np.arange(group_size)).reshape(-1)
