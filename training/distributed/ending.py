@@ -36,6 +36,8 @@ def record_end_in(file: Path, rank: int) -> None:
     """From now on, have `record_end` write to this file. Its room on the disk is taken now: later a full disk may be
     what ends the run."""
     global _place
+    for descriptor in [] if _place is None else _place.reserved:  # of an earlier run of this process
+        os.close(descriptor)
     _place = _Place(file, rank, _reserve(file.parent))
 
 

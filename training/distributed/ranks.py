@@ -4,7 +4,6 @@ all of them.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from random import SystemRandom
 from typing import NoReturn
 
 import console
-from errors import Ending, UserError, explain_refusal
+from errors import Ending, UserError, choose_ending, explain_refusal
 from masking import mask_text, print_exception
 from training.distributed.ending import record_end
 
@@ -190,8 +189,8 @@ def find_ending(error: Exception) -> Ending:
         return Ending.LOST_RANK
     if not isinstance(error, OSError):
         return Ending.EXCEPTION
-    known = explain_refusal(error)
-    return Ending.DISK if error.errno == errno.EIO else Ending.EXCEPTION if known is None else known.ending
+    ending = choose_ending(error)
+    return ending if ending is Ending.DISK or explain_refusal(error) is not None else Ending.EXCEPTION
 
 
 def _leave_screen() -> NoReturn:

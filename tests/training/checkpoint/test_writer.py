@@ -137,8 +137,9 @@ def test_a_disk_that_is_full_is_survived(
     with pytest.raises(
         UserError,
         match="saving: .*tmp-global_step4.* cannot be written .*; the checkpoints before it are untouched. Make room",
-    ):
+    ) as caught:
         save(writer, 4)
+    assert caught.value.ending is Ending.DISK
     assert latest(tmp_path) == tmp_path / "global_step2"
 
 
