@@ -56,6 +56,11 @@ class RowPlan:
             raise UserError(
                 f"max_seq_length={self.max_seq_length}: at least 2, since a token is predicted from the previous one"
             )
+        if self.packing is Packing.BEST_FIT and self.max_seq_length < self.group_size:
+            raise UserError(
+                f"max_seq_length={self.max_seq_length}: the {self.group_size} samples of a record share a packed row, "
+                "and have a token each at least; raise it, or give data.packing=false"
+            )
 
     @property
     def is_trivial(self) -> bool:
