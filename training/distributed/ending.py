@@ -20,7 +20,7 @@ _LONGEST = 2_000  # characters of its message, of up to 6 bytes each in JSON
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RecordFile:
     """file: where the record belongs. rank: that of this process. reserved: at most one open file without a name, which
     has its room on the disk; none where the file system has no such files, and once it has been used."""
 
@@ -29,7 +29,7 @@ class _Place:
     reserved: list[int]
 
 
-_place: _Place | None = None
+_place: _RecordFile | None = None
 
 
 def record_end_in(file: Path, rank: int) -> None:
@@ -38,7 +38,7 @@ def record_end_in(file: Path, rank: int) -> None:
     global _place
     for descriptor in [] if _place is None else _place.reserved:  # of an earlier run of this process
         os.close(descriptor)
-    _place = _Place(file, rank, _reserve(file.parent))
+    _place = _RecordFile(file, rank, _reserve(file.parent))
 
 
 def record_end(code: int, message: str) -> None:
@@ -68,11 +68,11 @@ def _reserve(folder: Path) -> list[int]:
     return [descriptor]
 
 
-def _name_reserved(place: _Place, content: bytes) -> None:
+def _name_reserved(target: _RecordFile, content: bytes) -> None:
     """Write the reserved file and give it its name, whole. Raises OSError where another file has that name, IndexError
     where no file is reserved."""
-    descriptor = place.reserved.pop()  # another thread may record an end too
+    descriptor = target.reserved.pop()  # another thread may record an end too
     os.pwrite(descriptor, content, 0)
     os.truncate(descriptor, len(content))
     # An absolute path uses no folder's number, but without one Python (3.11) does not follow the link
-    os.link(f"/proc/self/fd/{descriptor}", place.file, src_dir_fd=descriptor)
+    os.link(f"/proc/self/fd/{descriptor}", target.file, src_dir_fd=descriptor)
