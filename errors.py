@@ -33,6 +33,11 @@ class UserError(ValueError):
         self.ending = ending
 
 
+def choose_ending(error: OSError) -> Ending:
+    """Return what a message that explains an error of a file system ends a process as."""
+    return Ending.DISK if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else Ending.MISTAKE
+
+
 def explain_refusal(error: OSError) -> UserError | None:
     """Returns the UserError for a file without permission or a full disk, or None for any other error, which is a
     bug."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from data.loading.loader import LoaderOptions
+from data.loading.loader import LoaderOptions, read_singly
 from data.storage.disk import describe_bytes
-from data.storage.rows import RowPlan, count_singly
+from data.storage.rows import RowPlan
 from data.storage.scores import Scores, find_scores
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle, find_triton_obstacle
@@ -243,7 +243,6 @@ def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> RankD
         options = loaders.build_options(config, module, data, next(iter(data.datasets)))
         with hold_reference(module, setup.reference, setup.source):
             for key, scores in missing.items():
-                size = options.micro_batch_size * count_singly(datasets[key], options.row_plan)
-                singly = dataclasses.replace(options, micro_batch_size=size)
+                singly = read_singly(options, datasets[key])
                 score(engine, datasets[key], scores, singly, scorer, key, ranks)
     return data.add_scores({key: share(scores, datasets[key], key, ranks) for key, scores in found.items()})

@@ -22,7 +22,7 @@ from training.config.schema import Init, RunConfig, to_typed
 from training.distributed import process
 from training.distributed.ending import record_end, record_end_in
 from training.distributed.interrupts import discard_requests, exit_code, leave_on_signals
-from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks
+from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks, refuse_exits
 from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
@@ -84,7 +84,7 @@ def run(composed: Any, given: Collection[str] = ()) -> None:
             receivers = [*filter(None, (kind.open(config, this_run.folder) for kind in kinds))]
     log = this_run.folder.path / "logs" / f"rank_{ranks.rank}.log"
     process.redirect_output_to_log(log, ranks)
-    with exit_on_user_error(ranks, log=log):
+    with exit_on_user_error(ranks, log=log), refuse_exits():
         signum = evaluate_only(this_run) if config.evaluate_only else train(this_run, receivers)
         process.leave_process_group()
     if signum:

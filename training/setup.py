@@ -226,7 +226,7 @@ def open_teacher(setup: RunSetup, ranks: Ranks) -> RunSetup | None:
         source = open_weights(config.model_name_or_path, config.trust_remote_code, config.trust_checkpoint)
         teacher = _build_own_setup(config, source, Target(ranks.world_size, has_accelerator()))
     except UserError as error:
-        raise UserError(f"distill.teacher={config.model_name_or_path}: {error}") from None
+        raise UserError(f"distill.teacher={config.model_name_or_path}: {error}", error.ending) from None
     check_teacher_size(setup.config.distill, setup.architecture.vocab_size, teacher.architecture.vocab_size)
     return teacher
 

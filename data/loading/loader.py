@@ -12,7 +12,7 @@ rows, of which 2 i and 2 i + 1 are a pair. Packed, a pair is in one row; documen
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from data.loading.columns import ReadColumn, ReadRows
 from data.loading.row_lengths import compute_seq_length
 from data.loading.row_source import RowSource
 from data.loading.step_totals import BatchShape, StepTotals, compute_step_totals, count_further
-from data.options import MeanOver, PadTo, RowTargets
+from data.options import MeanOver, Packing, PadTo, RowTargets
 from data.order import GlobalOrder, Ids, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
 from data.worker_processes import iterate_dataset
@@ -251,6 +251,19 @@ class ScoringLoader:
             _collate(self._rows, batch_rows, seq_length, denominators=[1.0], options=options) for batch_rows in rows
         )
         return batches, rows
+
+
+def read_singly(options: LoaderOptions, path: Path) -> LoaderOptions:
+    """Return options with which a `ScoringLoader` reads the samples of a folder, each in a row of its own, in
+    micro-batches of no more tokens than those of training. options: of training, by pairs or packed rows for example.
+    """
+    plan, alone = options.row_plan, RowPlan(options.max_seq_length)
+    if plan.packing is Packing.NONE:
+        return replace(options, row_plan=alone, micro_batch_size=options.micro_batch_size * plan.group_size)
+    # A packed row is full with any padding, and a sample of it is short
+    singly = replace(options, row_plan=alone, pad_to=PadTo.longest)
+    per_row = options.max_seq_length // singly.compute_seq_length(Rows(path, alone, False, False).lengths)
+    return replace(singly, micro_batch_size=options.micro_batch_size * per_row)
 
 
 class PlaceholderLoader:

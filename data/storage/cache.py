@@ -22,7 +22,7 @@ from data.sources.hub import describe_hub
 from data.sources.indexed import PREFIX as INDEXED_PREFIX
 from data.sources.indexed import describe_file, describe_files
 from data.sources.records import COMPONENT_PREFIX
-from errors import UserError
+from errors import UserError, choose_ending
 from filesystem import hash_file, lock_file
 
 # Raise it when the samples of all kinds of data get other tokens or columns; for one kind raise its `format_version`.
@@ -105,7 +105,8 @@ def lock_folder(path: Path, log: Callable[[str], None]) -> Iterator[None]:
         )
     except OSError as error:
         raise UserError(
-            f"the cache of tokenized data cannot be written: {error}; choose another folder with data.cache_dir"
+            f"the cache of tokenized data cannot be written: {error}; choose another folder with data.cache_dir",
+            choose_ending(error),
         ) from None
     with lock:
         yield

@@ -84,7 +84,7 @@ def estimate_rows(
         return RowEstimate(sum(pieces.num_rows for pieces in windows) // plan.rows_per_group, not plan.companion)
     if plan.mixture is not None or any(source.startswith(INDEXED_PREFIX) for group in sources for source in group):
         return None
-    num_rows, is_exact = 0.0, encoding.selection.hold_out is None
+    num_rows, is_exact = 0.0, encoding.selection.hold_out is None and not plan.companion
     for entry in _sample_entries(sources, encoding, ROW_SAMPLE_RECORDS):
         if entry is None:
             return None

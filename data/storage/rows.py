@@ -56,6 +56,11 @@ class RowPlan:
             raise UserError(
                 f"max_seq_length={self.max_seq_length}: at least 2, since a token is predicted from the previous one"
             )
+        if self.packing is Packing.BEST_FIT and self.max_seq_length < self.group_size:
+            raise UserError(
+                f"max_seq_length={self.max_seq_length}: the {self.group_size} samples of a record share a packed row, "
+                "and have a token each at least; raise it, or give data.packing=false"
+            )
 
     @property
     def is_trivial(self) -> bool:
@@ -136,14 +141,6 @@ def compute_fill(rows: "Rows", plan: RowPlan) -> float:
 def count_rows(path: str | Path, plan: RowPlan) -> int:
     """Return the number of rows, or of groups of them: what the order shuffles."""
     return len(Rows(path, plan, False, False)) // plan.rows_per_group
-
-
-def count_singly(path: str | Path, plan: RowPlan) -> int:
-    """Return how many rows of one sample have no more tokens than the rows of a group: as many as these are, and more
-    of short samples where those are packed."""
-    if plan.packing is Packing.NONE:
-        return plan.group_size
-    return plan.max_seq_length // int(TokenizedDataset(path, False, False).lengths.max())
 
 
 def list_rows(groups: np.ndarray | range, group_size: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock
 
-from errors import Ending, UserError
+from errors import Ending, UserError, choose_ending
 from extension import list_model_files
 from filesystem import exchange, lock_file, sync_to_disk
 from models.storage.tensor_files import load_json
@@ -114,7 +114,9 @@ def staged_folder(output_dir: Path, overwrite: bool = False) -> Iterator[StagedF
         _publish(path, output_dir, overwrite)
     except OSError as error:
         where = error.filename or path or output_dir
-        raise UserError(f"{output_dir} cannot be written: {error.strerror or error} ({where})") from error
+        raise UserError(
+            f"{output_dir} cannot be written: {error.strerror or error} ({where})", choose_ending(error)
+        ) from error
     finally:
         flusher.shutdown(cancel_futures=True)
         if path is not None:

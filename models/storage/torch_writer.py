@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from errors import UserError
+from errors import Ending, UserError
 from models.storage.safetensors_writer import get_bytes
 
 
@@ -32,7 +32,8 @@ def save_torch(content: dict[str, Any], file: Any) -> None:
         try:
             torch.save(content, file)
         except RuntimeError as error:  # torch's writer hides the errno
-            raise UserError(f"{file} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from None
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{file} cannot be written ({reason}); is the disk full?", Ending.DISK) from None
 
 
 @contextmanager

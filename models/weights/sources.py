@@ -8,12 +8,14 @@ exception is a .bin file in the format before torch 1.6, which cannot be mapped:
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 
-from errors import UserError
+from errors import Ending, UserError
 from models.adapters.folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -60,6 +62,9 @@ HUB_FORMATS = (
     ((*WEIGHT_FILES[:2], ADAPTER_WEIGHTS), ("*.safetensors",), ("consolidated*", "*.bin.index.json")),
     (WEIGHT_FILES[2:], ("*.bin",), ("consolidated*",)),
 )
+
+# What the system says of a full disk. The hub's downloader in Rust passes it on in an exception of another type
+_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> WeightSource:
@@ -147,7 +152,8 @@ def _open_adapted(
         base = open_weights(_name_base(lora), trust_remote_code, trust_checkpoint)
     except UserError as error:
         raise UserError(
-            f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
+            f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}",
+            error.ending,
         ) from None
     expected = read_base_fingerprint(checkpoint.step_dir) if checkpoint else read_fingerprint(path)
     if expected is not None and not trust_checkpoint:
@@ -220,6 +226,14 @@ def _download(hub_id: str) -> Path:
     try:
         return _download_weights(name, revision)
     except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
+        if any(text in str(error) for text in _FULL):
+            from huggingface_hub.constants import HF_HUB_CACHE
+
+            raise UserError(
+                f"model_name_or_path '{hub_id}' could not be downloaded into {HF_HUB_CACHE}, whose disk is full; make "
+                "room, or set HF_HOME to a folder on another disk",
+                Ending.DISK,
+            ) from None
         raise UserError(
             f"model_name_or_path '{hub_id}' is not a folder here, and could not be downloaded from the hub "
             f"({type(error).__name__}); check the path or hub id"

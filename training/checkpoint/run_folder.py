@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import BaseFileLock
 
-from errors import UserError
+from errors import UserError, choose_ending
 from filesystem import lock_file, write_atomically
 from models.storage.steps import has_latest, list_checkpoints
 
@@ -108,7 +108,8 @@ class RunFolder:
         except OSError as error:
             raise UserError(
                 f"output_dir={self.path} cannot be locked: {error.strerror or error}; give one that can be written, on "
-                "a file system that has locks (some NFS mounts have none)"
+                "a file system that has locks (some NFS mounts have none)",
+                choose_ending(error),
             ) from None
 
     def clear(self) -> None:

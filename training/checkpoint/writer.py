@@ -100,7 +100,7 @@ class CheckpointWriter:
             try:
                 check_disk_space(self._checkpoints, sum(gathered) + _SPARE_BYTES)
             except UserError as mistake:
-                error = UserError(f"a checkpoint of this run does not fit: {mistake}")
+                error = UserError(f"a checkpoint of this run does not fit: {mistake}", mistake.ending)
         raise_together(error)
 
     def save(self, state: TrainerState) -> None:

@@ -6,20 +6,39 @@ The rank that ends first writes it, and the others, which end because it has, le
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from errors import Ending
 from masking import mask_text
 
-_place: tuple[Path, int] | None = None  # the file, and this process's rank
+_ROOM = 2**14  # bytes that are reserved for the file
+_LONGEST = 2_000  # characters of its message, of up to 6 bytes each in JSON
+
+
+@dataclass(frozen=True)
+class _RecordFile:
+    """file: where the record belongs. rank: that of this process. reserved: at most one open file without a name, which
+    has its room on the disk; none where the file system has no such files, and once it has been used."""
+
+    file: Path
+    rank: int
+    reserved: list[int]
+
+
+_place: _RecordFile | None = None
 
 
 def record_end_in(file: Path, rank: int) -> None:
-    """From now on, have `record_end` write to this file."""
+    """From now on, have `record_end` write to this file. Its room on the disk is taken now: later a full disk may be
+    what ends the run."""
     global _place
-    _place = (file, rank)
+    for descriptor in [] if _place is None else _place.reserved:  # of an earlier run of this process
+        os.close(descriptor)
+    _place = _RecordFile(file, rank, _reserve(file.parent))
 
 
 def record_end(code: int, message: str) -> None:
@@ -27,9 +46,33 @@ def record_end(code: int, message: str) -> None:
     signal N. message: what it has said. Callable from any thread."""
     if _place is None:
         return
-    file, rank = _place
     reason = Ending(code).name.lower() if code in set(Ending) else "signal"
-    time = datetime.now(UTC).isoformat(timespec="seconds")
-    record = {"reason": reason, "code": int(code), "rank": rank, "message": mask_text(message.strip()), "time": time}
-    with suppress(OSError), open(file, "x") as stream:
-        stream.write(json.dumps(record, indent=2) + "\n")
+    time, text = datetime.now(UTC).isoformat(timespec="seconds"), mask_text(message.strip())[:_LONGEST]
+    record = {"reason": reason, "code": int(code), "rank": _place.rank, "message": text, "time": time}
+    content = json.dumps(record, indent=2) + "\n"
+    with suppress(OSError):
+        try:
+            _name_reserved(_place, content.encode())
+        except (OSError, IndexError):
+            with open(_place.file, "x") as stream:
+                stream.write(content)
+
+
+def _reserve(folder: Path) -> list[int]:
+    """Open a file without a name on the disk of a folder, and take its room; none where that is not possible."""
+    try:
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
+        os.posix_fallocate(descriptor, 0, _ROOM)
+    except (OSError, AttributeError):  # the latter on macOS
+        return []
+    return [descriptor]
+
+
+def _name_reserved(target: _RecordFile, content: bytes) -> None:
+    """Write the reserved file and give it its name, whole. Raises OSError where another file has that name, IndexError
+    where no file is reserved."""
+    descriptor = target.reserved.pop()  # another thread may record an end too
+    os.pwrite(descriptor, content, 0)
+    os.truncate(descriptor, len(content))
+    # An absolute path uses no folder's number, but without one Python (3.11) does not follow the link
+    os.link(f"/proc/self/fd/{descriptor}", target.file, src_dir_fd=descriptor)

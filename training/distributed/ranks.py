@@ -4,7 +4,6 @@ all of them.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from random import SystemRandom
 from typing import NoReturn
 
 import console
-from errors import Ending, UserError, explain_refusal
+from errors import Ending, UserError, choose_ending, explain_refusal
 from masking import mask_text, print_exception
 from training.distributed.ending import record_end
 
@@ -167,6 +166,21 @@ def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = No
         sys.exit(find_ending(error))
 
 
+@contextmanager
+def refuse_exits() -> Iterator[None]:
+    """Turn an exit that code which a run calls asks for, such as a user-defined loss, into an exception: with its code
+    the run would seem to have finished. Those of this module pass.
+
+    Raises RuntimeError.
+    """
+    try:
+        yield
+    except SystemExit as ended:
+        if isinstance(ended.code, Ending):
+            raise
+        raise RuntimeError(f"sys.exit({ended.code!r}) was called before the run had finished") from ended
+
+
 def find_ending(error: Exception) -> Ending:
     """Return what an exception ends a rank as."""
     if isinstance(error, UserError):
@@ -175,8 +189,8 @@ def find_ending(error: Exception) -> Ending:
         return Ending.LOST_RANK
     if not isinstance(error, OSError):
         return Ending.EXCEPTION
-    known = explain_refusal(error)
-    return Ending.DISK if error.errno == errno.EIO else Ending.EXCEPTION if known is None else known.ending
+    ending = choose_ending(error)
+    return ending if ending is Ending.DISK or explain_refusal(error) is not None else Ending.EXCEPTION
 
 
 def _leave_screen() -> NoReturn:

@@ -23,12 +23,12 @@ from console import progress
 from data.loading.columns import NUMBERS
 from data.loading.loader import LoaderOptions, ScoringLoader
 from data.storage.scores import Scores, ScoresWriter, write_scores
-from errors import Ending, UserError
+from errors import UserError
 from models.weights.fingerprint import fingerprint_weights
 from models.weights.source import WeightSource
 from training.config.schema import RunConfig
 from training.distributed.process import broadcast_from_main
-from training.distributed.ranks import Ranks, raise_together
+from training.distributed.ranks import Ranks, find_ending, raise_together
 from training.engine.engine import Engine
 from training.objectives.objective import Scorer
 from training.objectives.registry import describe_forward
@@ -192,7 +192,7 @@ def write_together(write: Callable[[], T], what: str, where: Path) -> T:
         error = UserError(
             f"{what}: {mistake.filename or where} cannot be written: {mistake.strerror or mistake}; make room, or "
             "choose another folder with data.cache_dir",
-            Ending.DISK,
+            find_ending(mistake),
         )
     raise_together(error)
     return written[0]

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from data.loading.step_totals import bound_documents
 from data.options import Packing
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture, ShareKind
+from data.storage.disk import estimate_rows
 from data.storage.encoding import Encoding
+from data.storage.mismatched import MISMATCHED
 from data.storage.rows import RowPlan, Rows, compute_fill, count_rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
@@ -176,6 +179,23 @@ def test_rows_without_packing_are_samples(path: Path) -> None:
 def test_a_row_without_room_for_a_target() -> None:
     with pytest.raises(UserError, match="^max_seq_length=1: at least 2"):
         RowPlan(1)
+
+
+def test_a_packed_row_without_a_token_for_each_sample_of_a_record() -> None:
+    RowPlan(7, group_size=8)
+    RowPlan(8, Packing.BEST_FIT, group_size=8)
+    with pytest.raises(UserError, match="^max_seq_length=7: the 8 samples of a record share a packed row"):
+        RowPlan(7, Packing.BEST_FIT, group_size=8)
+
+
+@pytest.mark.parametrize(("companion", "is_exact"), [("", True), (MISMATCHED, False)])
+def test_rows_with_room_for_other_samples_are_estimated(
+    path: Path, end_is_pad, tmp_path: Path, companion: str, is_exact: bool
+) -> None:
+    """As those of KTO, which no plan makes: the others are made of what is tokenized."""
+    plan, encoding = replace(PLAN, companion=companion), Encoding(SFTEncoder(), end_is_pad, LENGTH)
+    found = estimate_rows([[str(path.parents[1] / "a.jsonl")]], encoding, plan, tmp_path)
+    assert found is not None and found.num_rows > 1 and found.is_exact is is_exact
 
 
 def test_pickling_opens_the_folder_again(path: Path) -> None:

@@ -15,7 +15,7 @@ from support.model_folders import convert, export
 from support.tiny import save_llama, save_tokenizer
 
 import filesystem
-from errors import UserError
+from errors import Ending, UserError
 from models.conversion import model_files
 from models.storage import folders
 from models.weights.sources import open_weights
@@ -166,6 +166,7 @@ def test_a_full_disk_is_refused_before_and_reported_during_a_conversion(
     for go, source, target in fails_in:
         with monkeypatch.context() as patch:
             patch.setattr(*target, refuse)
-            with pytest.raises(UserError, match="cannot be written: No space left"):
+            with pytest.raises(UserError, match="cannot be written: No space left") as caught:
                 go(source, tmp_path / "new")
+            assert caught.value.ending is Ending.DISK
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "pipeline"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from support.mutations import mutate
 from support.tiny import save_llama
 from transformers import AutoModelForCausalLM
 
-from errors import UserError
+from errors import Ending, UserError
 from models.architecture.lookup import build_layers
 from models.conversion.convert import WriteOptions, convert_to_pipeline, export_hugging_face
 from models.storage.hub import describe_place
@@ -388,6 +389,20 @@ def test_custom_code_that_is_trusted_is_not_run(originals: dict[str, Path], tmp_
     edit_json(folder / "config.json", auto_map={"AutoConfig": "configuration_x.XConfig"})
     (folder / "configuration_x.py").write_text("raise SystemExit('ran')")
     assert open_weights(str(folder), trust_remote_code=True).config.model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("IO Error: No space left on device (os error 28)")],
+)
+def test_a_full_disk_is_no_wrong_name(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(UserError, match="'org/name' could not be downloaded into .*, whose disk is full") as caught:
+        sources._download("org/name")
+    assert caught.value.ending is Ending.DISK
 
 
 def test_folders_of_a_hub_model_are_not_downloaded(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

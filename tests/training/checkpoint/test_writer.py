@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_checkpoint import STATE
 
-from errors import UserError
+from errors import Ending, UserError
 from models.storage import manifest
 from models.storage.steps import list_checkpoints, step_of
 from training.checkpoint import optimizer_state, share_file
@@ -137,8 +137,9 @@ def test_a_disk_that_is_full_is_survived(
     with pytest.raises(
         UserError,
         match="saving: .*tmp-global_step4.* cannot be written .*; the checkpoints before it are untouched. Make room",
-    ):
+    ) as caught:
         save(writer, 4)
+    assert caught.value.ending is Ending.DISK
     assert latest(tmp_path) == tmp_path / "global_step2"
 
 
@@ -167,8 +168,9 @@ def test_no_room_for_any_checkpoint_is_reported_before_the_first_step(
     with pytest.raises(
         UserError,
         match="a checkpoint of this run does not fit: .* needs 0.03 GB and its disk has 0.03 GB free; make room",
-    ):
+    ) as caught:
         writer.check_room(8)
+    assert caught.value.ending is Ending.DISK
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.small_disk import small_disk
 
 from errors import Ending, UserError
 from masking import MASKED
@@ -46,6 +49,35 @@ def test_a_record_that_cannot_be_written_changes_nothing(folder: RunFolder) -> N
     assert folder.read_ended() == {}
     folder.ended.write_text(json.dumps({"code": "x"}))
     assert folder.read_ended() == {}
+
+
+def fill(disk: Path) -> None:
+    descriptor = os.open(disk / "filler", os.O_CREAT | os.O_WRONLY)
+    with suppress(OSError):
+        while os.write(descriptor, bytes(4096)):
+            pass
+    os.close(descriptor)
+
+
+def test_a_full_disk_takes_the_record(tmp_path: Path, folder: RunFolder) -> None:
+    with small_disk(tmp_path / "disk", 2**20) as disk:
+        record_end_in(disk / "ended.json", 1)
+        fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "another.json").write_text("x")
+        record_end(Ending.DISK, "no room\n" + 1000 * "its stack trace")
+        first = RunFolder(disk).read_ended()
+        assert (first["code"], first["rank"]) == (74, 1) and first["message"].startswith("no room\nits")
+        record_end(Ending.EXCEPTION, "another rank")
+        assert RunFolder(disk).read_ended() == first
+
+
+def test_where_nothing_can_be_reserved_the_record_is_written(folder: RunFolder, monkeypatch) -> None:
+    monkeypatch.setattr(ending, "_reserve", lambda folder: [])
+    record_end_in(folder.ended, 0)
+    for code in (Ending.DISK, Ending.EXCEPTION):
+        record_end(code, "x")
+    assert folder.read_ended()["code"] == 74
 
 
 def lose_peer() -> RuntimeError:

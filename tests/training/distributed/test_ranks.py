@@ -17,7 +17,14 @@ from support.workers import WorkerGroup
 
 from errors import Ending, UserError
 from training.distributed import ranks as ranks_module
-from training.distributed.ranks import Ranks, exit_on_user_error, find_free_port, raise_together, read_ranks
+from training.distributed.ranks import (
+    Ranks,
+    exit_on_user_error,
+    find_free_port,
+    raise_together,
+    read_ranks,
+    refuse_exits,
+)
 
 MAIN, OTHER = Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2)
 
@@ -227,6 +234,25 @@ def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
         and "in fail\n    raise error" in log.read_text()
         and str(error) in log.read_text()
     )
+
+
+@pytest.mark.parametrize("code", [0, None, "a text"])
+def test_an_exit_within_a_run_is_not_the_end_of_one_that_has_finished(code, monkeypatch, capfd, tmp_path: Path) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    log = tmp_path / "rank_1.log"
+    with pytest.raises(SystemExit) as caught, exit_on_user_error(OTHER, log=log), refuse_exits():
+        sys.exit(code)
+    assert caught.value.code == 70 and "sys.exit(code)" in log.read_text()
+    assert capfd.readouterr().err == (
+        f"\nerror (rank 1): RuntimeError: sys.exit({code!r}) was called before the run had finished; the stack trace "
+        f"is in {log}\n\n"
+    )
+
+
+def test_a_rank_that_ends_because_another_has_a_mistake_says_nothing(capfd, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught, exit_on_user_error(OTHER, log=tmp_path / "log"), refuse_exits():
+        sys.exit(Ending.DISK)  # as `raise_together` ends it
+    assert caught.value.code == 74 and capfd.readouterr() == ("", "")
 
 
 def test_on_a_full_disk_the_cause_and_its_trace_are_on_the_screen(monkeypatch, capfd) -> None:

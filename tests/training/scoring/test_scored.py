@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,8 @@ from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan
 from data.storage.scores import Scores, find_scores, write_scores
 from data.storage.tokenizing import prepare_dataset
+from errors import Ending, UserError
+from training.scoring import scored
 
 REFERENCE = Column("reference", torch.float64, Per.document, Source.scored)
 
@@ -84,3 +87,19 @@ def test_a_host_that_does_not_see_those_of_a_teacher_ends_all_ranks(
     message = "distill.teacher: /nowhere/.* was written by the main rank, and this host does not see it"
     with pytest.raises(WorkerError, match=message):
         workers(2).run(share_scores, hosts, list_teacher_columns(3), False)
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"), [(errno.ENOSPC, Ending.DISK), (errno.EIO, Ending.DISK), (errno.EACCES, Ending.MISTAKE)]
+)
+def test_a_run_ends_as_what_the_disk_refuses(number: int, ending: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[UserError | None] = []
+    monkeypatch.setattr(scored, "raise_together", found.append)
+
+    def refuse() -> None:
+        raise OSError(number, "refused", "/cache/x")
+
+    with pytest.raises(IndexError):
+        scored.write_together(refuse, "scores", Path("/cache"))
+    (error,) = found
+    assert error is not None and error.ending is ending and "/cache/x cannot be written: refused" in str(error)
