@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data.storage.mismatched import MISMATCHED
 
 from data.collator import unshift_targets
 from data.encoders.sft import SFTEncoder
@@ -17,7 +18,6 @@ from data.order import GlobalOrder
 from data.sources.mixture import Mixture, ShareKind
 from data.storage.disk import estimate_rows
 from data.storage.encoding import Encoding
-from data.storage.mismatched import MISMATCHED
 from data.storage.rows import RowPlan, Rows, compute_fill, count_rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
