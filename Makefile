@@ -11,7 +11,9 @@ ifneq ($(wildcard $(WHEELS)/*.whl),)
 VENV_OPTIONS := --system-site-packages
 INSTALLED = --no-index --no-deps $(WHEELS)/*.whl
 else
-INSTALLED = -r $(lastword $^)
+INSTALLED = -r requirements.txt
+$(BIN)/.installed-dev: INSTALLED += --group dev
+$(BIN)/.installed-dev: UPGRADE_PIP = $(BIN)/python -m pip install --quiet "pip>=25.1"
 endif
 
 # Else pip ends after minutes with versions that it ignores
@@ -68,8 +70,7 @@ parity: venv-dev
 
 # requirements.lock: what requirements.txt needs on any machine, with hashes, without torch and what its builds bring
 # along. Keeps the locked versions as far as requirements.txt lets it; `make lock UPGRADE=--upgrade` takes newer ones
-lock: venv
-	python -m pip install --quiet uv==0.13.9
+lock: venv-dev
 	echo torch | uv pip compile requirements.txt --quiet --universal --python-version 3.11 --generate-hashes --excludes - \
 		--custom-compile-command "make lock" --output-file requirements.lock $(UPGRADE)
 
@@ -79,11 +80,12 @@ venv: $(BIN)/.installed
 venv-dev: $(BIN)/.installed-dev
 
 $(BIN)/.installed: requirements.txt
-$(BIN)/.installed-dev: requirements.txt requirements-dev.txt
+$(BIN)/.installed-dev: requirements.txt pyproject.toml
 
 $(BIN)/.installed $(BIN)/.installed-dev:
 	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
+	$(UPGRADE_PIP)
 	$(BIN)/python -m pip install --quiet $(INSTALLED)
 	touch $@
 
