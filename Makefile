@@ -20,7 +20,7 @@ endif
 CHECK_PYTHON = @$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	'Python 3.11 or later is needed, and $(PYTHON) is ' + sys.version.split()[0] + '; make PYTHON=python3.12 ...')"
 
-.PHONY: demo test test-full test-full-parity test-full-rest gpu check format parity lock venv venv-dev clean
+.PHONY: demo test test-full test-full-parity test-full-rest gpu check format parity docs lock venv venv-dev clean
 
 demo: venv
 	scripts/quickstart.sh
@@ -67,6 +67,12 @@ format: venv-dev
 # Every family against Hugging Face, as figures: docs/parity.md
 parity: venv-dev
 	python tests/support/parity_table.py --output docs/parity.md
+
+# The pages as a site in outputs/site, to be searched (`python -m http.server --directory outputs/site`); a link that leads
+# nowhere, or a page without a place in the table of docs/README.md, ends it
+docs: venv-dev
+	python -m pip install --quiet --group docs
+	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
 
 # requirements.lock: what requirements.txt needs on any machine, with hashes, without torch and what its builds bring
 # along. Keeps the locked versions as far as requirements.txt lets it; `make lock UPGRADE=--upgrade` takes newer ones

@@ -329,6 +329,13 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or anchor in list_anchors(file), f"{page.name}: {target}#{anchor}"
 
 
+def test_rows_are_in_tables() -> None:
+    """A row after an empty line, or below a paragraph, would be shown as text."""
+    for page in PAGES:
+        for above, rows in re.findall(r"^(.*)\n((?:\|.*\n)+)", BLOCK.sub("", page.read_text()), re.MULTILINE):
+            assert not above and re.match(r"\|.*\n\|[-:| ]+\|\n", rows), f"{name_page(page)}: {above}\n{rows[:80]}"
+
+
 def list_anchors(page: Path) -> list[str]:
     """Returns the anchors that GitHub derives from headings."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
