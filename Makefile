@@ -11,14 +11,16 @@ ifneq ($(wildcard $(WHEELS)/*.whl),)
 VENV_OPTIONS := --system-site-packages
 INSTALLED = --no-index --no-deps $(WHEELS)/*.whl
 else
-INSTALLED = -r $(lastword $^)
+INSTALLED = -r requirements.txt
+$(BIN)/.installed-dev: INSTALLED += --group dev
+$(BIN)/.installed-dev: UPGRADE_PIP = $(BIN)/python -m pip install --quiet "pip>=25.1"
 endif
 
 # Else pip ends after minutes with versions that it ignores
 CHECK_PYTHON = @$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	'Python 3.11 or later is needed, and $(PYTHON) is ' + sys.version.split()[0] + '; make PYTHON=python3.12 ...')"
 
-.PHONY: demo test test-full test-full-parity test-full-rest gpu check format parity lock venv venv-dev clean
+.PHONY: demo test test-full test-full-parity test-full-rest gpu check format parity docs lock venv venv-dev clean
 
 demo: venv
 	scripts/quickstart.sh
@@ -66,10 +68,15 @@ format: venv-dev
 parity: venv-dev
 	python tests/support/parity_table.py --output docs/parity.md
 
+# The pages as a site in outputs/site, to be searched (`python -m http.server --directory outputs/site`); a link that leads
+# nowhere, or a page without a place in the table of docs/README.md, ends it
+docs: venv-dev
+	python -m pip install --quiet --group docs
+	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+
 # requirements.lock: what requirements.txt needs on any machine, with hashes, without torch and what its builds bring
 # along. Keeps the locked versions as far as requirements.txt lets it; `make lock UPGRADE=--upgrade` takes newer ones
-lock: venv
-	python -m pip install --quiet uv==0.13.9
+lock: venv-dev
 	echo torch | uv pip compile requirements.txt --quiet --universal --python-version 3.11 --generate-hashes --excludes - \
 		--custom-compile-command "make lock" --output-file requirements.lock $(UPGRADE)
 
@@ -79,11 +86,12 @@ venv: $(BIN)/.installed
 venv-dev: $(BIN)/.installed-dev
 
 $(BIN)/.installed: requirements.txt
-$(BIN)/.installed-dev: requirements.txt requirements-dev.txt
+$(BIN)/.installed-dev: requirements.txt pyproject.toml
 
 $(BIN)/.installed $(BIN)/.installed-dev:
 	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
+	$(UPGRADE_PIP)
 	$(BIN)/python -m pip install --quiet $(INSTALLED)
 	touch $@
 

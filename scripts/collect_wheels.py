@@ -2,18 +2,18 @@
 
     python scripts/collect_wheels.py --python-version 3.12 --torch 2.11.0 --output_dir wheels
     python scripts/collect_wheels.py ... --without pyarrow,pandas          what the machine has already, to save space
-    python scripts/collect_wheels.py ... --drop wandb,tensorboard          requirements that are not wanted there
+    python scripts/collect_wheels.py ... --drop wandb                      requirements that are not wanted there
     python scripts/collect_wheels.py ... --add bitsandbytes                optional packages that are wanted there
 
-Everything that the requirements need is resolved as pip would there, with that torch; torch itself and the CUDA
-libraries that come with it stay out. What is published as source only (deepspeed) is built here, without compiled
-parts. At the end: how much it is, and the command that installs it there, which does not touch torch.
+uv (`pip install uv`) resolves everything that the requirements need, for that Python and that torch, and pip downloads
+it; torch itself and the CUDA libraries that come with it stay out. What is published as source only (deepspeed) is
+built here, without compiled parts. At the end: how much it is, and the command that installs it there, which does not
+touch torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -23,13 +23,7 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
 _WITH_TORCH = re.compile(r"torch$|triton$|pytorch-triton|nvidia-|cuda-")  # comes with torch's own build
-_MISSING = re.compile(r"satisfies the requirement ([^\s;]+)")
-_GLIBC = range(5, 40)  # minor versions
-_MOST_SOURCES = 20
-
-
-class PipFailed(Exception):
-    """pip failed; the message is the end of its output."""
+_GLIBC = range(39, 4, -1)  # minor versions, the newest first: pip matches the number of a platform exactly
 
 
 def main() -> None:
@@ -42,86 +36,50 @@ def main() -> None:
     parser.add_argument("--add", default="", help="optional packages to collect too, with commas between")
     parser.add_argument("--output_dir", type=Path, default=Path("wheels"))
     arguments = parser.parse_args()
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    if any(arguments.output_dir.iterdir()):
-        sys.exit(f"{arguments.output_dir} is not empty, and two versions of a package end an installation")
-    target = list_target_options(arguments.python_version, arguments.machine)
-    try:
-        wanted = list_requirements(arguments.torch, arguments.drop.split(","), arguments.add.split(","))
-        pins = resolve(wanted, target, arguments.output_dir)
-        download(choose(pins, arguments.without.split(",")), target, arguments.output_dir)
-    except PipFailed as failure:
-        sys.exit(f"pip: {failure}")
-    print(describe(arguments.output_dir))
-
-
-def list_target_options(python_version: str, machine: str) -> list[str]:
-    """Returns pip's options for another Python than this one. pip matches the number of a platform exactly."""
-    platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in reversed(_GLIBC)]
-    older = [f"--platform=manylinux{name}_{machine}" for name in ("2014", "2010", "1")]
-    return [f"--python-version={python_version}", "--implementation=cp", *platforms, *older, "--only-binary=:all:"]
+    python, machine, folder = arguments.python_version, arguments.machine, arguments.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        sys.exit(f"{folder} is not empty, and two versions of a package end an installation")
+    wanted = list_requirements(arguments.torch, arguments.drop.split(","), arguments.add.split(","))
+    options = [f"--python-version={python}", f"--python-platform={machine}-manylinux_2_{max(_GLIBC)}"]
+    resolved = run("uv", "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate", *options, given=wanted)
+    pins = choose(resolved.splitlines(), arguments.without.split(","))
+    platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in _GLIBC]
+    options = [f"--python-version={python}", *platforms, f"--platform=manylinux2014_{machine}"]
+    run("pip", "download", "--quiet", "--no-deps", f"--dest={folder}", *options, *pins)
+    build_sources(folder)
+    print(describe(folder))
 
 
 def list_requirements(torch_version: str, drop: Sequence[str], add: Sequence[str]) -> list[str]:
     """Returns the lines of requirements.txt for a machine with another torch, without the packages of `drop` and with
     those of `add`."""
     lines = [line for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
-    dropped = {_normalize(name) for name in ("torch", *drop)}
-    kept = [line for line in lines if _normalize(line.partition("==")[0]) not in dropped]
-    return [*kept, f"torch=={torch_version}", *(name for name in add if name)]
+    return [*choose(lines, ["torch", *drop]), f"torch=={torch_version}", *(name for name in add if name)]
 
 
-def resolve(requirements: Sequence[str], target: Sequence[str], folder: Path) -> dict[str, str]:
-    """Returns package -> version of everything the requirements need. Builds a wheel into `folder` where none is
-    published. Raises PipFailed."""
-    with tempfile.TemporaryDirectory() as scratch:
-        wanted = Path(scratch) / "requirements.txt"
-        wanted.write_text("\n".join(requirements))
-        options = ["--dry-run", "--ignore-installed", f"--target={scratch}/site", "--quiet", "--report=-"]
-        for _ in range(_MOST_SOURCES):
-            try:
-                report = run_pip("install", *options, *target, f"--find-links={folder}", "-r", str(wanted))
-                return read_pins(report)
-            except PipFailed as failure:
-                missing = _MISSING.search(str(failure))
-                if missing is None:
-                    raise
-                build(missing[1], folder)
-    raise PipFailed(f"more than {_MOST_SOURCES} packages have no wheel")
-
-
-def read_pins(report: str) -> dict[str, str]:
-    """Returns package -> version from the report of `pip install --report`."""
-    installed = (entry["metadata"] for entry in json.loads(report)["install"])
-    return {metadata["name"]: metadata["version"] for metadata in installed}
-
-
-def build(requirement: str, folder: Path) -> None:
-    """Builds a wheel for every Python and machine from source. Raises PipFailed if it fits this machine only."""
-    print(f"building {requirement}: it is published as source only", flush=True)
-    before = set(folder.iterdir())
-    run_pip("wheel", "--no-deps", f"--wheel-dir={folder}", requirement)
-    built = set(folder.iterdir()) - before
-    if not built or not all(wheel.name.endswith("-none-any.whl") for wheel in built):
-        raise PipFailed(f"{requirement}: there is no wheel, and one built here fits this machine only")
-
-
-def choose(pins: dict[str, str], without: Sequence[str]) -> list[str]:
-    """Returns pinned requirements, without the packages that come with torch or that the machine has."""
+def choose(pins: Sequence[str], without: Sequence[str]) -> list[str]:
+    """Returns the pinned requirements that neither come with torch nor are among the packages of `without`."""
     left_out = {_normalize(name) for name in without if name}
-    return [
-        f"{name}=={version}"
-        for name, version in sorted(pins.items())
-        if not _WITH_TORCH.match(_normalize(name)) and _normalize(name) not in left_out
-    ]
+    names = [_normalize(pin.partition("==")[0]) for pin in pins]
+    return [pin for pin, name in zip(pins, names) if not _WITH_TORCH.match(name) and name not in left_out]
 
 
 def _normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def download(requirements: Sequence[str], target: Sequence[str], folder: Path) -> None:
-    run_pip("download", "--no-deps", "--quiet", *target, f"--find-links={folder}", f"--dest={folder}", *requirements)
+def build_sources(folder: Path) -> None:
+    """Replaces each source archive in `folder` by a wheel. Ends the script where one would fit this machine only."""
+    for source in sorted([*folder.glob("*.tar.gz"), *folder.glob("*.zip")]):
+        print(f"building {source.name}: it is published as source only", flush=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            run("pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={scratch}", str(source))
+            (wheel,) = Path(scratch).iterdir()
+            if not wheel.name.endswith("-none-any.whl"):
+                sys.exit(f"{source.name}: there is no wheel, and one built here fits this machine only")
+            wheel.rename(folder / wheel.name)
+        source.unlink()
 
 
 def describe(folder: Path) -> str:
@@ -137,11 +95,14 @@ def describe(folder: Path) -> str:
     )
 
 
-def run_pip(*words: str) -> str:
-    """Runs pip and returns its output. Raises PipFailed."""
-    ended = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+def run(module: str, *words: str, given: Sequence[str] = ()) -> str:
+    """Runs `python -m module` with the lines `given` as its input, and returns its output. Ends the script where that
+    fails, with the end of what it has printed."""
+    ended = subprocess.run(
+        [sys.executable, "-m", module, *words], input="\n".join(given), capture_output=True, text=True
+    )
     if ended.returncode:
-        raise PipFailed("\n".join(ended.stderr.strip().splitlines()[-5:]))
+        sys.exit("\n".join([f"{module}:", *ended.stderr.strip().splitlines()[-5:]]))
     return ended.stdout
 
 

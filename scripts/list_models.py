@@ -82,8 +82,8 @@ def write_row(model_type: str, trial: Trial) -> str:
 
 
 def write_reason(trial: Trial) -> str:
-    """Returns the reason as the text of a table cell."""
-    return trial.reason.replace("|", "/").encode("ascii", "replace").decode()
+    """Returns the reason as the text of a table cell, in which nothing is a link."""
+    return trial.reason.replace("|", "/").replace("](", "] (").encode("ascii", "replace").decode()
 
 
 def replace_table(page: str, trials: Mapping[str, Trial]) -> str:

@@ -1,21 +1,22 @@
-"""`scripts/collect_wheels.py`: what is collected for a machine that has torch but no internet. pip is not run."""
+"""`scripts/collect_wheels.py`: what is collected for a machine that has torch but no internet. uv and pip are not
+run."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from scripts import collect_wheels
-from scripts.collect_wheels import PipFailed, choose, describe, list_requirements, list_target_options, resolve
+from scripts.collect_wheels import build_sources, choose, describe, list_requirements, main, run
 
 
 def test_torch_and_what_comes_with_it_stay_out() -> None:
-    pins = {"torch": "2.11.0", "triton": "3.6.0", "nvidia-nccl-cu13": "2.28.9", "cuda-bindings": "13.0",
-            "numpy": "2.4.6", "torchdata": "1", "PyYAML": "6.0", "pyarrow": "26.0.1"}  # fmt: skip
-    assert choose(pins, ["pyyaml", ""]) == ["numpy==2.4.6", "pyarrow==26.0.1", "torchdata==1"]
+    pins = ["torch==2.11.0", "triton==3.6.0", "nvidia-nccl-cu13==2.28.9", "cuda-bindings==13.0", "numpy==2.4.6",
+            "torchdata==1", "PyYAML==6.0", "pyarrow==26.0.1"]  # fmt: skip
+    assert choose(pins, ["pyyaml", ""]) == ["numpy==2.4.6", "torchdata==1", "pyarrow==26.0.1"]
 
 
 def test_requirements_are_those_of_the_project_with_the_machines_torch() -> None:
@@ -26,49 +27,52 @@ def test_requirements_are_those_of_the_project_with_the_machines_torch() -> None
     assert list_requirements("2.11.0", ["WandB"], ["bitsandbytes", ""]) == [*lines, "bitsandbytes"]
 
 
-def test_pip_is_asked_for_another_machine() -> None:
-    options = list_target_options("3.12", "x86_64")
-    assert {"--python-version=3.12", "--only-binary=:all:", "--platform=manylinux_2_28_x86_64"} <= set(options)
-    assert "--platform=manylinux2014_x86_64" in options
+class Tools:
+    """uv resolves to antlr and a torch; pip downloads the source of the one and builds `wheel` of it."""
+
+    def __init__(self, wheel: str) -> None:
+        self.wheel = wheel
+        self.calls: list[tuple[str, ...]] = []
+
+    def __call__(self, *words: str, given: Sequence[str] = ()) -> str:
+        self.calls.append(words)
+        if words[:2] == ("pip", "download"):
+            (folder,) = [Path(word.removeprefix("--dest=")) for word in words if word.startswith("--dest=")]
+            (folder / "antlr-4.9.3.tar.gz").touch()
+        if words[:2] == ("pip", "wheel"):
+            (folder,) = [Path(word.removeprefix("--wheel-dir=")) for word in words if word.startswith("--wheel-dir=")]
+            (folder / self.wheel).touch()
+        return "antlr==4.9.3\ntorch==2.12.0\n"
 
 
-def report(*pins: tuple[str, str]) -> str:
-    return json.dumps({"install": [{"metadata": {"name": name, "version": version}} for name, version in pins]})
+def test_they_are_resolved_and_downloaded_for_the_other_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = Tools("antlr-4.9.3-py3-none-any.whl")
+    monkeypatch.setattr(collect_wheels, "run", tools)
+    words = ["--python-version=3.13", "--torch=2.12.0", "--machine=aarch64", f"--output_dir={tmp_path}/wheels"]
+    monkeypatch.setattr(sys, "argv", ["collect_wheels.py", *words])
+    main()
+    compiled, downloaded, built = tools.calls
+    assert {"--python-version=3.13", "--python-platform=aarch64-manylinux_2_39"} <= set(compiled)
+    assert {"--python-version=3.13", "--platform=manylinux_2_28_aarch64", "--no-deps"} <= set(downloaded)
+    assert downloaded[-1] == "antlr==4.9.3" and built[-1] == f"{tmp_path}/wheels/antlr-4.9.3.tar.gz"
+    assert [file.name for file in (tmp_path / "wheels").iterdir()] == [tools.wheel]
+    assert "1 wheels, 0 MiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="wheels is not empty"):
+        main()
 
 
-@pytest.fixture
-def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], list[str]]:
-    """pip(wheel): the words of its calls, in which antlr has no wheel until one of that name is built."""
-
-    def patch(wheel: str) -> list[str]:
-        calls: list[str] = []
-
-        def run_pip(*words: str) -> str:
-            calls.append(words[0])
-            if words[0] == "wheel":
-                (tmp_path / wheel).touch()
-            elif not any(tmp_path.glob("antlr*")):
-                raise PipFailed(
-                    "ERROR: Could not find a version that satisfies the requirement antlr==4.9.*; (from ...)"
-                )
-            return report(("antlr", "4.9.3"))
-
-        monkeypatch.setattr(collect_wheels, "run_pip", run_pip)
-        return calls
-
-    return patch
+def test_a_wheel_for_this_machine_only_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "antlr-4.9.3.tar.gz").touch()
+    monkeypatch.setattr(collect_wheels, "run", Tools("antlr-4.9.3-cp311-cp311-linux_x86_64.whl"))
+    with pytest.raises(SystemExit, match=r"tar.gz: there is no wheel, and one built here fits this machine only"):
+        build_sources(tmp_path)
 
 
-def test_what_has_no_wheel_is_built(pip: Callable[[str], list[str]], tmp_path: Path) -> None:
-    calls = pip("antlr-4.9.3-py3-none-any.whl")
-    assert resolve(["antlr"], [], tmp_path) == {"antlr": "4.9.3"}
-    assert calls == ["install", "wheel", "install"]
-
-
-def test_a_wheel_for_this_machine_only_is_refused(pip: Callable[[str], list[str]], tmp_path: Path) -> None:
-    pip("antlr-4.9.3-cp311-cp311-linux_x86_64.whl")
-    with pytest.raises(PipFailed, match=r"antlr==4.9.\*: there is no wheel, and one built here fits this machine only"):
-        resolve(["antlr"], [], tmp_path)
+def test_what_a_tool_says_when_it_fails_is_the_message() -> None:
+    with pytest.raises(SystemExit, match="no_such_tool:\n.*No module named no_such_tool"):
+        run("no_such_tool", "--help")
 
 
 def test_the_size_and_the_command_are_said(tmp_path: Path) -> None:

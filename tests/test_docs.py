@@ -1,12 +1,12 @@
 """Every command on a page works. In the short run each command line is parsed as the real command would; in the full
 run it is executed.
 
-The lines of a ```bash block are commands; blocks of other languages are not. An HTML comment above a block marks it:
+The lines of a ```bash block are commands; blocks of other languages are not. A line right above a block marks it:
 
     <!-- needs: GPUs -->                         its commands are parsed here, and not run
     <!-- needs: the hub -->                      they run, with a stand-in of the hub on this machine
     <!-- changes the machine: why -->            the same
-    <!-- writes: NAME -->                        no command: this block, of another language, is the content of a file
+    `NAME`:                                      no command: this block, of another language, is the content of a file
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HUB = "the hub"
 NEEDS = {"GPUs", "two hosts", "slurm", HUB, "docker", "kubernetes", "skypilot"}
 NO_COMMANDS = {"", "text", "python", "yaml", "json"}
 BLOCK = re.compile(
-    r"(?P<front>(?:<!--[^\n]*-->\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"(?P<front>(?:(?:<!--[^\n]*-->|`[^`\n]+`:)\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )
 TRAINER, DEFAULT_CONFIG = "trainer_base_ds_mp.py", "base"
 OF_THE_SHELL = {
@@ -84,6 +84,7 @@ OF_THE_SHELL = {
 }
 LAUNCHER_OPTIONS = {  # option -> number of arguments
     "deepspeed": {
+        "-q": 0,
         "--num_gpus": 1,
         "--num_nodes": 1,
         "--hostfile": 1,
@@ -102,7 +103,7 @@ FILE_OPTIONS = ("--model_name_or_path", "--prompt_file")
 
 @dataclass(frozen=True)
 class Block:
-    """line: of the fence, for messages. words: kind -> rest of the comments above it, such as "needs" -> "GPUs"."""
+    """line: of the fence, for messages. words: kind -> rest of the lines above it, such as "needs" -> "GPUs"."""
 
     page: Path
     line: int
@@ -142,6 +143,8 @@ def read_blocks(page: Path) -> list[Block]:
             (part.strip() for part in comment.partition(":")[::2])
             for comment in re.findall(r"<!--(.*?)-->", match["front"])
         )
+        if name := re.search(r"^`(.*)`:$", match["front"], re.MULTILINE):
+            words["writes"] = name[1]
         found.append(
             Block(page, text.count("\n", 0, match.start("language")) + 1, match["language"], match["body"], words)
         )
@@ -217,7 +220,7 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
 def read_launcher(command: Sequence[str]) -> list[str]:
     """Returns the words after the launcher's own: the script and its arguments."""
     known, position = LAUNCHER_OPTIONS[command[0]], 1
-    while command[position].startswith("--"):
+    while command[position].startswith("-"):
         name, _, value = command[position].partition("=")
         position += 1 if value else 1 + known[name]
     return list(command[position:])
@@ -324,6 +327,13 @@ def test_links_lead_somewhere() -> None:
             file = page.parent / target if target else page
             assert file.exists(), f"{page.name}: {target}"
             assert not anchor or anchor in list_anchors(file), f"{page.name}: {target}#{anchor}"
+
+
+def test_rows_are_in_tables() -> None:
+    """A row after an empty line, or below a paragraph, would be shown as text."""
+    for page in PAGES:
+        for above, rows in re.findall(r"^(.*)\n((?:\|.*\n)+)", BLOCK.sub("", page.read_text()), re.MULTILINE):
+            assert not above and re.match(r"\|.*\n\|[-:| ]+\|\n", rows), f"{name_page(page)}: {above}\n{rows[:80]}"
 
 
 def list_anchors(page: Path) -> list[str]:

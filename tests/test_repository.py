@@ -39,3 +39,17 @@ def test_scripts_and_pages_that_the_forms_name_are_there() -> None:
     texts = [file.read_text() for file in [*FORMS, ROOT / "SECURITY.md", ROOT / ".github/ISSUE_TEMPLATE/config.yml"]]
     named = {name for text in texts for name in re.findall(r"\b(?:scripts|docs)/[\w/]+\.(?:py|md)", text)}
     assert named and all((ROOT / name).is_file() for name in named)
+
+
+def test_jobs_have_limits_and_what_they_run_is_there() -> None:
+    flow = yaml.safe_load((ROOT / ".github/workflows/ci.yaml").read_text())
+    assert flow["permissions"] == {"contents": "read"} and "concurrency" in flow
+    words = " ".join(step.get("run", "") for job in flow["jobs"].values() for step in job["steps"])
+    words = words.replace("${{ matrix.half }}", " make ".join(flow["jobs"]["long"]["strategy"]["matrix"]["half"]))
+    targets = set(re.findall(r"\bmake ([\w-]+)", words))
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets >= {"check", "test", "test-full-parity", "test-full-rest"}
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    assert all(job["timeout-minutes"] <= 360 for job in flow["jobs"].values())  # a longer one is ended all the same
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert flow["jobs"]["test"]["strategy"]["matrix"]["python"][0] == oldest

@@ -1,10 +1,12 @@
-"""requirements.txt names what the sources import and nothing else, and the lock holds all that it names."""
+"""requirements.txt and the group `dev` name what the sources and the tests import and nothing else, and the lock holds
+all that requirements.txt needs."""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from importlib.metadata import packages_distributions, requires
+from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
 from sys import stdlib_module_names
 
@@ -14,12 +16,12 @@ from packaging.utils import canonicalize_name
 from test_structure import ROOT, SOURCE_FOLDERS, list_sources, read_imports
 
 LOCK = ROOT / "requirements.lock"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Imported where a key asks for it, on a machine that has it; `training/resolution/packages.py`,
 # `training/trackers/build.py` and `models/layers/fused_kernels.py` end a run without it with one line.
 OPTIONAL = {"bitsandbytes", "liger-kernel", "mlflow", "swanlab", "trackio", "comet-ml"}
 ENGINES = {"vllm", "sglang", "made-up-engine"}  # which benchmarks/engines.py loads from wheels
-UNDER_ANOTHER_NAME = {"tensorboard"}  # torch.utils.tensorboard imports it
-COMMANDS = {"mypy", "ruff", "pytest-xdist"}  # of requirements-dev.txt: run, not imported
+COMMANDS = {"mypy", "pre-commit", "pytest-xdist", "ruff", "uv"}  # of the group dev: run, not imported
 TESTS = list((ROOT / "tests").rglob("*.py"))
 OWN = {file.stem for file in [*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py"), *TESTS]} | {
     *SOURCE_FOLDERS,
@@ -28,12 +30,17 @@ OWN = {file.stem for file in [*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py
 }
 
 
-def read_requirements(file: Path) -> dict[str, Requirement]:
-    """Returns the requirements that a file names itself, by canonical name."""
-    lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
-    found = [Requirement(line) for line in lines if line and not line.startswith("-r ")]
+def read_requirements(lines: Iterable[str]) -> dict[str, Requirement]:
+    """Returns the requirements of lines, which pin them, by canonical name."""
+    found = [Requirement(line) for line in (line.partition("#")[0].strip() for line in lines) if line]
     assert all(re.fullmatch(r"==[\w.]+", str(requirement.specifier)) for requirement in found), "not pinned"
     return {canonicalize_name(requirement.name): requirement for requirement in found}
+
+
+def list_group(name: str) -> Iterator[str]:
+    """Yields the lines of a group of pyproject.toml, with those of the groups that it includes."""
+    for line in PROJECT["dependency-groups"][name]:
+        yield from [line] if isinstance(line, str) else list_group(line["include-group"])
 
 
 def find_imported(files: list[Path]) -> set[str]:
@@ -45,34 +52,34 @@ def find_imported(files: list[Path]) -> set[str]:
     return {canonicalize_name(packages.get(module, [module])[0]) for module in foreign}
 
 
-BASE = read_requirements(ROOT / "requirements.txt")
-DEV = read_requirements(ROOT / "requirements-dev.txt")
-TRACKERS = read_requirements(ROOT / "extensions/trackers/requirements.txt")
-TRACKED = ("mlflow", "swanlab", "trackio", "comet")  # extras of pyproject.toml
+BASE = read_requirements((ROOT / "requirements.txt").read_text().splitlines())
+DEV = read_requirements(list_group("dev"))
 
 
 def test_what_the_sources_import_is_what_users_install() -> None:
     imported = find_imported(list_sources())
-    assert imported - OPTIONAL - ENGINES == set(BASE) - UNDER_ANOTHER_NAME
+    assert imported - OPTIONAL - ENGINES == set(BASE)
 
 
 def test_what_tests_import_is_what_make_test_installs() -> None:
     imported = find_imported(TESTS)
     assert imported - set(BASE) - OPTIONAL - ENGINES - {"triton"} == set(DEV) - OPTIONAL - COMMANDS
-    assert "-r requirements.txt" in (ROOT / "requirements-dev.txt").read_text().splitlines()
 
 
 def test_the_ranges_name_the_packages_that_are_pinned() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {name: [Requirement(line) for line in lines] for name, lines in project["optional-dependencies"].items()}
-    ranges = [Requirement(line) for line in project["dependencies"]]
-    loggers = [*extras.pop("wandb"), *extras.pop("tensorboard")]
-    assert {canonicalize_name(each.name) for each in [*ranges, *loggers]} == set(BASE)
-    assert {canonicalize_name(each.name) for extra in TRACKED for each in extras[extra]} == TRACKERS.keys()
-    pins = BASE | DEV | TRACKERS
-    for requirement in [*ranges, *loggers, *(each for lines in extras.values() for each in lines)]:
-        if (pin := pins.get(canonicalize_name(requirement.name))) is not None:
-            assert requirement.specifier.contains(str(pin.specifier).removeprefix("==")), requirement
+    ranges = {canonicalize_name(each.name): each for each in map(Requirement, PROJECT["project"]["dependencies"])}
+    assert ranges.keys() == BASE.keys() - {"wandb"}  # which a run needs only where `logger` asks for it
+    for name, requirement in ranges.items():
+        assert requirement.specifier.contains(str(BASE[name].specifier).removeprefix("==")), requirement
+
+
+def test_groups_pin_what_they_name_and_no_package_twice() -> None:
+    lines = [line for group in PROJECT["dependency-groups"].values() for line in group if isinstance(line, str)]
+    assert len(read_requirements(lines)) == len(lines) and not read_requirements(lines).keys() & BASE.keys()
+    trackers = {"mlflow": "mlflow-skinny", "comet": "comet-ml"}
+    files = (ROOT / "extensions/trackers/conf/logger").glob("*.yaml")
+    named = {trackers.get(file.stem, file.stem) for file in files}
+    assert read_requirements(list_group("trackers")).keys() == named | {"tensorboard"}
 
 
 def read_lock() -> dict[str, tuple[str, int]]:
@@ -95,6 +102,8 @@ def test_the_lock_holds_every_requirement_with_hashes_and_torch_is_outside() -> 
 
 @pytest.mark.parametrize("name", sorted(BASE.keys() - {"torch"}))
 def test_the_lock_holds_what_each_requirement_needs(name: str) -> None:
+    if not BASE[name].specifier.contains(version(name)):
+        pytest.skip(f"{name} {version(name)} is installed")
     needed = [Requirement(line) for line in requires(name) or []]
     here = {
         canonicalize_name(each.name) for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})
