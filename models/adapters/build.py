@@ -233,8 +233,8 @@ def _check_kept(form: str, layers: Sequence[Layer], base_name: str) -> None:
     """Raises UserError for weights that are not quantized, and for a model without stacks of experts."""
     if not form:
         raise UserError(
-            f"adapter.keep_quantized=true: {base_name} holds no weights in fp8 or mxfp4 that could stay so; give the "
-            "folder as it is published, or adapter.keep_quantized=false with adapter.load_in_4bit=true"
+            f"adapter.keep_quantized=true: {base_name} holds no weights in fp8, mxfp4 or int4 that could stay so; give "
+            "the folder as it is published, or adapter.keep_quantized=false with adapter.load_in_4bit=true"
         )
     if not any(map_alike(lambda layer: bool(list_adaptable(layer.build_on_meta()).stacks), layers)):
         raise UserError(

@@ -17,7 +17,7 @@ import torch
 from torch import library
 
 from models.experts.products import grouped_mm, multiply_groups
-from models.layers import fp8, mxfp4, nf4
+from models.layers import fp8, int4, mxfp4, nf4
 
 CHUNK_NUMEL = 2**28  # numbers that are dequantized at once, at most, unless one expert has more
 
@@ -36,7 +36,7 @@ class Form(Protocol):
         """Return matrices [n, R, C] in `dtype`. parts: tensors [n, ...]. shape: R and C."""
 
 
-FORMS: dict[str, Form] = {"nf4": nf4, "fp8": fp8, "mxfp4": mxfp4}
+FORMS: dict[str, Form] = {"nf4": nf4, "fp8": fp8, "mxfp4": mxfp4, "int4": int4}
 
 
 @dataclass(frozen=True, eq=False)

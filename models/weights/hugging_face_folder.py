@@ -73,22 +73,22 @@ class HuggingFaceFolder:
             check_shape(self._describe(pieces[0].hf_name), whole, pieces[0].hf_name, str(self.path))
             # Copied, so that the files are not read in every pass
             return tuple(part[own.start : own.stop].clone() for part in self._read_parts(pieces[0].hf_name))
-        codes = scales = torch.empty(0)
+        matrices, stacks = torch.empty(whole, device="meta"), list[torch.Tensor]()
         for piece in pieces:
             if not layer.reads(name, piece):
                 continue
-            found, grid = self._read_parts(piece.hf_name)
-            by = [size // number for size, number in zip(found.shape, grid.shape, strict=True)]
-            if not codes.numel():
-                codes = torch.empty(len(own), *whole[1:], dtype=found.dtype)
-                scales = torch.empty(len(own), whole[1] // by[0], whole[2] // by[1], dtype=grid.dtype)
             expert, *rest = piece.index
             assert isinstance(expert, int), piece
-            place = codes[expert - own.start][tuple(rest)]
-            check_shape(found, place.shape, piece.hf_name, str(self.path))
-            place.copy_(found)
-            scales[expert - own.start][tuple(_divide(index, size) for index, size in zip(rest, by))] = grid
-        return codes, scales
+            place = matrices[piece.index]
+            check_shape(self._describe(piece.hf_name), place.shape, piece.hf_name, str(self.path))
+            for number, part in enumerate(self._read_parts(piece.hf_name)):
+                # Rows and columns of the matrix for each number of the part
+                by = [size // length for size, length in zip(place.shape, part.shape, strict=True)]
+                if len(stacks) == number:
+                    sizes = (size // length for size, length in zip(whole[1:], by, strict=True))
+                    stacks.append(torch.empty(len(own), *sizes, dtype=part.dtype))
+                stacks[number][expert - own.start][tuple(map(_divide, rest, by))] = part
+        return tuple(stacks)
 
     def _read_parts(self, name: str) -> tuple[torch.Tensor, ...]:
         parts = self._quantization.read_parts(name, self._files, self._read_stored)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from support.families import build_family_config
 from support.model_folders import Tensors
-from support.quantized import BLOCK, FP8, save_fp8, save_mxfp4, write_config
+from support.quantized import BLOCK, FP8, save_fp8, save_int4, save_mxfp4, write_config
 
 from errors import UserError
 from models.adapters.build import build_adapter
@@ -25,7 +25,7 @@ from models.weights.sources import open_weights
 
 NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 LAST = 4  # of the decoder layers
-SAVES = {"fp8": save_fp8, "mxfp4": save_mxfp4}
+SAVES = {"fp8": save_fp8, "mxfp4": save_mxfp4, "int4": save_int4}
 
 
 def open_layer(folder: Path) -> tuple[Layer, WeightSource]:
@@ -51,7 +51,7 @@ def test_the_values_are_those_that_are_read(form: str, experts: range, tmp_path:
     assert all(torch.equal(tensor, whole[name]) for name, tensor in others.items())
 
 
-@pytest.mark.parametrize(("form", "share"), [("fp8", 1 + 4 / 64), ("mxfp4", 1 / 2 + 1 / 32)])
+@pytest.mark.parametrize(("form", "share"), [("fp8", 1 + 4 / 64), ("mxfp4", 1 / 2 + 1 / 32), ("int4", 1 / 2 + 2 / 32)])
 def test_the_bytes(form: str, share: float, tmp_path: Path) -> None:
     """A block in fp8 has 64 numbers here."""
     SAVES[form](tmp_path)
@@ -130,7 +130,7 @@ def test_options() -> None:
     adapter = build_adapter(options, mixture, seed=3, base_name="model", form="fp8")
     assert adapter is not None and (adapter.form, adapter.in_4bit) == ("fp8", False)
     assert not adapter.list_quantized(mixture)  # it computes what a run does that dequantizes them on reading
-    with pytest.raises(UserError, match="adapter.keep_quantized=true: model holds no weights in fp8 or mxfp4"):
+    with pytest.raises(UserError, match="adapter.keep_quantized=true: model holds no weights in fp8, mxfp4 or int4"):
         build_adapter(options, mixture, seed=3, base_name="model")
     with pytest.raises(UserError, match="keep_quantized=true: it keeps the experts .* this model has no stacks of exp"):
         build_adapter(options, dense, seed=3, base_name="model", form="fp8")
