@@ -51,6 +51,15 @@ class HuggingFaceFolder:
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return self._read_layer(layer, self._describe)
 
+    def count_held(self, index: int, layer: Layer) -> int:
+        held = 0
+        for name, tensor in self.describe_layer(index, layer).items():
+            is_assembled = bool(self._get_pieces(layer, name)[0].index)
+            if is_assembled or self.form:
+                own = layer.experts.get(name) if is_assembled else None
+                held += tensor.nbytes if own is None else tensor[: len(own)].nbytes
+        return held
+
     def read_pieces(self, layer: Layer, name: str) -> list[tuple[tuple[int | slice, ...], torch.Tensor]]:
         """Return the tensors that make up a tensor of the layer's module, as they are in the files (dequantized), each
         with its place."""

@@ -47,6 +47,10 @@ class WeightSource(DescribedModel, Protocol):
         """Return the tensors of `read_layer` on the meta device: names, shapes, and the dtypes in which they are
         stored, without reading values."""
 
+    def count_held(self, index: int, layer: Layer) -> int:
+        """Return the bytes of the host's memory that `read_layer` takes: of tensors that are assembled, dequantized or
+        drawn. Those that are mapped from their file take none."""
+
     def check_complete(self, layers: list[Layer]) -> None:
         """Check that all tensors of the layers are there and no others. Raises UserError otherwise."""
 

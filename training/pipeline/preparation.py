@@ -35,6 +35,7 @@ from training.distributed.ranks import raise_together
 from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing
 from training.pipeline.compilation import compile_layers
 from training.pipeline.placement import StageLayer, mark_parameters
+from training.pipeline.reading import check_reading
 from training.pipeline.routers import StageRouters
 from training.pipeline.stage_ranks import StageRanks
 from training.pipeline.weight_gradients import DeferredGradients, add_rows, split_projections
@@ -117,10 +118,15 @@ def prepare_layers(
 ) -> Prepared:
     """Prepare the layers of a stage, which are on the meta device. All ranks call it. device: this rank's.
 
-    Raises UserError, together on all ranks, when a tensor is missing or has another shape than config.json makes it.
+    Raises UserError, together on all ranks, when a tensor is missing or has another shape than config.json makes it,
+    and when a host's memory does not suffice to read them.
     """
     mistake = None
     in_fp32: list[nn.Parameter] = []
+    for layer in layers:
+        shard_module(layer.module, layer.spec.styles, ranks.parallel)
+        divide_experts(layer.module, ranks.expert_parallel)
+    check_reading(layers, source, ranks, options.adapter, options.kernels.dtype, device)
     try:
         with progress("loading weights", len(layers), "layers", shown=ranks.rank == 0) as bar:
             for layer in bar.follow(layers):
@@ -184,8 +190,6 @@ def _load(
 ) -> list[nn.Parameter]:
     """Load a layer, and return its parameters that stay in fp32 in a stage of 16 bits."""
     module = layer.module
-    shard_module(module, layer.spec.styles, ranks.parallel)
-    divide_experts(module, ranks.expert_parallel)
     stacks = _read_kept(layer, source, ranks, options, device)
     tensors = _read(layer, source, ranks, stacks)
     dtypes = {name: tensors[name].dtype for name in layer.spec.buffer_names()}
