@@ -10,11 +10,12 @@ GROUP = 32  # numbers of a row that share a scale
 _NUMBERS = torch.arange(-8.0, 8.0)
 PAIRS = torch.stack((_NUMBERS.repeat(16), _NUMBERS.repeat_interleave(16)), dim=1)
 WORK_BYTES = 2.0  # of a number that is dequantized, besides the result: its byte as an index, int32
+HAS_PROJECTIONS = False  # what is published has experts alone in it
 
 
-def count_bytes(numel: int) -> int:
-    """Return the bytes of a matrix of `numel` numbers, with scales of 16 bits."""
-    return numel // 2 + 2 * (numel // GROUP)
+def count_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of a matrix, with scales of 16 bits."""
+    return rows * columns // 2 + 2 * rows * (columns // GROUP)
 
 
 def dequantize(parts: tuple[torch.Tensor, ...], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from errors import UserError
 from models.layers import int4
@@ -48,7 +49,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 class Quantization(Protocol):
-    """How a folder stores its tensors. form: its name in `FORMS` (`models/experts/frozen.py`); empty for unquantized
+    """How a folder stores its tensors. form: its name in `FORMS` (`models/layers/frozen.py`); empty for unquantized
     ones."""
 
     form: ClassVar[str]
@@ -64,8 +65,8 @@ class Quantization(Protocol):
         """
 
     def read_parts(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...] | None:
-        """Return the parts of the tensor `name` in this form; None for one that is not quantized. Raises UserError as
-        `read` does."""
+        """Return the parts of the tensor `name` in this form, in whole blocks; None for one that is not quantized.
+        Raises UserError as `read` does."""
 
 
 class Unquantized:
@@ -116,12 +117,10 @@ class Fp8:
         if len(parts) == 1:
             return None
         weight, scales = parts
-        block = self.block or (weight.shape[-2], weight.shape[-1])
-        if any(size % by for size, by in zip(weight.shape[-2:], block, strict=True)):
-            raise UserError(
-                f"{self.path}: '{name}' {_describe(weight)} is not a whole number of blocks of {list(block)}, and is "
-                "kept in fp8 only where it is; give adapter.keep_quantized=false"
-            )
+        rows, columns = self.block or (weight.shape[-2], weight.shape[-1])
+        beyond = -weight.shape[-1] % columns, -weight.shape[-2] % rows
+        if any(beyond):  # blocks that are cut at the edge are filled up
+            weight = pad(weight.view(torch.uint8), (0, beyond[0], 0, beyond[1])).view(weight.dtype)
         return weight, _widen_scales(scales)
 
     def _read_quantized(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...]:

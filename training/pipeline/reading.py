@@ -7,7 +7,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import console
 from errors import UserError
 from models.adapters.adapter import Adapter
-from models.experts.frozen import count_stack_bytes
+from models.layers.frozen import count_stack_bytes
 from models.sharding.expert_parallel import find_own_experts
 from models.weights.source import WeightSource
 from training.distributed.host_memory import measure_available_memory
@@ -79,29 +79,22 @@ def check_reading(
 
 def _count_held(layer: StageLayer, source: WeightSource, ranks: StageRanks, adapter: Adapter | None) -> int:
     """Return the bytes of the host's memory that a layer takes while it is read."""
-    stacks = _list_kept(layer, adapter)
+    kept = () if adapter is None or adapter.kept is None else adapter.list_frozen(layer.module, layer.spec)
     experts = find_own_experts(layer.module, ranks.expert_parallel)
-    held = source.count_held(layer.index, replace(layer.spec, experts=experts, kept=frozenset(stacks)))
-    return held + sum(_count_stack(layer, name, adapter) for name in stacks)
+    held = source.count_held(layer.index, replace(layer.spec, experts=experts, kept=frozenset(kept)))
+    return held + _count_quantized(layer, kept, adapter)
 
 
 def _count_weights(layer: StageLayer, adapter: Adapter | None, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer's weights as the run holds them; of projections in 4 bits more."""
-    stacks = () if adapter is None else adapter.list_frozen_stacks(layer.module, layer.spec)
-    others = (each.numel() for name, each in layer.module.named_parameters() if name not in stacks)
-    return sum(others) * dtype.itemsize + sum(_count_stack(layer, name, adapter) for name in stacks)
+    """Return the bytes of a layer's weights as the run holds them."""
+    quantized = () if adapter is None else adapter.list_frozen(layer.module, layer.spec)
+    others = (each.numel() for name, each in layer.module.named_parameters() if name not in quantized)
+    return sum(others) * dtype.itemsize + _count_quantized(layer, quantized, adapter)
 
 
-def _list_kept(layer: StageLayer, adapter: Adapter | None) -> Collection[str]:
-    """Return the layer's stacks that stay as the files hold them."""
-    if adapter is None or adapter.kept is None:
-        return ()
-    return adapter.list_frozen_stacks(layer.module, layer.spec)
-
-
-def _count_stack(layer: StageLayer, name: str, adapter: Adapter | None) -> int:
-    assert adapter is not None and adapter.form is not None
-    return count_stack_bytes(adapter.form, layer.module.get_parameter(name).shape)
+def _count_quantized(layer: StageLayer, names: Iterable[str], adapter: Adapter | None) -> int:
+    form = None if adapter is None else adapter.form
+    return 0 if form is None else sum(count_stack_bytes(form, layer.module.get_parameter(name).shape) for name in names)
 
 
 def find_lack(shares: Sequence[Share]) -> UserError | None:
