@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 from transformers import LlamaConfig  # noqa: E402
 
 from benchmarks import convert, load  # noqa: E402
+from benchmarks.workload import RandomWeights  # noqa: E402
 from data.collator import shift_labels  # noqa: E402
-from models.layers.layer import Layer  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from training.checkpoint.resume import find_damage  # noqa: E402
 from training.checkpoint.share import plan_share  # noqa: E402
@@ -62,19 +62,6 @@ STATE = TrainerState(
     precision="bf16",
     optimizer="adamw",
 )
-
-
-class RandomWeights:
-    """Weights of a model that is nowhere."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        self.config = config
-
-    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        return {name: 0.02 * torch.randn(shape) for name, shape in layer.shapes().items()}
-
-    def check_complete(self, layers: list[Layer]) -> None:
-        """All of them can be made."""
 
 
 def main() -> None:

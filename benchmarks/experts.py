@@ -5,9 +5,10 @@ peak memory of a forward and backward pass, as ratios.
 
 64 experts, 8 for each token, 4,096 tokens of 512, each token's experts drawn at random: all alike, or some more often
 (Zipf). LoRA of rank 8 on all of them, against the same experts trained in full, and against the same experts frozen
-without it; and on experts in nf4 (QLoRA; needs bitsandbytes), eight of which are dequantized at once. One thread; in
-this process, on the same tensors, in turns; ratios are taken within a round, since the machine's speed drifts. Time is
-the processor's, which other programs on the machine disturb less than a clock's; on a GPU, if there is one, a clock's.
+without it; and, in a second table, on experts that stay in nf4 (QLoRA; needs bitsandbytes), fp8, mxfp4 and int4, eight
+of which are dequantized at once. One thread; in this process, on the same tensors, in turns; ratios are taken within a
+round, since the machine's speed drifts. Time is the processor's, which other programs on the machine disturb less than
+a clock's; on a GPU, if there is one, a clock's.
 Freed memory is kept for the next tensor, as a GPU's allocator does; with --fresh_memory the kernel hands out, and
 clears, large tensors page by page, as glibc has it. Memory is that of all tensors that live at once, without inputs and
 weights. --tiny: small ones, to see that it works.
@@ -37,16 +38,20 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeMLP
 
 from benchmarks.allocation import AllocationPeak, keep_freed_memory
-from models.adapters.quantized import find_places, quantize_stacks
+from benchmarks.workload import draw_parts
+from models.adapters.quantized import hold, quantize
+from models.adapters.targets import list_adaptable
 from models.experts import frozen
-from models.experts.frozen import FrozenStack
 from models.experts.grouped import GROUPED
 from models.experts.lora import use_grouped_products
+from models.layers.frozen import FrozenStack
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUTINGS = ("uniform", "zipf")
-OURS, THEIRS, DENSE, LORA, FROZEN, QLORA = "ours", "grouped_mm", "dense", "LoRA", "frozen", "QLoRA"
+OURS, THEIRS, DENSE, LORA, FROZEN = "ours", "grouped_mm", "dense", "LoRA", "frozen"
+FORMS = ("nf4", "fp8", "mxfp4", "int4")
 EXPERTS_AT_ONCE = 8
+INPUTS = 4  # of a contender before its weights: hidden states, experts, their weights, the gradient
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,18 @@ def main() -> None:
     shape = Shape(tokens=64, hidden_size=32, num_experts=8, num_active=2) if arguments.tiny else Shape()
     print_head(shape, arguments.rounds)
     frozen.count_chunk = lambda shape: min(EXPERTS_AT_ONCE, shape[0])
+    quantized = []
     for precision, size, routing in itertools.product(arguments.precisions, sizes, arguments.routings):
         contenders = build_contenders(dataclasses.replace(shape, intermediate_size=size), precision, routing)
         peaks = {name: measure_peak(contender) for name, contender in contenders.items()}
-        print_row(f"{precision} | {size} | {routing}", measure_seconds(contenders, arguments.rounds), peaks)
+        seconds, case = measure_seconds(contenders, arguments.rounds), f"{precision} | {size} | {routing}"
+        print_row(case, seconds, peaks)
+        held = {name: count_held(contenders[name]) for name in (LORA, *FORMS)}
+        quantized.append([case, *(describe_form(name, seconds, peaks, held) for name in FORMS)])
+    heads = [f"{name} / LoRA: time; weights; peak beyond them, MiB of MiB" for name in FORMS]
+    print(f"\n| precision | intermediate | routing | {' | '.join(heads)} |\n|{'---|' * (3 + len(FORMS))}")
+    for cells in quantized:
+        print(f"| {' | '.join(cells)} |")
 
 
 def build_contenders(shape: Shape, precision: str, routing: str) -> dict[str, Contender]:
@@ -99,14 +112,15 @@ def build_contenders(shape: Shape, precision: str, routing: str) -> dict[str, Co
     gradient = torch.randn_like(hidden_states)
     top_k_weights, top_k_index = route(shape, routing)  # [N, K]
     top_k_weights = top_k_weights.to(**options).requires_grad_()
-    experts = {name: build_experts(shape, OURS, options) for name in (OURS, FROZEN, LORA, QLORA)}
+    experts = {name: build_experts(shape, OURS, options) for name in (OURS, FROZEN, LORA, *FORMS)}
     experts[THEIRS] = build_experts(shape, THEIRS, options)
     experts[THEIRS].load_state_dict(experts[OURS].state_dict())
     experts[FROZEN].requires_grad_(False)
-    experts[LORA], experts[QLORA] = (put_adapter_on(experts[name]) for name in (LORA, QLORA))
-    layer = nn.ModuleDict({"experts": experts[QLORA]})
-    for each in find_places(layer, quantize_stacks(layer)):
-        each.replace()
+    experts |= {name: put_adapter_on(experts[name]) for name in (LORA, *FORMS)}
+    for form in FORMS:
+        layer = nn.ModuleDict({"experts": experts[form]})
+        for each in hold(layer, draw_stacks(layer, form, options)):
+            each.replace()
     routed = (hidden_states, top_k_index.to(hidden_states.device), top_k_weights)
     dense = build_dense(shape, options)
     return {
@@ -120,6 +134,18 @@ def build_contender(module: nn.Module, inputs: Sequence[torch.Tensor], gradient:
     stacks = (each for part in module.modules() for each in vars(part).values() if isinstance(each, FrozenStack))
     given = (*inputs, gradient, *module.parameters(), *(tensor for stack in stacks for tensor in stack.parts))
     return Contender(lambda: torch.autograd.grad(module(*inputs), wanted, gradient), given)
+
+
+def draw_stacks(layer: nn.Module, form: str, options: dict[str, Any]) -> dict[str, FrozenStack]:
+    """The stacks of a layer in a form: in nf4 with their values, else of random numbers."""
+    names = list_adaptable(layer).stacks
+    if form == "nf4":
+        return quantize(layer, names)
+    shapes = {name: layer.get_parameter(name).shape for name in names}
+    return {
+        name: FrozenStack(form, draw_parts(form, shape, options["device"]), shape, options["dtype"])
+        for name, shape in shapes.items()
+    }
 
 
 def build_experts(shape: Shape, implementation: str, options: dict[str, Any]) -> nn.Module:
@@ -198,8 +224,8 @@ def print_head(shape: Shape, rounds: int) -> None:
         f"{rounds} rounds, medians (least - most)"
     )
     columns = ["precision", "intermediate", "routing", "grouped_mm / ours, time", "ours / dense, time"]
-    columns += ["LoRA / ours, time", "LoRA / frozen, time", "QLoRA / LoRA, time", "ours, s"]
-    columns += ["peak, MiB: ours", "grouped_mm", "dense", "LoRA", "QLoRA"]
+    columns += ["LoRA / ours, time", "LoRA / frozen, time", "ours, s"]
+    columns += ["peak, MiB: ours", "grouped_mm", "dense", "LoRA"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
 
 
@@ -210,11 +236,20 @@ def print_row(case: str, seconds: dict[str, list[float]], peaks: dict[str, int])
         compare(seconds[OURS], seconds[DENSE]),
         compare(seconds[LORA], seconds[OURS]),
         compare(seconds[LORA], seconds[FROZEN]),
-        compare(seconds[QLORA], seconds[LORA]),
         f"{statistics.median(seconds[OURS]):.2f}",
-        *(f"{peaks[name] / 2**20:,.0f}" for name in (OURS, THEIRS, DENSE, LORA, QLORA)),
+        *(f"{peaks[name] / 2**20:,.0f}" for name in (OURS, THEIRS, DENSE, LORA)),
     ]
     print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def count_held(contender: Contender) -> int:
+    """Returns the bytes of the experts' weights."""
+    return sum(tensor.nbytes for tensor in contender.inputs[INPUTS:])
+
+
+def describe_form(name: str, seconds: dict[str, list[float]], peaks: dict[str, int], held: dict[str, int]) -> str:
+    weights, peak = (f"{each[name] / 2**20:,.0f} of {each[LORA] / 2**20:,.0f}" for each in (held, peaks))
+    return f"{compare(seconds[name], seconds[LORA])}; {weights}; {peak}"
 
 
 def compare(seconds: list[float], others: list[float]) -> str:

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,46 @@ from models.layers.layer import Layer  # noqa: E402
 from training.distributed.ranks import find_free_port  # noqa: E402
 
 
-class RandomWeights:
-    """A `WeightSource` of a model that is nowhere. dtype: as the weights would lie in the file."""
+def draw_parts(form: str, shape: Sequence[int], device: str) -> tuple[torch.Tensor, ...]:
+    """Random numbers in a form, small enough for products of them: parts of `FrozenStack`. shape: [E, R, C]."""
+    experts, rows, columns = shape
 
-    path = Path("nowhere")
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randint(256, (experts, *sizes), dtype=torch.uint8, device=device)
+
+    def fill(value: float, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+        return torch.full((experts, *sizes), value, dtype=dtype, device=device)
+
+    if form == "fp8":
+        block = (min(128, rows), min(128, columns))
+        blocks = (-(-rows // block[0]), -(-columns // block[1]))
+        codes = draw(blocks[0] * block[0], blocks[1] * block[1]).bitwise_and_(0xF7)  # no NaN
+        return codes.view(torch.float8_e4m3fn), fill(2e-4, torch.float32, *blocks)
+    if form == "mxfp4":
+        return draw(columns, rows // 32, 16), fill(121, torch.uint8, columns, rows // 32)
+    assert form == "int4", form
+    return draw(rows, columns // 2).view(torch.int32), fill(4e-3, torch.bfloat16, rows, columns // 32)
+
+
+class RandomWeights:
+    """A `WeightSource` of a model that is nowhere. dtype: as the weights would lie in the file. form: of what stays so
+    with `adapter.keep_quantized=true`."""
+
+    path = config_dir = Path("nowhere")
     wrapper = None
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.config, self._dtype, self._device = config, dtype, device
+    def __init__(
+        self, config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu", form: str = ""
+    ) -> None:
+        self.config, self._dtype, self._device, self.form = config, dtype, device, form
+
+    def read_kept(self, layer: Layer, name: str) -> tuple[torch.Tensor, ...]:
+        shape = layer.build_on_meta().get_parameter(name).shape
+        experts = len(layer.experts.get(name, range(shape[0]))) if len(shape) == 3 else 1
+        return draw_parts(self.form, (experts, *shape[-2:]), self._device)
+
+    def count_held(self, index: int, layer: Layer) -> int:
+        return 0
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         generator = torch.Generator(self._device).manual_seed(index)

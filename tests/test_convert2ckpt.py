@@ -250,7 +250,7 @@ def test_quantized_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     write_config(tmp_path / "fp8", quantization_config={"quant_method": "awq"})
     assert run(monkeypatch, *arguments, "--overwrite") == 1
     refused = capsys.readouterr().err.splitlines()
-    assert len(refused) == 1 and "quantized (awq), and only fp8 and mxfp4" in refused[0]
+    assert len(refused) == 1 and "quantized (awq), and only fp8, mxfp4 and int4" in refused[0]
 
 
 def test_sizes() -> None:

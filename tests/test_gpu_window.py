@@ -38,10 +38,11 @@ H200 = Machine("cuda", "NVIDIA H200", ("0",), 150_000_000_000, {"torch": "2"})
 
 
 def test_two_calls_have_time_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call has 520 seconds; the first one answers all but what is compared with published figures."""
+    """A call has 520 seconds; the first one answers all but what is compared with published figures, and layers of
+    mixtures that stay quantized."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     calls = plan_calls(SECTIONS, 520)
-    last = {item.name for section in SECTIONS[-2:] for item in section.items}
+    last = {item.name for section in SECTIONS[-3:] for item in section.items}
     assert {call for name, call in calls.items() if name not in last} == {1}
     assert {calls[name] for name in last} == {1, 2}
 
@@ -212,9 +213,10 @@ def test_a_check_that_ends_otherwise_than_predicted_has_failed(
 
 
 def test_a_row_of_speed_has_its_plan_and_what_others_report(tmp_path: Path) -> None:
-    found = {"tokens_per_second": 5_000.0, "peak": 2**30, "loss": 2.0, "obstacle": None}
+    found = {"tokens_per_second": 5_000.0, "tokens": 4096, "peak": 2**30, "loss": 2.0, "obstacle": None}
     cells = Window(H200, tmp_path, tmp_path, True)._describe_speed("8b full", found, Prediction(1e4, 0.5, 2**31, None))
     assert cells["tokens/s"] == "5,000 (plan 10,000, 0.50 of it)" and cells["MFU"] == "25.0%"
+    assert cells["ms a micro-batch"] == "819.2"
     assert cells["peak GiB"] == "1.0 (plan 2.0)" and cells["mark"].startswith("0.48 of 10,471")
 
 

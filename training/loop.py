@@ -41,7 +41,6 @@ from training.observability.metrics import Event, Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe, describe_nonfinite
 from training.observability.step_trace import StepTrace
 from training.observability.telemetry import Telemetry
-from training.optim.optimizer import count_state_bytes
 from training.setup import Run
 
 
@@ -139,11 +138,8 @@ class TrainingLoop:
     def run(self) -> TrainerState:
         """Train to `budget.last_step` or until asked to end, evaluate and save there, and return the final state.
 
-        After a signal the run only saves, and `signum` holds the signal's number. Raises UserError when the disk has no
-        room for a checkpoint.
+        After a signal the run only saves, and `signum` holds the signal's number.
         """
-        if self._saves():
-            self._writer.check_room(count_state_bytes(self.config))
         if self._lacks_evaluation():
             self._evaluate()
             self._record_evaluation()
@@ -251,12 +247,6 @@ class TrainingLoop:
             self._untimed(self._save)
             self._interrupts.saved()
             self._notice_signal()
-
-    def _saves(self) -> bool:
-        """Returns whether the run saves checkpoints if nothing ends it early."""
-        config = self.config
-        best = config.keep_best or config.load_best_model_at_end
-        return bool(self._save_every or config.save_minutes or config.save_final or config.export_steps or best)
 
     def _is_final(self) -> bool:
         """Returns whether the run ends with this step and saves it for that."""

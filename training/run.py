@@ -46,6 +46,8 @@ from training.observability.metrics import Event, Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
 from training.observability.telemetry import Telemetry
+from training.planner.disk import check_room
+from training.planner.prediction import Prediction
 from training.scoring.first_pass import build_first_pass
 from training.setup import (
     Run,
@@ -146,6 +148,7 @@ def train(run: Run, receivers: Sequence[ExportReceiver] = ()) -> int:
             ranks.say(setup.recomputation)
         if prediction is not None:
             show_start(run, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
+        process.broadcast_from_main(partial(check_disk, run, prediction), ranks)
         data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
         memory = MemoryPeak(process.current_device())
         teacher = build_online_teacher(run)
@@ -292,6 +295,12 @@ def agree_on_steps(
             ),
             ranks,
         )
+
+
+def check_disk(run: Run, prediction: Prediction | None) -> None:
+    """Check that the disk has room for a checkpoint, before weights are read. Raises UserError."""
+    assert prediction is not None, "on the main rank"
+    check_room(run.config, prediction.plan.checkpoint, run.folder.checkpoints)
 
 
 def begin_line(run: Run) -> list[Event]:

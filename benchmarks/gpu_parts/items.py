@@ -7,10 +7,12 @@ holds the table to that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.gpu_parts.cases import ADDED_CASES, CASES, TASKS, Case
 from benchmarks.gpu_parts.rows import count_jobs
+from benchmarks.gpu_parts.shapes import PUBLISHED
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
@@ -93,6 +95,20 @@ def _slice(name: str, question: str, *overrides: str, seconds: float = 9, traced
 
 def _experts(name: str, question: str, *overrides: str) -> Item:
     return Item(f"4 layers of experts{name}", question, 12, Variant("30b stage", overrides))
+
+
+def _list_layers(model: str, shape: str) -> Iterator[Item]:
+    """A layer of a mixture under LoRA, in bf16 and in each form, at two micro-batches."""
+    forms: dict[str, tuple[str, tuple[str, ...]]] = {
+        "bf16": (shape, ()),
+        "nf4": (shape, ("adapter.load_in_4bit=true",)),
+    }
+    forms |= {form: (f"{shape} in {form}", ("adapter.keep_quantized=true",)) for form in PUBLISHED}
+    for form, (its_shape, keys) in forms.items():
+        question = f"How fast is a layer of {model} with frozen experts in {form}, and is the plan?"
+        for size in (1, 2):
+            variant = Variant(its_shape, (*LORA, KEEP_ALL, f"micro_batch_size={size}", *keys))
+            yield Item(f"layer of {model}, {form}, micro-batches of {size}", question, 6, variant)
 
 
 KEEP_ALL, SELECTIVE = "activation_checkpoint_interval=0", "activation_checkpoint_mode=selective"
@@ -225,5 +241,6 @@ SECTIONS = (
             Item("1b, trace", "Where does a small model wait?", 20, Variant("1b", traced=True)),
         )
     ),
+    Section((*_list_layers("DeepSeek-V3", "deepseek layer"), *_list_layers("Qwen3-235B", "235b layer"))),
 )  # fmt: skip
 ITEMS = tuple(item for section in SECTIONS for item in section.items)

@@ -36,6 +36,7 @@ _NEEDS = {
     "compile=true": ("compiler",),
     "fused_kernels=auto": ("gpu", "compiler", "liger_kernel"),
     "optimizer=adamw_8bit": ("bitsandbytes",),
+    "adapter.load_in_4bit=true": ("bitsandbytes",),
     "flash_kernels=fa3": ("hopper", "flash_attn_interface"),
 }
 _DOCUMENTS_A_ROW = 4  # of packed data

@@ -100,9 +100,10 @@ def _round_frozen(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "base_layer" in name and "lora_" not in name:
             whole = parameter.data
-            for matrix in (expert.view(-1, 1) for expert in whole) if whole.ndim == 3 else [whole]:
-                packed, state = functional.quantize_4bit(matrix, quant_type="nf4", compress_statistics=True)
-                matrix.copy_(functional.dequantize_4bit(packed, state))
+            for matrix in whole if whole.ndim == 3 else [whole]:
+                column = matrix.view(-1, 1)  # as `models/layers/nf4.py` has it
+                packed, state = functional.quantize_4bit(column, quant_type="nf4", compress_statistics=True)
+                column.copy_(functional.dequantize_4bit(packed, state))
 
 
 def _build_optimizer(job: Job, masters: list[nn.Parameter]) -> torch.optim.Optimizer:

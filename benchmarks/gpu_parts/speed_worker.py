@@ -24,6 +24,7 @@ from benchmarks.gpu_parts.measured_runs import STEPS, TRACED_STEP, WARM_UP
 from benchmarks.workload import RandomWeights, build_engine, build_llama, compose_run, repeat_batch
 from data.loading.step_totals import StepTotals
 from models.layers.fused_kernels import find_obstacle
+from models.weights.quantized import QUANTIZATION_CONFIG, parse_quantization
 from training.config.precision import DTYPES
 from training.config.schema import FusedKernels
 from training.distributed.process import current_device, join_process_group, synchronize, take_device
@@ -50,12 +51,15 @@ def main() -> None:
 def measure_speed(job: dict[str, Any]) -> dict[str, Any]:
     """Return tokens per second and the peak memory of a variant, and why `fused_kernels` fuses nothing.
 
-    fields: of the model's config. overrides: of the run. trace: a folder for the trace of one more step, or None.
+    fields: of config.json. overrides: of the run. trace: a folder for the trace of one more step, or None.
     """
-    device, architecture = current_device(), build_llama(**job["fields"])
+    fields = {key: value for key, value in job["fields"].items() if key != QUANTIZATION_CONFIG}
+    form = parse_quantization(job["fields"], Path("config.json")).form
+    device, architecture = current_device(), build_llama(**fields)
     config = compose_run(*job["overrides"])
     memory = MemoryPeak(device)
-    engine = build_engine(architecture, config, RandomWeights(architecture, DTYPES[config.precision], str(device)))
+    source = RandomWeights(architecture, DTYPES[config.precision], str(device), form)
+    engine = build_engine(architecture, config, source)
     memory.start()
     rows, length = config.micro_batch_size, config.max_seq_length
     batch = engine.layout.global_batch_size
@@ -84,6 +88,7 @@ def measure_speed(job: dict[str, Any]) -> dict[str, Any]:
     fuses = config.fused_kernels is FusedKernels.auto
     found = {
         "tokens_per_second": batch * length / statistics.median(seconds[WARM_UP:]), "peak": peak, "loss": loss.item(),
+        "tokens": rows * length,
         "obstacle": find_obstacle(device) if fuses else None,
     }  # fmt: skip
     _release(engine)

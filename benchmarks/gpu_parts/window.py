@@ -126,6 +126,7 @@ class Window:
     def _describe_speed(self, name: str, found: dict[str, Any], prediction: Any) -> Cells:
         rate = found["tokens_per_second"]
         cells = {"tokens/s": f"{rate:,.0f}", "peak GiB": f"{found['peak'] / GIB:.1f}"}
+        cells["ms a micro-batch"] = f"{1000 * found['tokens'] / rate:,.1f}"
         if prediction is not None:
             planned = prediction.tokens_per_second
             cells["tokens/s"] += f" (plan {planned:,.0f}, {rate / planned:.2f} of it)"

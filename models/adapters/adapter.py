@@ -1,5 +1,5 @@
 """LoRA (2106.09685) through peft, attached to the layers of a stage and merged layer by layer; and QLoRA (2305.14314),
-with the projections and the experts of those layers in 4 bits through bitsandbytes.
+with the projections and the experts of those layers in 4 bits.
 
 peft works on the module of one layer at a time and never sees a whole model. What it would name
 "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight" is that prefix, the layer's own prefix, and the name in
@@ -24,9 +24,9 @@ from errors import UserError
 from models.adapters.base_inits import describe_starts, restore_starts, start_from_base
 from models.adapters.folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
 from models.adapters.options import starts_from_base
-from models.adapters.quantized import find_places, mark_quantized, quantize_projections, quantize_stacks
-from models.adapters.targets import AdapterTargets, is_saved, list_adaptable, list_targets
-from models.experts.frozen import FrozenStack
+from models.adapters.quantized import hold, list_held, mark_quantized, quantize
+from models.adapters.targets import AdapterTargets, is_saved, list_targets
+from models.layers.frozen import FrozenStack
 from models.layers.layer import Layer
 from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
 from models.sharding.expert_parallel import divide_adapter
@@ -46,8 +46,8 @@ class Adapter:
 
     tensors: initial weights, named as in a peft folder; without them peft's random ones, which depend on the seed and
     not on the layout. in_4bit: whether the projections and the stacks of experts of the layers that get adapters are
-    quantized to 4 bits (nf4). kept: the form of their stacks of experts in the files, in which they stay; None for a
-    run that dequantizes them.
+    quantized to 4 bits (nf4). kept: the form of their stacks of experts in the files, in which they stay, and their
+    projections where those have it; None for a run that dequantizes them.
     """
 
     config: LoraConfig
@@ -58,7 +58,7 @@ class Adapter:
 
     @property
     def form(self) -> str | None:
-        """The form of the frozen stacks of experts, a name in `FORMS` of `models/experts/frozen.py`."""
+        """The form of the frozen weights, a name in `FORMS` of `models/layers/frozen.py`."""
         return "nf4" if self.in_4bit else self.kept
 
     def attach(
@@ -68,12 +68,12 @@ class Adapter:
         layer: Layer,
         parallel: TensorParallel = NO_TP,
         expert_parallel: ExpertParallel = NO_EP,
-        stacks: Mapping[str, FrozenStack] | None = None,
+        kept: Mapping[str, FrozenStack] | None = None,
     ) -> None:
         """Freeze the module of layer `index`, whose weights are loaded, and put trainable adapters on its targets,
-        sharded as those are. A module in `modules_to_save` stays trainable and gets no adapter. Stacks that
-        `list_frozen_stacks` names may lie in the host's memory; they are quantized on the device of the other weights.
-        stacks: those that are `kept`, by name; in their places are parameters without memory.
+        sharded as those are. A module in `modules_to_save` stays trainable and gets no adapter. Weights that
+        `list_frozen` names may lie in the host's memory; they are quantized on the device of the other weights.
+        kept: weights that stay as their files hold them, by name; in their places are parameters without memory.
 
         Raises UserError for initial weights that do not fit.
         """
@@ -84,13 +84,12 @@ class Adapter:
         if not list_targets(module, layer, self.config):
             return
         is_meta = next(module.parameters()).is_meta
-        held = stacks or {}
+        held = kept or {}
         if is_meta and self.form is not None:
             mark_quantized(module, self.form)
         elif self.in_4bit:
-            quantize_projections(module)
-            held = quantize_stacks(module)
-        replacements = find_places(module, held)
+            held = quantize(module, self.list_frozen(module, layer))
+        replacements = hold(module, held)
         self._inject_random(module, index, layer)
         for each in replacements:
             each.replace()
@@ -120,11 +119,12 @@ class Adapter:
         if tensors:
             fill_adapter(module, tensors)
 
-    def list_frozen_stacks(self, module: nn.Module, layer: Layer) -> tuple[str, ...]:
-        """Return the stacks of experts of a layer's module, without an adapter yet, that are held in `form`."""
+    def list_frozen(self, module: nn.Module, layer: Layer) -> tuple[str, ...]:
+        """Return the weights of a layer's module, without an adapter yet, that are held in `form`: its stacks of
+        experts, and its projections where the form is theirs too (of those in files some may not have it)."""
         if self.form is None or is_saved(layer, self.config) or not list_targets(module, layer, self.config):
             return ()
-        return list_adaptable(module).stacks
+        return list_held(module, self.form)
 
     def list_quantized(self, layers: Sequence[Layer]) -> list[str]:
         """Return the prefixes of the layers whose projections and experts `attach` quantizes."""

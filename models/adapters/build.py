@@ -23,11 +23,11 @@ from models.adapters.folder import (
     name_for_peft,
 )
 from models.adapters.options import AdapterName, AdapterOptions, starts_from_base
+from models.adapters.quantized import list_held
 from models.adapters.stacks import restore_order
 from models.adapters.targets import (
     build_lora_config,
     is_named,
-    list_adaptable,
     list_full_names,
     list_projections,
     list_targets,
@@ -60,7 +60,7 @@ def build_adapter(
     seed: of the random matrices. base_name: the base model's name or path, which peft's config names. is_part: the
     layers belong to a wrapped model, which may have other modules of the same names. head: of the model in place of its
     LM head; it is trained and saved whole. form: of the quantized weights in the model's files, a name in `FORMS` of
-    `models/experts/frozen.py`; empty where there are none.
+    `models/layers/frozen.py`; empty where there are none.
     Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an
     adapter.
     """
@@ -230,16 +230,16 @@ def check_experts(lora: LoraConfig, layers: Sequence[Layer]) -> None:
 
 
 def _check_kept(form: str, layers: Sequence[Layer], base_name: str) -> None:
-    """Raises UserError for weights that are not quantized, and for a model without stacks of experts."""
+    """Raises UserError for weights that are not quantized, and for a model without any of that form."""
     if not form:
         raise UserError(
-            f"adapter.keep_quantized=true: {base_name} holds no weights in fp8 or mxfp4 that could stay so; give the "
-            "folder as it is published, or adapter.keep_quantized=false with adapter.load_in_4bit=true"
+            f"adapter.keep_quantized=true: {base_name} holds no weights in fp8, mxfp4 or int4 that could stay so; give "
+            "the folder as it is published, or adapter.keep_quantized=false with adapter.load_in_4bit=true"
         )
-    if not any(map_alike(lambda layer: bool(list_adaptable(layer.build_on_meta()).stacks), layers)):
+    if not any(map_alike(lambda layer: bool(list_held(layer.build_on_meta(), form)), layers)):
         raise UserError(
-            "adapter.keep_quantized=true: it keeps the experts of a mixture, and this model has no stacks of experts; "
-            "give adapter.keep_quantized=false, or adapter.load_in_4bit=true in its place"
+            f"adapter.keep_quantized=true: in {form} it keeps the experts of a mixture, and this model has no stacks "
+            "of experts; give adapter.keep_quantized=false, or adapter.load_in_4bit=true in its place"
         )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from errors import UserError
 from models.adapters.adapter import Adapter
-from models.experts.frozen import FrozenStack
+from models.layers.frozen import FrozenStack
 from models.layers.layer import Layer
 from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
 
@@ -22,13 +22,13 @@ def choose_trained(
     freeze: Sequence[str],
     parallel: TensorParallel = NO_TP,
     expert_parallel: ExpertParallel = NO_EP,
-    stacks: Mapping[str, FrozenStack] | None = None,
+    kept: Mapping[str, FrozenStack] | None = None,
 ) -> None:
     """Set which parameters in the module of layer `index` are trained: those of the adapter, which is attached here, or
-    all of them without one; and of these none whose full name a pattern of `freeze` matches. stacks: as `attach` takes
+    all of them without one; and of these none whose full name a pattern of `freeze` matches. kept: as `attach` takes
     them."""
     if adapter is not None:
-        adapter.attach(module, index, layer, parallel, expert_parallel, stacks)
+        adapter.attach(module, index, layer, parallel, expert_parallel, kept)
     for name, parameter in module.named_parameters():
         if any(re.search(pattern, layer.hf_prefix + name) for pattern in freeze):
             parameter.requires_grad_(False)

@@ -10,7 +10,6 @@ N rows, r the rank.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,19 +18,17 @@ from torch import nn
 
 from models.adapters.base_inits import get_start
 
-_PROJECTIONS = ("Linear", "Linear4bit")  # peft's classes; importing the second would import bitsandbytes
 
-
-class _FusedForward:
-    """The forward pass of peft's layer, with a fused last product where it is a plain one."""
+class FusedLinear(lora.Linear):
+    """peft's projection with an adapter, its last product fused where it is a plain one."""
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute base(x) + scaling * (B A - B0 A0) x, B0 A0 as `models/adapters/base_inits.py` says, mostly zero; as
         peft does where something else is asked for."""
         if self.disable_adapters or self.merged:
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         is_fused = not args and not kwargs and _is_plain(self)
-        output = self._add_adapter(x) if is_fused else super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        output = self._add_adapter(x) if is_fused else super().forward(x, *args, **kwargs)
         start = get_start(self)
         if start is None:
             return output
@@ -63,13 +60,8 @@ def _is_plain(adapted: Any) -> bool:
 
 
 def fuse_products(module: nn.Module) -> None:
-    """Make peft's wrappers around the projections of a layer, in 4 bits or not, add their product into the projection's
+    """Make peft's wrappers around the projections of a layer, quantized or not, add their product into the projection's
     output."""
     for wrapper in module.modules():
-        if isinstance(wrapper, lora.LoraLayer) and type(wrapper).__name__ in _PROJECTIONS:
-            wrapper.__class__ = _fuse(type(wrapper))
-
-
-@cache
-def _fuse(kind: type) -> type:
-    return type(f"Fused{kind.__name__}", (_FusedForward, kind), {})
+        if type(wrapper) is lora.Linear:
+            wrapper.__class__ = FusedLinear

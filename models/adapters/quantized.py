@@ -1,11 +1,10 @@
-"""QLoRA (2305.14314): the frozen projections and experts of a layer in nf4 with double quantization, through
-bitsandbytes. Projections are its own modules; stacks of experts are dequantized a chunk at a time
-(`models/experts/frozen.py`).
+"""Frozen weights that stay quantized under an adapter: the projections and experts of a layer in nf4 with double
+quantization (QLoRA, 2305.14314), or as they are published (`models/weights/published.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,37 +12,11 @@ import torch
 from torch import nn
 
 from models.adapters.targets import list_adaptable, list_projections
-from models.experts.frozen import FORMS, FrozenStack, count_chunk, count_stack_bytes
+from models.experts.frozen import count_chunk
 from models.experts.grouped import is_stack
 from models.layers import nf4
+from models.layers.frozen import FORMS, FrozenLinear, FrozenStack, count_stack_bytes
 from models.sharding.expert_parallel import list_stacks
-
-
-def quantize_projections(module: nn.Module) -> None:
-    """Replace the projections of a layer, whose weights are loaded, by nf4 ones (with double quantization) that compute
-    in the old dtype.
-    """
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    nf4.correct_cpu_kernel()
-    for name, linear in list_projections(module).items():
-        weight = linear.weight
-        quantized = Linear4bit(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            compute_dtype=weight.dtype,
-            quant_type="nf4",
-            device="meta",
-        )
-        packed = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized)
-        quantized.weight = packed.to(weight.device)  # type: ignore[misc]
-        # On some CPUs bitsandbytes (0.50.2) repacks the weights in the first pass of an evaluation, for good, and for
-        # kernels that have no backward pass
-        quantized.support_avx512bf16_for_cpu = False
-        quantized.bias = linear.bias
-        module.set_submodule(name, quantized)
-    module.is_loaded_in_4bit = True  # type: ignore[assignment]  # peft asks for it before it puts an adapter on such a projection
 
 
 @dataclass(frozen=True)
@@ -60,27 +33,43 @@ class Replacement:
         setattr(self.experts, self.name, self.stack)
 
 
-def find_places(module: nn.Module, stacks: Mapping[str, FrozenStack]) -> list[Replacement]:
-    """Return the places of stacks in a layer's module, by their names in it, before an adapter changes those."""
-    owners = ((name.rpartition("."), stack) for name, stack in stacks.items())
-    return [Replacement(module.get_submodule(prefix), own, stack) for (prefix, _, own), stack in owners]
+def list_held(module: nn.Module, form: str) -> tuple[str, ...]:
+    """Return the weights of a layer's module, without an adapter yet, that may be held in a form, by name."""
+    parts = list_adaptable(module)
+    projections = parts.projections if FORMS[form].HAS_PROJECTIONS else ()
+    return (*(f"{name}.weight" for name in projections), *parts.stacks)
+
+
+def hold(module: nn.Module, held: Mapping[str, FrozenStack]) -> list[Replacement]:
+    """Put quantized projections into a layer's module, and return the places of stacks: parameters that peft reads when
+    it puts an adapter on them. held: by name, before an adapter changes names."""
+    places = []
+    for name, stack in held.items():
+        prefix, _, own = name.rpartition(".")
+        owner = module.get_submodule(prefix)
+        if isinstance(owner, nn.Linear):
+            module.set_submodule(prefix, FrozenLinear(stack, owner.bias))
+        else:
+            places.append(Replacement(owner, own, stack))
+    return places
 
 
 @torch.no_grad()
-def quantize_stacks(module: nn.Module) -> dict[str, FrozenStack]:
-    """Quantize the stacks of experts of a layer, whose weights are loaded, to nf4 with double quantization, on the
-    device of its other weights. In the place of each remains a parameter of its shape and dtype without memory, for
-    peft to put an adapter on.
-    """
-    names, stacks = list_adaptable(module).stacks, {}
-    device = next(weight.device for name, weight in module.named_parameters() if name not in names)
+def quantize(module: nn.Module, names: Iterable[str]) -> dict[str, FrozenStack]:
+    """Quantize weights of a layer to nf4 with double quantization, one matrix at a time, on the device of its other
+    weights. In the place of each remains a parameter of its shape and dtype without memory."""
+    names = list(names)
+    device = next((weight.device for name, weight in module.named_parameters() if name not in names), None)
+    held = {}
     for name in names:
         weight = module.get_parameter(name)
-        stacks[name] = FrozenStack("nf4", nf4.quantize(weight, device), weight.shape, weight.dtype)
+        matrices = weight if weight.ndim == 3 else weight.unsqueeze(0)
+        place = device or weight.device
+        held[name] = FrozenStack("nf4", nf4.quantize(matrices, place), matrices.shape, weight.dtype)
         prefix, _, own = name.rpartition(".")
-        empty = make_placeholder(weight.shape, weight.dtype, device)
+        empty = make_placeholder(weight.shape, weight.dtype, place)
         setattr(module.get_submodule(prefix), own, nn.Parameter(empty, requires_grad=False))
-    return stacks
+    return held
 
 
 def make_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -103,8 +92,8 @@ class QuantizedWeight:
 
 def mark_quantized(module: nn.Module, form: str) -> None:
     """Mark the experts of a layer on the meta device, where nothing can be quantized, as held in a form, for
-    `list_quantized`; of nf4 its projections too."""
-    projections = list_projections(module).values() if form == "nf4" else ()
+    `list_quantized`; its projections too where they have that form."""
+    projections = list_projections(module).values() if FORMS[form].HAS_PROJECTIONS else ()
     for part in (*projections, *list_stacks(module)):
         part.frozen_form = form  # type: ignore[assignment]
 
@@ -116,14 +105,18 @@ def list_quantized(module: nn.Module) -> list[QuantizedWeight]:
         form: Any = getattr(part, "frozen_form", None)
         if form is None:
             continue
-        work = FORMS[form].WORK_BYTES
         for weight in part.parameters(recurse=False):
-            numel = weight.numel()
-            if weight.ndim == 3:
-                length, nbytes = count_chunk(weight.shape), count_stack_bytes(form, weight.shape)
-                found.append(
-                    QuantizedWeight(numel, nbytes, length * weight[0].numel(), work, -(-len(weight) // length))
+            if weight.ndim != 3 if is_stack(part) else weight.ndim != 2:
+                continue
+            shape = weight.shape if weight.ndim == 3 else (1, *weight.shape)
+            length = count_chunk(shape)
+            found.append(
+                QuantizedWeight(
+                    weight.numel(),
+                    count_stack_bytes(form, shape),
+                    length * shape[1] * shape[2],
+                    FORMS[form].WORK_BYTES,
+                    -(-shape[0] // length),
                 )
-            elif weight.ndim == 2 and not is_stack(part):
-                found.append(QuantizedWeight(numel, round(nf4.NF4_BYTES * numel), numel, work))
+            )
     return found

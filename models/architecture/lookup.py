@@ -70,6 +70,8 @@ ARCHITECTURES: dict[str, str] = {
 }
 # model_type -> the release of transformers that has it first, of those that train with it
 LATER_RELEASES = dict.fromkeys(("apertus1p5", "apertus1p5_text", "exaone", "sarvam_mla"), "5.24.0")
+# model_type of published folders that transformers does not know -> the one whose code theirs is
+SAME_CODE = {"kimi_k2": "deepseek_v3"}
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", VARLEN, "eager", *FLASH, "flex_attention")
 
 

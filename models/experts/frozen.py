@@ -10,66 +10,20 @@ S rows, sorted by expert; E experts; r the rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import library
 
 from models.experts.products import grouped_mm, multiply_groups
-from models.layers import fp8, mxfp4, nf4
+from models.layers.frozen import FrozenStack
 
 CHUNK_NUMEL = 2**28  # numbers that are dequantized at once, at most, unless one expert has more
-
-
-class Form(Protocol):
-    """A form in which matrices are kept: a module of `models/layers/`."""
-
-    @property
-    def WORK_BYTES(self) -> float:
-        """Bytes of a number that is dequantized, besides the result."""
-
-    def count_bytes(self, numel: int) -> int:
-        """Return the bytes of a matrix of `numel` numbers."""
-
-    def dequantize(self, parts: tuple[torch.Tensor, ...], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return matrices [n, R, C] in `dtype`. parts: tensors [n, ...]. shape: R and C."""
-
-
-FORMS: dict[str, Form] = {"nf4": nf4, "fp8": fp8, "mxfp4": mxfp4}
-
-
-@dataclass(frozen=True, eq=False)
-class FrozenStack:
-    """The frozen matrices of a layer's experts, in place of the parameter of their module."""
-
-    form: str  # a key of `FORMS`
-    parts: tuple[torch.Tensor, ...]  # what they are kept in, each [E, ...]
-    shape: torch.Size  # of the parameter: [E, out, in], or [E, in, out] where the module's matrices are transposed
-    dtype: torch.dtype  # of the rows that they are multiplied with
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def to(self, device: torch.device) -> FrozenStack:
-        """Return the stack on a device."""
-        return replace(self, parts=tuple(part.to(device) for part in self.parts))
-
-    def dequantize(self, experts: slice) -> torch.Tensor:
-        """Return the matrices of a run of experts, of the shape of the parameter but for the first dimension."""
-        parts = tuple(part[experts] for part in self.parts)
-        return FORMS[self.form].dequantize(parts, (self.shape[1], self.shape[2]), self.dtype)
 
 
 def count_chunk(shape: Sequence[int]) -> int:
     """Return the number of experts that are dequantized at once. shape: of the stack, [E, R, C]."""
     return min(shape[0], max(1, CHUNK_NUMEL // (shape[1] * shape[2])))
-
-
-def count_stack_bytes(form: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a stack of this shape, [E, R, C]."""
-    return shape[0] * FORMS[form].count_bytes(shape[1] * shape[2])
 
 
 def multiply_in_chunks(

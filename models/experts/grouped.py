@@ -20,9 +20,10 @@ from transformers.integrations import moe
 
 from models.experts.adapted_products import adapted_linear
 from models.experts.exchange import plan_route
-from models.experts.frozen import FrozenStack, frozen_linear
+from models.experts.frozen import frozen_linear
 from models.experts.products import grouped_linear
 from models.experts.rows import add_bias, combine, gather, weighted_swiglu
+from models.layers.frozen import FrozenStack
 from models.parallel.shard import NO_EP
 
 GROUPED = "grouped"

@@ -79,8 +79,8 @@ class Layer:
     pieces: for tensors that Hugging Face stores in several, or under another name.
     styles: the parts that tensor parallelism shards, by their names in the module ("" is the module itself); empty
     without it. experts: of the module's stacks of experts, by their names in it, those experts that are read where each
-    has tensors of its own on disk; all of a stack that is not named. kept: of those stacks, the ones that are not read
-    with the layer's tensors, since they stay as the files hold them (`models/weights/published.py`). fp32: the names of
+    has tensors of its own on disk; all of a stack that is not named. kept: weights that are not read with the layer's
+    tensors, since they stay as the files hold them (`models/weights/published.py`). fp32: the names of
     the module's parameters that stay in fp32 in a model of 16 bits (`models/architecture/fp32.py`). fp32_in_fp16: of
     all that do in fp16, where `transformers` keeps some that it rounds to bf16. is_further: a layer that predicts
     further tokens, or looks their embeddings up (`models/further/`). num_blocks: blocks of hidden states that go in,

@@ -9,11 +9,12 @@ import torch
 _DOUBLED = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
 DOUBLED_PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), dim=1)
 WORK_BYTES = 2.0  # of a number that is dequantized, besides the result: its byte as an index, int32
+HAS_PROJECTIONS = False  # what is published has experts alone in it
 
 
-def count_bytes(numel: int) -> int:
-    """Return the bytes of a matrix of `numel` numbers."""
-    return numel // 2 + numel // 32
+def count_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of a matrix."""
+    return rows * columns // 2 + rows * columns // 32
 
 
 def dequantize(parts: tuple[torch.Tensor, ...], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

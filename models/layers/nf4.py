@@ -9,14 +9,9 @@ E matrices of R x C numbers, K blocks of a matrix, G groups of 256 blocks.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
 from functools import cache
-from math import prod
-from typing import Any
 
 import torch
-from torch import library
 from torch.nn.functional import pad
 
 BLOCK, GROUP = 64, 256  # numbers of a block, blocks of a group
@@ -24,11 +19,12 @@ BLOCK, GROUP = 64, 256  # numbers of a block, blocks of a group
 NF4_BYTES = 1 / 2 + (1 + 4 / GROUP) / BLOCK
 # Bytes of a number that is dequantized, besides the result: the magnitudes of blocks in fp32
 WORK_BYTES = 4 / BLOCK
+HAS_PROJECTIONS = True
 
 
-def count_bytes(numel: int) -> int:
-    """Return the bytes of a matrix of `numel` numbers in a stack. Its blocks and groups are whole."""
-    blocks = -(-numel // BLOCK)
+def count_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of a matrix. Its blocks and groups are whole."""
+    blocks = -(-rows * columns // BLOCK)
     groups = -(-blocks // GROUP)
     return blocks * BLOCK // 2 + groups * (GROUP + 4) + 4
 
@@ -78,29 +74,6 @@ def dequantize(parts: tuple[torch.Tensor, ...], shape: tuple[int, int], dtype: t
     )
     # As one column: bitsandbytes takes a single row for a matrix that was transposed
     return dequantize_4bit(codes.view(-1, 1), state)[:, : rows * columns].reshape(len(codes), rows, columns)
-
-
-@cache
-def correct_cpu_kernel() -> library.Library:
-    """Have bitsandbytes, once it is imported, dequantize matrices correctly on a CPU; return what holds the correction.
-
-    Its kernel (0.50.2, for AVX-512) starts each row at a whole block, so it takes the scales of other blocks where rows
-    are a multiple of 16 numbers and not of 64. As one row a matrix is dequantized correctly.
-    """
-    kernel = library.get_kernel("bitsandbytes::dequantize_4bit", "CPU")
-
-    def dequantize_rows(
-        keys: Any, codes: torch.Tensor, largest: torch.Tensor, block: int, form: str, shape: Sequence[int], dtype: Any
-    ) -> torch.Tensor:
-        rows = list(shape) if shape[-1] % block == 0 else [prod(shape)]
-        found: torch.Tensor = kernel.call_boxed(keys, codes, largest, block, form, rows, dtype)
-        return found.view(list(shape))
-
-    correction = library.Library("bitsandbytes", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that a kernel is overridden
-        correction.impl("dequantize_4bit", dequantize_rows, "CPU", with_keyset=True)
-    return correction
 
 
 @cache

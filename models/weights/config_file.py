@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from errors import UserError
-from models.architecture.lookup import is_supported, remove_undeclared, unsupported
+from models.architecture.lookup import SAME_CODE, is_supported, remove_undeclared, unsupported
 from models.further.table import FURTHER_LAYERS, TRAINED
 from models.layers.rope_scaling import name_for_version_4
 from models.layers.wrapped import TEXT_CONFIG, Wrapper, unwrap
@@ -71,12 +71,13 @@ def parse_model(fields: dict[str, Any], file: Path) -> tuple[PretrainedConfig, W
     named = fields.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise UserError(f"{file}: architectures is {named!s:.40}, and must be a list of names; fetch the file again")
+    model_type = SAME_CODE.get(model_type or "", model_type)
     if model_type not in CONFIG_MAPPING:
         raise UserError(f"{file}: {unsupported(model_type)}")
     parse_quantization(fields, file)  # the layers have dequantized weights: their config does not name it
-    known = {key: value for key, value in fields.items() if key not in ("auto_map", QUANTIZATION_CONFIG)}
+    known = {key: value for key, value in fields.items() if key not in ("model_type", *_OF_LOADED_FILES)}
     try:
-        config = AutoConfig.for_model(**known)
+        config = AutoConfig.for_model(model_type, **known)
     except Exception as error:  # transformers validates with types of its own
         raise UserError(f"{file} is not a valid config of a '{model_type}': {' '.join(str(error).split())}") from None
     try:
@@ -119,6 +120,8 @@ def describe_config(path: Path, config: PretrainedConfig) -> dict[str, Any]:
         text_fields |= json.loads(json.dumps(changed, default=str))
     for key in _OF_LOADED_FILES:
         fields.pop(key, None)
+    if fields.get("model_type") in SAME_CODE:  # without the code that `auto_map` names, transformers could not read it
+        fields["model_type"] = SAME_CODE[fields["model_type"]]
     name_for_version_4(text_fields, config)
     for level in (fields, text_fields):
         dtype = next((level[key] for key in DTYPE_KEYS if level.get(key) is not None), None)

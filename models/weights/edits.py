@@ -8,6 +8,7 @@ tensors of a layer; `EditedWeights` does all else, for every edit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import IntEnum, auto
 from functools import cached_property, reduce
 from pathlib import Path
@@ -106,6 +107,13 @@ class EditedWeights:
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self._edit.read_layer(self, index, layer, self.before.describe_layer)
         return {name: tensor.to("meta") for name, tensor in tensors.items()}
+
+    def count_held(self, index: int, layer: Layer) -> int:
+        """Of what was before; an edit copies at most the tensors of a layer."""
+        for number, own in enumerate(self.layers_before):
+            if own.hf_prefix == layer.hf_prefix:
+                return self.before.count_held(number, replace(own, experts=layer.experts, kept=layer.kept))
+        return 0
 
     def check_complete(self, layers: list[Layer]) -> None:
         self.before.check_complete(self.layers_before)

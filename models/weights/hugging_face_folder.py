@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -51,6 +51,15 @@ class HuggingFaceFolder:
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return self._read_layer(layer, self._describe)
 
+    def count_held(self, index: int, layer: Layer) -> int:
+        held = 0
+        for name, tensor in self.describe_layer(index, layer).items():
+            is_assembled = bool(self._get_pieces(layer, name)[0].index)
+            if is_assembled or self.form:
+                own = layer.experts.get(name) if is_assembled else None
+                held += tensor.nbytes if own is None else tensor[: len(own)].nbytes
+        return held
+
     def read_pieces(self, layer: Layer, name: str) -> list[tuple[tuple[int | slice, ...], torch.Tensor]]:
         """Return the tensors that make up a tensor of the layer's module, as they are in the files (dequantized), each
         with its place."""
@@ -58,40 +67,56 @@ class HuggingFaceFolder:
 
     @property
     def form(self) -> str:
-        """The form of quantized tensors, a name in `FORMS` (`models/experts/frozen.py`); empty where there are none."""
+        """The form of quantized tensors, a name in `FORMS` (`models/layers/frozen.py`); empty where there are none."""
         return self._quantization.form
 
-    def read_stack(self, layer: Layer, name: str) -> tuple[torch.Tensor, ...]:
-        """Return the parts of a stack of experts, [E, ...], in the folder's form, of the experts that the layer reads.
-
-        name: in the layer's module. Raises UserError for a stack that is not quantized, of another shape, or not in
-        whole blocks.
-        """
+    def read_kept(self, layer: Layer, name: str) -> tuple[torch.Tensor, ...] | None:
+        """See `models/weights/published.py`."""
         pieces, whole = self._get_pieces(layer, name), layer.build_on_meta().get_parameter(name).shape
-        own = layer.experts.get(name, range(whole[0]))
         if not pieces[0].index:
-            check_shape(self._describe(pieces[0].hf_name), whole, pieces[0].hf_name, str(self.path))
-            # Copied, so that the files are not read in every pass
-            return tuple(part[own.start : own.stop].clone() for part in self._read_parts(pieces[0].hf_name))
-        codes = scales = torch.empty(0)
+            return self._read_whole(pieces[0].hf_name, whole, layer.experts.get(name, range(whole[0])))
+        return self._read_stack(layer, name, pieces, whole) if len(whole) == 3 else None
+
+    def _read_whole(self, hf_name: str, whole: torch.Size, experts: range) -> tuple[torch.Tensor, ...] | None:
+        """Return the parts of a projection, or of a stack that the files hold as one tensor."""
+        is_stack = len(whole) == 3
+        parts = self._quantization.read_parts(hf_name, self._files, self._read_stored)
+        if parts is None and not is_stack:
+            return None
+        check_shape(self._describe(hf_name), whole, hf_name, str(self.path))
+        parts = self._require(parts, hf_name)
+        # Copied, so that the files are not read in every pass
+        return tuple((part[experts.start : experts.stop] if is_stack else part.unsqueeze(0)).clone() for part in parts)
+
+    def _read_stack(
+        self, layer: Layer, name: str, pieces: Sequence[TensorPiece], whole: torch.Size
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a stack that the files hold expert by expert."""
+        own, matrices = layer.experts.get(name, range(whole[0])), torch.empty(whole, device="meta")
+        stacks: list[torch.Tensor] = []
         for piece in pieces:
             if not layer.reads(name, piece):
                 continue
-            found, grid = self._read_parts(piece.hf_name)
-            by = [size // number for size, number in zip(found.shape, grid.shape, strict=True)]
-            if not codes.numel():
-                codes = torch.empty(len(own), *whole[1:], dtype=found.dtype)
-                scales = torch.empty(len(own), whole[1] // by[0], whole[2] // by[1], dtype=grid.dtype)
             expert, *rest = piece.index
             assert isinstance(expert, int), piece
-            place = codes[expert - own.start][tuple(rest)]
-            check_shape(found, place.shape, piece.hf_name, str(self.path))
-            place.copy_(found)
-            scales[expert - own.start][tuple(_divide(index, size) for index, size in zip(rest, by))] = grid
-        return codes, scales
+            place = matrices[piece.index]
+            check_shape(self._describe(piece.hf_name), place.shape, piece.hf_name, str(self.path))
+            found = self._quantization.read_parts(piece.hf_name, self._files, self._read_stored)
+            for number, part in enumerate(self._require(found, piece.hf_name)):
+                if any(size % length for size, length in zip(place.shape, part.shape, strict=True)):
+                    raise UserError(
+                        f"{self.path}: '{piece.hf_name}' {list(place.shape)} is not a whole number of blocks, and "
+                        f"experts are kept in {self.form} only where they are; give adapter.keep_quantized=false"
+                    )
+                # Rows and columns of the matrix for each number of the part
+                by = [size // length for size, length in zip(place.shape, part.shape, strict=True)]
+                if len(stacks) == number:
+                    sizes = (size // length for size, length in zip(whole[1:], by, strict=True))
+                    stacks.append(torch.empty(len(own), *sizes, dtype=part.dtype))
+                stacks[number][expert - own.start][tuple(map(_divide, rest, by))] = part
+        return tuple(stacks)
 
-    def _read_parts(self, name: str) -> tuple[torch.Tensor, ...]:
-        parts = self._quantization.read_parts(name, self._files, self._read_stored)
+    def _require(self, parts: tuple[torch.Tensor, ...] | None, name: str) -> tuple[torch.Tensor, ...]:
         if parts is None:
             raise UserError(
                 f"{self.path}: '{name}' is not in {self.form}, so that adapter.keep_quantized=true cannot keep it; "

@@ -73,6 +73,9 @@ class PipelineCheckpoint:
         check_tensors(tensors, layer, str(file))
         return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
+    def count_held(self, index: int, layer: Layer) -> int:
+        return 0
+
     def list_passthrough(self) -> list[TensorInfo]:
         return list_passthrough(self.path) if has_passthrough(self.config, self.wrapper) else []
 

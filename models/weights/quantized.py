@@ -1,13 +1,15 @@
 """Published quantized weights: dequantized one tensor at a time while they are read, to config.json's dtype.
 
-Two methods, named by `quantization_config` in config.json; the results have the same bits as transformers' with
-`dequantize=True` (integrations/finegrained_fp8.py and mxfp4.py of 5.23):
+Three methods, named by `quantization_config` in config.json; the results have the same bits as transformers' with
+`dequantize=True` (integrations/finegrained_fp8.py and mxfp4.py of 5.23), and as compressed-tensors' (0.20):
 
     fp8    (DeepSeek-V3, 2412.19437) `X` in float8_e4m3fn with `X_scale_inv`, one scale per `weight_block_size`. The
            last blocks are cut at the edge, as in DeepSeek's own conversion. Scales are numbers, or powers of two
            (ue8m0): float8_e8m0fnu or bytes.
     mxfp4  (gpt-oss; OCP Microscaling 1.0) `X_blocks` uint8 [E, rows, groups, 16] with `X_scales` uint8
            [E, rows, groups], 32 numbers of 4 bits per group. `X` itself is transposed: [E, 32 x groups, rows].
+    int4   (compressed-tensors' pack-quantized, Kimi K2 Thinking) `X_packed` int32 [rows, columns / 8] with `X_scale`
+           [rows, columns / 32] and `X_shape`: symmetric, in groups of 32 numbers of a row.
 
 Tensors that a folder holds unquantized are returned unchanged.
 """
@@ -20,21 +22,34 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from errors import UserError
+from models.layers import int4
 from models.layers.mxfp4 import DOUBLED_PAIRS
 
 QUANTIZATION_CONFIG = "quantization_config"  # the key in config.json
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
+_PACKED = ("_packed", "_scale", "_shape")  # the parts of an int4 tensor
+_UNREAD = {"_zero_point": "asymmetric", "_g_idx": "in the order of activations"}  # further parts, and what has them
 _FORMATS = ("e4m3", "float8_e4m3fn")  # DeepSeek's name, MiniMax's
+# What config.json may say of int4 weights. The order in which they were calibrated does not change how they are stored
+_INT4 = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "symmetric": (True,),
+    "strategy": ("group", None),
+    "group_size": (int4.GROUP,),
+    "actorder": (None, False, "weight", "static"),
+}
 _STRIP = 2**18  # numbers that are widened at once: they stay in a core's cache
 
 Read = Callable[[str], torch.Tensor]
 
 
 class Quantization(Protocol):
-    """How a folder stores its tensors. form: its name in `FORMS` (`models/experts/frozen.py`); empty for unquantized
+    """How a folder stores its tensors. form: its name in `FORMS` (`models/layers/frozen.py`); empty for unquantized
     ones."""
 
     form: ClassVar[str]
@@ -50,8 +65,8 @@ class Quantization(Protocol):
         """
 
     def read_parts(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...] | None:
-        """Return the parts of the tensor `name` in this form; None for one that is not quantized. Raises UserError as
-        `read` does."""
+        """Return the parts of the tensor `name` in this form, in whole blocks; None for one that is not quantized.
+        Raises UserError as `read` does."""
 
 
 class Unquantized:
@@ -102,12 +117,10 @@ class Fp8:
         if len(parts) == 1:
             return None
         weight, scales = parts
-        block = self.block or (weight.shape[-2], weight.shape[-1])
-        if any(size % by for size, by in zip(weight.shape[-2:], block, strict=True)):
-            raise UserError(
-                f"{self.path}: '{name}' {_describe(weight)} is not a whole number of blocks of {list(block)}, and is "
-                "kept in fp8 only where it is; give adapter.keep_quantized=false"
-            )
+        rows, columns = self.block or (weight.shape[-2], weight.shape[-1])
+        beyond = -weight.shape[-1] % columns, -weight.shape[-2] % rows
+        if any(beyond):  # blocks that are cut at the edge are filled up
+            weight = pad(weight.view(torch.uint8), (0, beyond[0], 0, beyond[1])).view(weight.dtype)
         return weight, _widen_scales(scales)
 
     def _read_quantized(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...]:
@@ -175,6 +188,57 @@ class Mxfp4:
         return blocks, scales
 
 
+@dataclass(frozen=True)
+class Int4:
+    """int4 matrices in groups, packed by compressed-tensors. path: the folder, for messages."""
+
+    form: ClassVar[str] = "int4"
+    path: Path
+    dtype: torch.dtype
+
+    def list_tensors(self, stored: Collection[str]) -> set[str]:
+        for end, kind in _UNREAD.items():
+            if others := [name for name in stored if name.endswith(".weight" + end)]:
+                raise UserError(
+                    f"{self.path}: '{min(others)}' is a part of an int4 tensor that is {kind}; only symmetric ones in "
+                    "the order of their columns are read here. Give a folder of unquantized weights"
+                )
+        ends = tuple(".weight" + part for part in _PACKED)
+        return {name.rpartition("_")[0] if name.endswith(ends) else name for name in stored}
+
+    def read(self, name: str, stored: Collection[str], read_stored: Read) -> torch.Tensor:
+        parts = self.read_parts(name, stored, read_stored)
+        if parts is None:
+            return read_stored(name)
+        codes, scales = (part.unsqueeze(0) for part in parts)
+        return int4.dequantize((codes, scales), (codes.shape[1], 8 * codes.shape[2]), self.dtype)[0]
+
+    def read_parts(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...] | None:
+        parts = [name + part for part in _PACKED]
+        missing = [part for part in parts if part not in stored]
+        if len(missing) == len(parts):
+            return None
+        if missing:
+            raise UserError(
+                f"{self.path}: '{missing[0]}', a part of an int4 tensor, is missing; is the download complete?"
+            )
+        codes, scales, shape = map(read_stored, parts)
+        is_packed = codes.dtype == torch.int32 and codes.dim() == 2 and scales.is_floating_point()
+        whole = [len(codes), 8 * codes.shape[-1]] if is_packed else []
+        if not is_packed or list(scales.shape) != [whole[0], whole[1] / int4.GROUP]:
+            raise UserError(
+                f"{self.path}: '{parts[0]}' {_describe(codes)} and '{parts[1]}' {_describe(scales)} do not fit: int4 "
+                f"has int32 [rows, columns / 8] and scales [rows, columns / {int4.GROUP}]; the file is of another "
+                "format"
+            )
+        if not shape.is_meta and shape.tolist() != whole:
+            raise UserError(
+                f"{self.path}: '{parts[2]}' is {shape.tolist()}, but '{parts[0]}' {_describe(codes)} packs {whole}; "
+                "the file is damaged, or its columns do not fill whole groups"
+            )
+        return codes, scales
+
+
 def parse_quantization(fields: dict[str, Any], file: Path) -> Quantization:
     """Return how the weights next to `file` (config.json) are stored, from its content `fields`.
 
@@ -189,19 +253,40 @@ def parse_quantization(fields: dict[str, Any], file: Path) -> Quantization:
         return Fp8(file.parent, _get_dtype(fields, file), _get_block(quantization, file))
     if method == "mxfp4":
         return Mxfp4(file.parent, _get_dtype(fields, file))
+    if method == "compressed-tensors":
+        _check_known(quantization, file, format=("pack-quantized",))
+        _check_int4(quantization.get("config_groups"), file)
+        return Int4(file.parent, _get_dtype(fields, file))
     raise UserError(
-        f"{file}: the weights are quantized ({method or 'no quant_method'}), and only fp8 and mxfp4 are dequantized "
-        "here; give a folder of unquantized ones"
+        f"{file}: the weights are quantized ({method or 'no quant_method'}), and only fp8, mxfp4 and int4 of "
+        "compressed-tensors are dequantized here; give a folder of unquantized ones"
     )
 
 
 def _check_known(quantization: dict[str, Any], file: Path, **supported: tuple[str, ...]) -> None:
     for key, values in supported.items():
-        if quantization.get(key, values[0]) not in values:
-            raise UserError(
-                f"{file}: {QUANTIZATION_CONFIG}.{key}={quantization[key]!r}: only '{values[0]}' is dequantized here; "
-                "give a folder of unquantized weights"
-            )
+        if (value := quantization.get(key, values[0])) not in values:
+            raise _unknown(file, key, value, values[0])
+
+
+def _check_int4(groups: Any, file: Path) -> None:
+    """Raises UserError for layers that are quantized in another way. groups: `config_groups`, the ways by name."""
+    if not isinstance(groups, dict) or not groups:
+        raise _unknown(file, "config_groups", groups, "a group of weights in int4")
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise _unknown(file, f"config_groups.{name}.weights", weights, "int4")
+        for key, values in _INT4.items():
+            if (value := weights.get(key)) not in values:
+                raise _unknown(file, f"config_groups.{name}.weights.{key}", value, values[0])
+
+
+def _unknown(file: Path, key: str, value: object, known: object) -> UserError:
+    return UserError(
+        f"{file}: {QUANTIZATION_CONFIG}.{key}={value!r}: only {known!r} is dequantized here; give a folder of "
+        "unquantized weights"
+    )
 
 
 def _get_block(quantization: dict[str, Any], file: Path) -> tuple[int, int] | None:

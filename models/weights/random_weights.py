@@ -47,6 +47,9 @@ class RandomWeights:
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return dict(layer.build_on_meta().state_dict()) if layer.owns_weights else {}
 
+    def count_held(self, index: int, layer: Layer) -> int:
+        return sum(tensor.nbytes for tensor in self.describe_layer(index, layer).values())
+
     def check_complete(self, layers: list[Layer]) -> None:
         """Do nothing: every layer can be drawn."""
 

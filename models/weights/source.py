@@ -20,7 +20,7 @@ class DescribedModel(Protocol):
 
     path: the folder with the tokenizer if there is one, and usually config.json. config: of the text model. wrapper:
     the model that it is a part of; None where it is all of it. form: of the quantized weights in its files, a name in
-    `FORMS` of `models/experts/frozen.py`; empty where there are none.
+    `FORMS` of `models/layers/frozen.py`; empty where there are none.
     """
 
     path: Path
@@ -46,6 +46,10 @@ class WeightSource(DescribedModel, Protocol):
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         """Return the tensors of `read_layer` on the meta device: names, shapes, and the dtypes in which they are
         stored, without reading values."""
+
+    def count_held(self, index: int, layer: Layer) -> int:
+        """Return the bytes of the host's memory that `read_layer` takes: of tensors that are assembled, dequantized or
+        drawn. Those that are mapped from their file take none."""
 
     def check_complete(self, layers: list[Layer]) -> None:
         """Check that all tensors of the layers are there and no others. Raises UserError otherwise."""

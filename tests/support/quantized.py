@@ -13,6 +13,21 @@ from support.model_folders import Tensors
 BLOCK = (8, 8)  # divides every size of the small model: transformers refuses, or misreads, blocks that are cut
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+INT4_WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 32,
+    "actorder": None,
+}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": INT4_WEIGHTS}},
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+}
 KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "norm")  # what DeepSeek-V3 does not quantize
 
 
@@ -54,6 +69,31 @@ def save_mxfp4(folder: Path, **sizes: int) -> Tensors:
             stored[name] = tensor
     save_file(stored, folder / "model.safetensors")
     write_config(folder, quantization_config=MXFP4, dtype="bfloat16")
+    return stored
+
+
+def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
+    """numbers [R, C] from -8 to 7 as int32 [R, C / 8]; the first is in the lowest bits."""
+    codes = (numbers + 8).to(torch.int64).unflatten(1, (-1, 8))
+    return (codes << torch.arange(0, 32, 4)).sum(dim=2).to(torch.int32)
+
+
+def save_int4(folder: Path, dtype: str = "bfloat16", **sizes: int) -> Tensors:
+    """A small DeepSeek-V3 with its experts as Kimi K2 Thinking is published; returns the stored tensors."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, **sizes}
+    build_family("deepseek_v3", **sizes).bfloat16().save_pretrained(folder)
+    stored: Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if ".experts." not in name:
+            stored[name] = tensor.float() if "e_score_correction_bias" in name else tensor
+            continue
+        groups = tensor.float().unflatten(1, (-1, 32))
+        scales = (groups.abs().amax(dim=2) / 7.5).bfloat16()
+        numbers = (groups / scales.float().unsqueeze(2)).round().clamp(-8, 7).flatten(1)
+        stored |= {f"{name}_packed": pack_int4(numbers), f"{name}_scale": scales}
+        stored[f"{name}_shape"] = torch.tensor(tensor.shape)
+    save_file(stored, folder / "model.safetensors")
+    write_config(folder, model_type="kimi_k2", quantization_config=INT4, dtype=dtype)
     return stored
 
 

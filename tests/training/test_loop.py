@@ -119,7 +119,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         writer = SimpleNamespace(
             save=lambda state: events.append(f"save {state.step}"),
             wait=lambda: None,
-            check_room=lambda state_bytes: None,
             finish=lambda: setattr(engine, "has_finished_saves", True),
             is_writing=False,
         )

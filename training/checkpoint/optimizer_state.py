@@ -103,11 +103,6 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
     return tensors | {f"{SCALAR}/{name}@0": value.reshape(1) for name, value in scalars.items()}
 
 
-def count_elements(engine: Engine) -> int:
-    """Return the number of trained elements whose state this rank saves."""
-    return sum(fragment.states[WEIGHT].numel() for fragment in list_fragments(engine) if fragment.owned)
-
-
 def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> None:
     """Fill this rank's partitions from a checkpoint of any layout.
 

@@ -35,9 +35,8 @@ from models.storage.manifest import STATE_NAME, FileRecord, HashedFile, write_ma
 from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
 from models.storage.steps import LATEST_NAME, TEMPORARY_PREFIX
 from models.storage.torch_writer import save_torch
-from training.checkpoint import optimizer_state
 from training.checkpoint.retention import KEEP_ALL, Retention, prune_checkpoints
-from training.checkpoint.share import plan_share, plan_whole_share
+from training.checkpoint.share import plan_whole_share
 from training.checkpoint.share_file import ShareFile
 from training.checkpoint.state import TrainerState
 from training.distributed.host_memory import measure_available_memory
@@ -78,30 +77,6 @@ class CheckpointWriter:
         self._error: UserError | None = None
         self._copies: dict[str, ShareFile] = {}  # of the last save, by file
         self._held = 0  # bytes of host memory that they take
-
-    def check_room(self, state_bytes: float) -> None:
-        """Check that the disk has room for one checkpoint, before the first step instead of after the last. Raises
-        UserError when it does not.
-
-        state_bytes: of optimizer state per trained parameter, without its fp32 weight.
-        """
-        files = plan_share(self._engine, self._weights_only)
-        present = sum(
-            tensor.nbytes
-            for file in files
-            for name, tensor in file.tensors.items()
-            if not file.is_optimizer_state or name.startswith(f"{optimizer_state.WEIGHT}/")
-        )
-        expected = 0 if self._weights_only else state_bytes * optimizer_state.count_elements(self._engine)
-        gathered: list[Any] = [None] * self._world_size
-        dist.all_gather_object(gathered, present + round(expected), group=self._group)
-        error = None
-        if self._rank == 0:
-            try:
-                check_disk_space(self._checkpoints, sum(gathered) + _SPARE_BYTES)
-            except UserError as mistake:
-                error = UserError(f"a checkpoint of this run does not fit: {mistake}", mistake.ending)
-        raise_together(error)
 
     def save(self, state: TrainerState) -> None:
         """Write `global_step{state.step}`; if asynchronous, only copy the state and start to write it.

@@ -200,8 +200,6 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "peft", "peft.tuners.lora.layer:ParamWrapper", stacked, "adapters of experts"
     conversion = "peft.utils.transformers_weight_conversion"
     yield "peft", conversion, ("convert_peft_config_for_transformers",), "naming an adapter's targets as peft does"
-    replace = "peft.tuners.lora.model:LoraModel._create_and_replace"
-    yield "peft", replace, ("is_loaded_in_4bit",), "putting an adapter on projections in 4 bits"
     yield "hydra-core", "hydra._internal.utils", ("get_args_parser",), "reading the command line"
     loader = "hydra._internal.config_loader_impl:ConfigLoaderImpl"
     yield "hydra-core", loader, ("get_search_path", "repository"), "reading --config-dir"

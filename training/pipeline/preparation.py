@@ -20,21 +20,22 @@ from errors import UserError
 from models.adapters.adapter import Adapter
 from models.adapters.freeze import choose_trained
 from models.adapters.quantized import make_placeholder
-from models.experts.frozen import FrozenStack
 from models.experts.gate import replace_forward
 from models.experts.router import RouterOptions
 from models.layers.decoder import Embedding, PipelineDecoderLayer
+from models.layers.frozen import FrozenStack
 from models.layers.fused_kernels import fuse_kernels
 from models.layers.neftune import EmbeddingNoise
 from models.sharding.context_parallel import share_sequence
 from models.sharding.expert_parallel import divide_experts, find_own_experts
 from models.sharding.tensor_parallel import list_partial_gradients, shard_module
-from models.weights.published import read_stacks
+from models.weights.published import read_kept
 from models.weights.source import WeightSource
 from training.distributed.ranks import raise_together
 from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing
 from training.pipeline.compilation import compile_layers
 from training.pipeline.placement import StageLayer, mark_parameters
+from training.pipeline.reading import check_reading
 from training.pipeline.routers import StageRouters
 from training.pipeline.stage_ranks import StageRanks
 from training.pipeline.weight_gradients import DeferredGradients, add_rows, split_projections
@@ -117,10 +118,15 @@ def prepare_layers(
 ) -> Prepared:
     """Prepare the layers of a stage, which are on the meta device. All ranks call it. device: this rank's.
 
-    Raises UserError, together on all ranks, when a tensor is missing or has another shape than config.json makes it.
+    Raises UserError, together on all ranks, when a tensor is missing or has another shape than config.json makes it,
+    and when a host's memory does not suffice to read them.
     """
     mistake = None
     in_fp32: list[nn.Parameter] = []
+    for layer in layers:
+        shard_module(layer.module, layer.spec.styles, ranks.parallel)
+        divide_experts(layer.module, ranks.expert_parallel)
+    check_reading(layers, source, ranks, options.adapter, options.kernels.dtype, device)
     try:
         with progress("loading weights", len(layers), "layers", shown=ranks.rank == 0) as bar:
             for layer in bar.follow(layers):
@@ -184,15 +190,14 @@ def _load(
 ) -> list[nn.Parameter]:
     """Load a layer, and return its parameters that stay in fp32 in a stage of 16 bits."""
     module = layer.module
-    shard_module(module, layer.spec.styles, ranks.parallel)
-    divide_experts(module, ranks.expert_parallel)
-    stacks = _read_kept(layer, source, ranks, options, device)
-    tensors = _read(layer, source, ranks, stacks)
+    quantized = _read_kept(layer, source, ranks, options, device)
+    tensors = _read(layer, source, ranks, quantized)
     dtypes = {name: tensors[name].dtype for name in layer.spec.buffer_names()}
     kept = layer.spec.list_fp32(options.kernels.dtype) if options.keeps_fp32 else frozenset()
     dtypes |= dict.fromkeys(kept, torch.float32)
-    # Stacks of experts that the adapter quantizes, one expert after the other, are never whole on the device
-    on_host = () if options.adapter is None else options.adapter.list_frozen_stacks(module, layer.spec)
+    # What the adapter quantizes, one matrix after the other, is never whole on the device
+    adapter = options.adapter
+    on_host = adapter.list_frozen(module, layer.spec) if adapter is not None and adapter.in_4bit else ()
     copies = {
         name: tensor.to(
             device=None if name in on_host else device,
@@ -201,7 +206,9 @@ def _load(
         )
         for name, tensor in tensors.items()
     }
-    copies |= {name: make_placeholder(stack.shape, stack.dtype, device) for name, stack in stacks.items()}
+    for name, stack in quantized.items():
+        shape = stack.shape[-module.get_parameter(name).ndim :]
+        copies[name] = make_placeholder(shape, stack.dtype, device)
     module.load_state_dict(copies, strict=True, assign=True)
     in_fp32 = [each for name, each in module.named_parameters() if name in kept]
     for part in module.modules():
@@ -214,7 +221,7 @@ def _load(
     if ranks.sequence_part.size > 1:
         share_sequence(module, ranks.sequence_part)
     places = ranks.parallel, ranks.expert_parallel
-    choose_trained(module, layer.index, layer.spec, options.adapter, options.freeze, *places, stacks)
+    choose_trained(module, layer.index, layer.spec, options.adapter, options.freeze, *places, quantized)
     mark_parameters(layer, ranks)
     return in_fp32
 
@@ -222,13 +229,13 @@ def _load(
 def _read_kept(
     layer: StageLayer, source: WeightSource, ranks: StageRanks, options: StageOptions, device: torch.device
 ) -> dict[str, FrozenStack]:
-    """Return this rank's experts of the stacks that stay in the form of the files, on its device."""
+    """Return the weights that stay in the form of the files, with this rank's experts, on its device."""
     if options.adapter is None or options.adapter.kept is None:
         return {}
-    names = options.adapter.list_frozen_stacks(layer.module, layer.spec)
+    names = options.adapter.list_frozen(layer.module, layer.spec)
     described = replace(layer.spec, experts=find_own_experts(layer.module, ranks.expert_parallel))
-    stacks = read_stacks(source, described, names, options.kernels.dtype)
-    return {name: stack.to(device) for name, stack in stacks.items()}
+    kept = read_kept(source, described, names, options.kernels.dtype)
+    return {name: stack.to(device) for name, stack in kept.items()}
 
 
 def _read(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from errors import UserError
 from models.adapters.options import AdapterName
+from models.storage.folders import check_disk_space
 from models.weights.passthrough import find_passthrough
 from models.weights.source import WeightSource
 from training.config.precision import DTYPES
@@ -12,6 +15,8 @@ from training.config.schema import Precision, RunConfig
 from training.export_receiver import takes_steps
 from training.optim.optimizer import count_state_bytes
 from training.planner.formatting import render_bytes
+
+SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,18 @@ def measure_passthrough(source: WeightSource, config: RunConfig) -> int:
     """Return the bytes that a run of `source` copies unchanged; adapters are saved without them."""
     is_whole = config.adapter.name is AdapterName.none
     return find_passthrough(source, config.export_unused).nbytes if is_whole else 0
+
+
+def check_room(config: RunConfig, size: CheckpointSize, checkpoints: Path) -> None:
+    """Check that the disk has room for a checkpoint, before weights are read instead of after the last step. Raises
+    UserError when it does not, and the run saves any if nothing ends it early. checkpoints: the folder of all steps."""
+    regular = config.save_steps or config.save_epochs or config.save_minutes or config.save_final
+    if not (regular or config.export_steps or config.keep_best or config.load_best_model_at_end):
+        return
+    try:
+        check_disk_space(checkpoints, size.total + SPARE_BYTES)
+    except UserError as error:
+        raise UserError(f"a checkpoint of this run does not fit: {error}", error.ending) from None
 
 
 def count_disk_bytes(config: RunConfig, size: CheckpointSize, num_steps: int | None = None) -> int | None:

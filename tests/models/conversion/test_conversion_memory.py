@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.model_folders import save_source
-from support.quantized import save_fp8, save_mxfp4
+from support.quantized import save_fp8, save_int4, save_mxfp4
 
 ROOT = Path(__file__).resolve().parents[3]
 KEPT = str(2**19)  # bytes: larger tensors leave the process when they are freed, where malloc would keep up to 32 MiB
@@ -71,11 +71,13 @@ def test_memory_stays_below_twice_the_largest_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "int4"])
 def test_quantized_weights_take_a_layer_and_little_more(method: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "num_hidden_layers": 3, "vocab_size": 320}
     if method == "fp8":
         save_fp8(tmp_path / "hf", moe_intermediate_size=512, n_routed_experts=16, **sizes)
+    elif method == "int4":
+        save_int4(tmp_path / "hf", moe_intermediate_size=512, n_routed_experts=16, **sizes)
     else:
         save_mxfp4(tmp_path / "hf", intermediate_size=512, num_local_experts=16, **sizes)
     experts = 16 * 3 * 512 * 512 * 2  # bytes of a layer's, in bf16

@@ -22,15 +22,15 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from convert2ckpt import main as convert2ckpt
+from models.adapters import quantized as quantization
 from models.adapters.adapter import Adapter, adapter_names, adapter_off, merge_adapter
 from models.adapters.folder import ADAPTER_WEIGHTS, name_for_peft, to_peft_name
-from models.adapters.quantized import find_places, quantize_stacks
 from models.adapters.targets import build_lora_config, list_adaptable
 from models.architecture.lookup import build_layers
 from models.experts import frozen
-from models.experts.frozen import FrozenStack
 from models.experts.grouped import GROUPED
 from models.experts.lora import GroupedLora, use_grouped_products
+from models.layers.frozen import FrozenStack
 from models.layers.layer import Layer
 from models.weights.sources import open_weights
 from training.config.schema import CheckpointMode
@@ -150,7 +150,7 @@ def quantize(holder: Holder) -> Holder:
     """Returns the same with its stacks in nf4; `holder` gets their values."""
     pytest.importorskip("bitsandbytes")
     quantized = deepcopy(holder)
-    for each in find_places(quantized, quantize_stacks(quantized)):
+    for each in quantization.hold(quantized, quantization.quantize(quantized, list_adaptable(quantized).stacks)):
         each.replace()
         getattr(get_experts(holder), each.name).data.copy_(each.stack.dequantize(slice(None)))
     return quantized

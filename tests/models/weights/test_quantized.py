@@ -12,13 +12,26 @@ import torch
 from safetensors.torch import save_file
 from support.families import build_family_config
 from support.model_folders import Tensors, assert_same_bits, convert, export, load_transformers
-from support.quantized import BLOCK, FP8, quantize_fp8, save_fp8, save_mxfp4, spread, write_config
+from support.quantized import (
+    BLOCK,
+    FP8,
+    INT4,
+    INT4_WEIGHTS,
+    pack_int4,
+    quantize_fp8,
+    save_fp8,
+    save_int4,
+    save_mxfp4,
+    spread,
+    write_config,
+)
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from errors import UserError
 from models.architecture.lookup import build_layers
+from models.layers import int4
 from models.weights import quantized
 from models.weights.quantized import dequantize_fp8, dequantize_mxfp4
 from models.weights.sources import open_weights
@@ -68,7 +81,32 @@ def test_mxfp4_is_loaded_as_transformers_does(tmp_path: Path) -> None:
     assert_same_bits(read_layers(tmp_path), load_dequantized(tmp_path, Mxfp4Config(dequantize=True)))
 
 
-@pytest.mark.parametrize("save", [save_fp8, save_mxfp4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_int4_is_what_was_packed(dtype: str, tmp_path: Path) -> None:
+    """Each number of 4 bits times its scale, rounded once. The config's `kimi_k2` is read as the architecture it is."""
+    stored = save_int4(tmp_path, dtype)
+    read = read_layers(tmp_path)
+    for name in (name.removesuffix("_packed") for name in stored if name.endswith("_packed")):
+        prefix, expert, projection = name.removesuffix(".weight").rsplit(".", 2)
+        stack = read[f"{prefix}.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"][int(expert)]
+        found = stack if projection == "down_proj" else stack.chunk(2)[projection == "up_proj"]
+        words = stored[f"{name}_packed"].numpy().view("uint32").astype("int64")
+        numbers = torch.stack([torch.tensor((words >> shift) % 16 - 8) for shift in range(0, 32, 4)], dim=2).flatten(1)
+        scales = stored[f"{name}_scale"].float().repeat_interleave(32, dim=1)
+        assert torch.equal(found, (numbers * scales).to(getattr(torch, dtype)))
+    unquantized = read.keys() & stored.keys()
+    assert_same_bits({name: read[name] for name in unquantized}, {name: stored[name] for name in unquantized})
+
+
+def test_a_word_is_what_compressed_tensors_packs() -> None:
+    """Of its `pack_to_int32` (0.20.1)."""
+    numbers, word = torch.tensor([[-8, -7, -1, 0, 1, 7, 3, -4]]), 1274644240
+    assert pack_int4(numbers).tolist() == [[word]]
+    parts = torch.tensor([[[word] * 4]], dtype=torch.int32), torch.full((1, 1, 1), 0.5)
+    assert torch.equal(int4.dequantize(parts, (1, 32), torch.float32)[0], numbers.repeat(1, 4) / 2)
+
+
+@pytest.mark.parametrize("save", [save_fp8, save_mxfp4, save_int4])
 def test_a_converted_folder_is_not_quantized(save: Callable[[Path], Tensors], tmp_path: Path) -> None:
     save(tmp_path / "quantized")
     convert(tmp_path / "quantized", tmp_path / "pipeline", verify=True)
@@ -127,11 +165,28 @@ def test_every_mxfp4_number_has_the_bits_of_transformers(dtype: torch.dtype) -> 
 
 
 BROKEN_CONFIGS: dict[str, tuple[object, tuple[str, ...]]] = {
-    "unknown method": ({"quant_method": "awq"}, ("quantized (awq)", "only fp8 and mxfp4")),
+    "unknown method": ({"quant_method": "awq"}, ("quantized (awq)", "only fp8, mxfp4 and int4 of compressed-tensors")),
     "no method": ({"bits": 4}, ("quantized (no quant_method)",)),
     "not an object": ("fp8", ("quantized (no quant_method)",)),
     "another fp8": (FP8 | {"fmt": "e5m2"}, ("quantization_config.fmt='e5m2'", "only 'e4m3'")),
     "4-bit experts": (FP8 | {"expert_dtype": "fp4"}, ("quantization_config.expert_dtype='fp4'",)),
+    "another format": (INT4 | {"format": "int-quantized"}, ("config.format='int-quantized'", "only 'pack-quantized'")),
+    "no groups": (INT4 | {"config_groups": None}, ("quantization_config.config_groups=None",)),
+    "a group without weights": (INT4 | {"config_groups": {"A": {"weights": None}}}, ("config_groups.A.weights=None",)),
+    **{
+        f"{key}={value}": (
+            INT4 | {"config_groups": {"A": {"weights": INT4_WEIGHTS | {key: value}}}},
+            (f"config_groups.A.weights.{key}={value!r}: only {known!r}",),
+        )
+        for key, value, known in (
+            ("num_bits", 8, 4),
+            ("type", "float", "int"),
+            ("symmetric", False, True),
+            ("group_size", 128, 32),
+            ("strategy", "channel", "group"),
+            ("actorder", "group", None),
+        )
+    },
     "block of one size": (FP8 | {"weight_block_size": [128]}, ("weight_block_size=[128]", "two sizes")),
     "block of nothing": (FP8 | {"weight_block_size": [0, 128]}, ("weight_block_size=[0, 128]",)),
 }
@@ -157,6 +212,7 @@ def assert_refused(fields: dict[str, object], folder: Path, expected: tuple[str,
 
 PROJECTION = "model.layers.2.mlp.experts.3.up_proj.weight"
 DOWN = "model.layers.1.mlp.experts.down_proj"
+EXPERT = "model.layers.2.mlp.experts.3.down_proj.weight"
 Damage = Callable[[Tensors], object]
 BROKEN_TENSORS: dict[str, tuple[Callable[[Path], Tensors], Damage, tuple[str, ...]]] = {
     "no scales": (
@@ -201,6 +257,41 @@ BROKEN_TENSORS: dict[str, tuple[Callable[[Path], Tensors], Damage, tuple[str, ..
         save_mxfp4,
         lambda t: t.update({DOWN + "_scales": t[DOWN + "_scales"][..., :2].contiguous()}),
         (f"'{DOWN}_blocks' (uint8 [8, 64, 3, 16])", f"'{DOWN}_scales' (uint8 [8, 64, 2])"),
+    ),
+    "int4 without scales": (save_int4, lambda t: t.pop(EXPERT + "_scale"), (f"'{EXPERT}_scale', a part", "missing")),
+    "int4 without a shape": (save_int4, lambda t: t.pop(EXPERT + "_shape"), (f"'{EXPERT}_shape', a part", "missing")),
+    "asymmetric int4": (
+        save_int4,
+        lambda t: t.update({EXPERT + "_zero_point": torch.zeros(8, 1, dtype=torch.int32)}),
+        (f"'{EXPERT}_zero_point' is a part of an int4 tensor that is asymmetric",),
+    ),
+    "int4 in another order": (
+        save_int4,
+        lambda t: t.update({EXPERT + "_g_idx": torch.arange(32)}),
+        (f"'{EXPERT}_g_idx'", "that is in the order of activations"),
+    ),
+    "int4 of other groups": (
+        save_int4,
+        lambda t: t.update({EXPERT + "_scale": torch.ones(64, 2)}),
+        (f"'{EXPERT}_packed' (int32 [64, 4]) and '{EXPERT}_scale' (float32 [64, 2]) do not fit",),
+    ),
+    "8 bits": (
+        save_int4,
+        lambda t: t.update({EXPERT + "_packed": torch.zeros(64, 8, dtype=torch.int32)}),
+        (f"'{EXPERT}_packed' (int32 [64, 8])", "int32 [rows, columns / 8]"),
+    ),
+    "int4 of another shape": (
+        save_int4,
+        lambda t: t.update({EXPERT + "_shape": torch.tensor([64, 31])}),
+        (f"'{EXPERT}_shape' is [64, 31]", "packs [64, 32]"),
+    ),
+    "int4 of another model": (
+        save_int4,
+        lambda t: (
+            t.update({EXPERT + part: t[EXPERT + part][:32].clone() for part in ("_packed", "_scale")})
+            or t.update({EXPERT + "_shape": torch.tensor([32, 32])})
+        ),
+        (f"'{EXPERT}' has shape [32, 32]", "config.json makes it [64, 32]"),
     ),
     "packed otherwise": (
         save_mxfp4,

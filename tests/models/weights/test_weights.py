@@ -181,7 +181,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     "quantized weights": (
         "hf",
         lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "gptq"}),
-        ("config.json", "quantized (gptq)", "fp8 and mxfp4"),
+        ("config.json", "quantized (gptq)", "fp8, mxfp4 and int4"),
     ),
     "untied weights": (
         "tied",

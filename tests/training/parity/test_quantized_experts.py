@@ -30,7 +30,7 @@ from support.cases import (
 )
 from support.families import save_family
 from support.model_folders import convert, export
-from support.quantized import save_fp8, save_mxfp4
+from support.quantized import save_fp8, save_int4, save_mxfp4
 from support.runs import eval_dataset, read_metrics
 from support.tiny import save_records, save_tokenizer
 from support.workers import WorkerGroup
@@ -94,7 +94,12 @@ def prepare(tmp_path: Path, family: str, form: str, **fields: int) -> tuple[Path
         save_family(model, family, **fields)
         save_rounded(rounded, model)
     else:
-        save_fp8(model, "float32") if form == "fp8" else save_mxfp4(model)
+        saves: dict[str, Callable[[], object]] = {
+            "fp8": lambda: save_fp8(model, "float32"),
+            "int4": lambda: save_int4(model, "float32"),
+            "mxfp4": lambda: save_mxfp4(model),
+        }
+        saves[form]()
         export(convert(model, tmp_path / "converted"), rounded)
     save_tokenizer(tmp_path / "tokenizer")
     return model, rounded
@@ -136,11 +141,15 @@ def compare(
     ("family", "form", "layout", "keys"),
     [
         ("deepseek_v3", "fp8", "pp2", ()),
+        ("deepseek_v3", "int4", "pp1", ()),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
                 ("deepseek_v3", "fp8", "ep2", SELECTIVE),
                 ("deepseek_v3", "fp8", "ep2xpp2", ("schedule=zero_bubble", "data.packing=true")),
+                ("deepseek_v3", "int4", "pp2", ()),
+                ("deepseek_v3", "int4", "ep2", ()),
+                ("deepseek_v3", "int4", "ep2xpp2", ("data.packing=true", CHECKPOINTED)),
                 ("gpt_oss", "mxfp4", "pp1", ()),
                 ("gpt_oss", "mxfp4", "pp2", (CHECKPOINTED,)),
                 ("gpt_oss", "mxfp4", "ep2xpp2", ("data.packing=true",)),
@@ -204,12 +213,13 @@ def test_a_run_resumes_at_another_layout_and_exports(workers: Callable[[int], Wo
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("save", [save_fp8, save_int4])
 def test_a_run_on_published_experts_continues_without_the_key_and_exports(
-    workers: Callable[[int], WorkerGroup], tmp_path: Path
+    save: Callable[..., object], workers: Callable[[int], WorkerGroup], tmp_path: Path
 ) -> None:
     """At another layout; and merged, the model is what the run has evaluated, dequantized."""
     model_folder = tmp_path / "model"
-    save_fp8(model_folder, "float32", num_hidden_layers=2)
+    save(model_folder, "float32", num_hidden_layers=2)
     save_tokenizer(model_folder)
     save_records(tmp_path / "eval.jsonl", 11, seed=1)
     records = save_records(tmp_path / "train.jsonl", 22)

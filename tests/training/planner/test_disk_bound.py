@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.configs import build_config
 
+from errors import Ending, UserError
+from models.storage import folders
 from training.checkpoint.best import Best, update_best
 from training.checkpoint.retention import Retention
 from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.inputs.cadence import is_due, steps_between
-from training.planner.disk import CheckpointSize, count_disk_bytes
+from training.planner.disk import SPARE_BYTES, CheckpointSize, check_room, count_disk_bytes
 
 STEPS, STEPS_PER_EPOCH = 40, 10
 SIZE = CheckpointSize(weights=10, optimizer=60, passthrough=3)
 RANDOM = random.Random(0)
 FALLING = [float(STEPS - step) for step in range(STEPS)]  # each evaluation is the best so far
 METRICS = [FALLING, FALLING[::-1], *([RANDOM.random() for _ in range(STEPS)] for _ in range(3))]
+
+
+def test_no_room_for_any_checkpoint_is_reported_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, size = build_config(), CheckpointSize(weights=4 * 10**6, optimizer=12 * 10**6)
+    for free in (size.total + SPARE_BYTES, size.total + SPARE_BYTES - 1):
+        monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        if free >= size.total + SPARE_BYTES:
+            check_room(config, size, tmp_path / "checkpoints")
+    with pytest.raises(
+        UserError,
+        match="a checkpoint of this run does not fit: .* needs 0.03 GB and its disk has 0.03 GB free; make room",
+    ) as caught:
+        check_room(config, size, tmp_path / "checkpoints")
+    assert caught.value.ending is Ending.DISK
+    check_room(build_config("save_final=false"), size, tmp_path)
 
 
 def measure_run(config: RunConfig, metrics: list[float]) -> int:

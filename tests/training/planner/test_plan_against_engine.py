@@ -18,7 +18,7 @@ from support.cases import Case, build_all, build_engine
 from support.families import build_family, save_family
 from support.further import save_with_further
 from support.head_runs import save_documents, save_queries, save_steps, save_words
-from support.quantized import save_fp8, save_mxfp4
+from support.quantized import save_fp8, save_int4, save_mxfp4
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
@@ -325,6 +325,7 @@ def test_experts_in_4_bits(
     ("form", "num_stages", "overrides"),
     [
         ("fp8", 2, ("precision=bf16", *RECOMPUTED)),
+        ("int4", 2, ("precision=bf16", *RECOMPUTED)),
         ("mxfp4", 1, ("precision=fp32", "activation_checkpoint_interval=0")),
     ],
 )
@@ -335,9 +336,11 @@ def test_experts_as_they_are_published(
     monkeypatch.setattr(frozen, "CHUNK_NUMEL", CHUNK_NUMEL)
     folder = root / form
     if not folder.exists():
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16}
         if form == "fp8":
-            sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16}
             save_fp8(folder, block=(128, 128), **sizes)
+        elif form == "int4":
+            save_int4(folder, **sizes)
         else:
             save_mxfp4(folder, hidden_size=192, intermediate_size=128, num_local_experts=16)
         save_tokenizer(folder)
