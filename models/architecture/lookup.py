@@ -56,7 +56,9 @@ from models.layers.wrapped import Wrapper
 # model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
 ARCHITECTURES: dict[str, str] = {
     "deepseek_v3": "models.families.deepseek_v3",
+    "deepseek_v32": "models.families.deepseek_v32",
     "gemma2": "models.families.gemma2",
+    "glm_moe_dsa": "models.families.glm_moe_dsa",
     "gpt2": "models.families.gpt2",
     "gpt_oss": "models.families.gpt_oss",
     "llama": "models.families.llama",

@@ -19,6 +19,8 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.layers.recurrent import find_mixers
 
+_UNTRAINED = "is_untrained"  # an attribute of modules
+
 
 @contextmanager
 def explain_config(what: str) -> Iterator[None]:
@@ -147,6 +149,19 @@ class Layer:
         """Return whether a piece of the module's tensor `name` is read: not one of an expert that another rank has."""
         expert = piece.index[0] if piece.index else None
         return name not in self.experts or not isinstance(expert, int) or expert in self.experts[name]
+
+
+def leave_untrained(module: nn.Module) -> None:
+    """Freeze a part of a layer that the loss of tokens has no gradient for, such as an indexer. Adapters leave it out
+    too."""
+    module.requires_grad_(False)
+    setattr(module, _UNTRAINED, True)
+
+
+def list_untrained(layer: nn.Module) -> set[str]:
+    """Return the names of the modules in the parts of a layer that `leave_untrained` has frozen."""
+    parts = [name for name, part in layer.named_modules() if getattr(part, _UNTRAINED, False)]
+    return {name for name, _ in layer.named_modules() if any(f"{name}.".startswith(f"{part}.") for part in parts)}
 
 
 def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:
