@@ -25,6 +25,8 @@ What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary
                   segment_ids int32 [B, T]: 0 for padding, the documents of a row from 1
                   input_ids int64 [B, T]: only up to layers that predict further tokens (`models/further/`)
 
+A layer that is joined to the one before it (`Layer.is_joined`) may take more from that one.
+
 Only `hidden_states` is floating, so DeepSpeed sends one gradient back across each boundary. Masks, angles and whatever
 else follows from the integers: `models/layers/context.py`. The loss takes the head's outputs:
 `models/losses/cross_entropy.py`.

@@ -5,6 +5,8 @@ The indexer is frozen (`models/layers/indexed_attention.py`).
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32DecoderLayer,
@@ -21,10 +23,16 @@ ATTENTION_IMPLEMENTATIONS = KERNELS
 SEQUENCE_OBSTACLE = OBSTACLE
 
 
+class Attention(IndexedAttention):
+    def forward(self, *args: Any, **given: Any) -> tuple[Any, ...]:
+        """Return the outputs, and None in place of weights, as the layer of `transformers` takes them."""
+        return super().forward(*args, **given)[:2]
+
+
 class DecoderLayer(PipelineDecoderLayer, DeepseekV32DecoderLayer):
     def __init__(self, config: DeepseekV32Config, layer_idx: int, context: MicroBatchContext) -> None:
         super().__init__(config, layer_idx, context)
-        self.self_attn = IndexedAttention(config, layer_idx)
+        self.self_attn = Attention(config, layer_idx)
 
 
 class FinalNorm(PipelineNorm, DeepseekV32RMSNorm):

@@ -83,9 +83,12 @@ class IndexedAttention(DeepseekV32Attention):
         position_embeddings: Angles,
         attention_mask: torch.Tensor | None = None,
         indexed_rows: IndexedRows | None = None,
+        prev_topk_indices: torch.Tensor | None = None,
         **given: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Return the outputs [B, T, D] of hidden states [B, T, D]. indexed_rows: None for dense attention."""
+    ) -> tuple[Any, ...]:
+        """Return the outputs [B, T, D] of hidden states [B, T, D], None, and the selection that `select` describes, as
+        the attention of GLM-5 does. indexed_rows: None for dense attention, which selects nothing. prev_topk_indices:
+        the selection of an earlier layer, for one without an indexer."""
         compressed = self.q_a_layernorm(self.q_a_proj(hidden_states))
         query = self.q_b_proj(compressed).unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)  # [B, H, T, E]
         unrotated, rotated = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
@@ -98,13 +101,17 @@ class IndexedAttention(DeepseekV32Attention):
         key, value = heads.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         key = torch.cat([key, shared.expand(-1, key.shape[1], -1, -1)], dim=-1)
         options = {"scaling": self.scaling, "dropout": self.attention_dropout if self.training else 0.0}
+        selection = None
         if indexed_rows is None:
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
             output, _ = attend(self, query, key, value, attention_mask, **options, **given)
         else:
-            selection = self.select(hidden_states, compressed, position_embeddings, indexed_rows)
+            selection = prev_topk_indices
+            if self.indexer is not None:
+                selection = self.select(hidden_states, compressed, position_embeddings, indexed_rows)
+            assert selection is not None
             output = self._attend_selected(query, key, value, selection, indexed_rows, options)
-        return self.o_proj(output.flatten(2)), None
+        return self.o_proj(output.flatten(2)), None, selection
 
     @torch.compiler.disable  # a graph would have the operators of every chunk
     @torch.no_grad()

@@ -86,7 +86,8 @@ class Layer:
     the module's parameters that stay in fp32 in a model of 16 bits (`models/architecture/fp32.py`). fp32_in_fp16: of
     all that do in fp16, where `transformers` keeps some that it rounds to bf16. is_further: a layer that predicts
     further tokens, or looks their embeddings up (`models/further/`). num_blocks: blocks of hidden states that go in,
-    end to end along the rows: one for each token that is predicted.
+    end to end along the rows: one for each token that is predicted. is_joined: whether the layer takes more from the
+    one before it than a stage sends, so that one chunk has both.
     """
 
     hf_prefix: str
@@ -102,6 +103,7 @@ class Layer:
     fp32_in_fp16: Set[str] = frozenset()
     is_further: bool = False
     num_blocks: int = 1
+    is_joined: bool = False
 
     @property
     def owns_weights(self) -> bool:
