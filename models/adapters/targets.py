@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
 from models.experts.grouped import is_stack
-from models.layers.layer import Layer
+from models.layers.layer import Layer, list_untrained
 from models.layers.recurrent import list_read_weights
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def names_layers(config: LoraConfig) -> bool:
 
 def list_projections(module: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """Returns the projections inside a decoder layer by name, except those on which an adapter has no effect."""
-    others = {*_list_routers(module), *_list_read(module)}
+    others = {*_list_routers(module), *_list_read(module), *list_untrained(module)}
     return {
         name: child
         for name, child in module.named_modules()

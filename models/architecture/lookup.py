@@ -25,6 +25,8 @@ What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary
                   segment_ids int32 [B, T]: 0 for padding, the documents of a row from 1
                   input_ids int64 [B, T]: only up to layers that predict further tokens (`models/further/`)
 
+A layer that is joined to the one before it (`Layer.is_joined`) may take more from that one.
+
 Only `hidden_states` is floating, so DeepSpeed sends one gradient back across each boundary. Masks, angles and whatever
 else follows from the integers: `models/layers/context.py`. The loss takes the head's outputs:
 `models/losses/cross_entropy.py`.
@@ -56,7 +58,9 @@ from models.layers.wrapped import Wrapper
 # model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
 ARCHITECTURES: dict[str, str] = {
     "deepseek_v3": "models.families.deepseek_v3",
+    "deepseek_v32": "models.families.deepseek_v32",
     "gemma2": "models.families.gemma2",
+    "glm_moe_dsa": "models.families.glm_moe_dsa",
     "gpt2": "models.families.gpt2",
     "gpt_oss": "models.families.gpt_oss",
     "llama": "models.families.llama",

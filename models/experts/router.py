@@ -47,8 +47,8 @@ SCORES = {
     ),
     **dict.fromkeys(
         (
-            "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "llama4_text",
-            "minimax_m2", "solar_open",
+            "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3",
+            "llama4_text", "minimax_m2", "solar_open",
         ),
         ScoreFunction.sigmoid,
     ),

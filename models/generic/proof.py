@@ -54,7 +54,8 @@ def compare(
     loss.backward()
     ours = list_gradients(modules)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
-    theirs = {name: parameter.grad for name, parameter in named.items()}
+    frozen = list_frozen(modules)
+    theirs = {name: p.grad for name, p in named.items() if name not in frozen or p.grad is not None}
     if missing := theirs.keys() - ours.keys():
         raise UserError(f"it has parameters outside of these parts ('{min(missing)}')")
     if unmoved := [name for name in theirs if theirs[name] is None or ours[name] is None]:
@@ -69,6 +70,16 @@ def list_gradients(modules: list[tuple[Layer, nn.Module]]) -> dict[str, torch.Te
         for layer, module in modules
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
+    }
+
+
+def list_frozen(modules: list[tuple[Layer, nn.Module]]) -> set[str]:
+    """Return the Hugging Face names of the parameters that the layers leave untrained."""
+    return {
+        layer.hf_prefix + name
+        for layer, module in modules
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
     }
 
 

@@ -39,6 +39,7 @@ _SIZES: dict[str, int] = {
     r".*state_size|.*d_state|linear_.*head_dim|mamba_(head_?dim|d_head)": _HEAD_DIM,
     r"mamba_d_ssm": _HIDDEN,
     r"index_topk": 5,
+    r"index_n_heads": 32,  # with few, many scores are 0, and equal
     r".*index_topk_blocks": 2,
 }
 _EMBEDDING_SIZES = re.compile(
@@ -48,7 +49,9 @@ _POSITIONS = re.compile(
     "max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|model_max_length"
 )
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-_HEAD_COUNTS = re.compile(r".*(num|n)_(.*_)?heads|((en|de)coder_)?attention_heads|n_head|.*_per_layer|num_query_groups")
+_HEAD_COUNTS = re.compile(
+    r"(?!index_).*(num|n)_(.*_)?heads|((en|de)coder_)?attention_heads|n_head|.*_per_layer|num_query_groups"
+)
 _HEAD_SIZES = re.compile(r"(?!linear_|mamba_).*(head_dim|head_size)|rotary_dim|kv_channels|dim_head|d_head|d_kv")
 _EXPERTS = (*NUM_EXPERTS, "zero_expert_num")
 _CHOSEN = (*NUM_CHOSEN, "num_experts_per_token", "moe_top_k")

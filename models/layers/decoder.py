@@ -93,6 +93,15 @@ class PipelineDecoderLayer(nn.Module):
         """The place among the layers of the model, from 0."""
         return self.layer_idx
 
+    def complete_inputs(self, inputs: Activations) -> Activations:
+        """Return what the layer takes where it is run without the one before it: all that it needs of that one, beyond
+        activations, as any values of the right shape."""
+        return inputs
+
+    def count_lent(self, num_rows: int, length: int) -> int:
+        """Return the bytes of what the layer makes for later ones besides activations. length: tokens of a row."""
+        return 0
+
     def forward(self, inputs: Activations) -> Activations:
         given = self.context(inputs, self.attention_type, self.layer_idx)
         return self.run(self.context.tokens, self.context.batches, inputs[0], **given), *inputs[1:]

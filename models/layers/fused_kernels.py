@@ -91,6 +91,8 @@ def _replace_mlp(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _replace_attention(module: nn.Module) -> Callable[..., Any] | None:
+    if "Attention" not in type(module).__name__:  # an indexer, whose heads are rotated in another layout
+        return None
     forward = inspect.unwrap(type(module).forward)  # transformers' decorators rename arguments of older callers (5.24)
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
     if [name for name in names if name.startswith(_ROTARY)] != [_ROTARY]:  # another one next to it: interleaved

@@ -19,6 +19,8 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.layers.recurrent import find_mixers
 
+_UNTRAINED = "is_untrained"  # an attribute of modules
+
 
 @contextmanager
 def explain_config(what: str) -> Iterator[None]:
@@ -84,7 +86,8 @@ class Layer:
     the module's parameters that stay in fp32 in a model of 16 bits (`models/architecture/fp32.py`). fp32_in_fp16: of
     all that do in fp16, where `transformers` keeps some that it rounds to bf16. is_further: a layer that predicts
     further tokens, or looks their embeddings up (`models/further/`). num_blocks: blocks of hidden states that go in,
-    end to end along the rows: one for each token that is predicted.
+    end to end along the rows: one for each token that is predicted. is_joined: whether the layer takes more from the
+    one before it than a stage sends, so that one chunk has both.
     """
 
     hf_prefix: str
@@ -100,6 +103,7 @@ class Layer:
     fp32_in_fp16: Set[str] = frozenset()
     is_further: bool = False
     num_blocks: int = 1
+    is_joined: bool = False
 
     @property
     def owns_weights(self) -> bool:
@@ -147,6 +151,19 @@ class Layer:
         """Return whether a piece of the module's tensor `name` is read: not one of an expert that another rank has."""
         expert = piece.index[0] if piece.index else None
         return name not in self.experts or not isinstance(expert, int) or expert in self.experts[name]
+
+
+def leave_untrained(module: nn.Module) -> None:
+    """Freeze a part of a layer that the loss of tokens has no gradient for, such as an indexer. Adapters leave it out
+    too."""
+    module.requires_grad_(False)
+    setattr(module, _UNTRAINED, True)
+
+
+def list_untrained(layer: nn.Module) -> set[str]:
+    """Return the names of the modules in the parts of a layer that `leave_untrained` has frozen."""
+    parts = [name for name, part in layer.named_modules() if getattr(part, _UNTRAINED, False)]
+    return {name for name, _ in layer.named_modules() if any(f"{name}.".startswith(f"{part}.") for part in parts)}
 
 
 def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:

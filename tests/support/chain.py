@@ -49,9 +49,14 @@ class Chain(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Hugging Face name -> gradient."""
+        """Hugging Face name -> gradient, of what is trained."""
         pairs = [(layer, module) for layer, module in zip(self.layers, self.stages, strict=True) if layer.owns_weights]
-        return {layer.hf_prefix + name: p.grad for layer, module in pairs for name, p in module.named_parameters()}
+        return {
+            layer.hf_prefix + name: p.grad
+            for layer, module in pairs
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
 
 
 def positions(length: int = T) -> torch.Tensor:

@@ -62,8 +62,11 @@ HEADS = {
 }  # fmt: skip
 NUM_LABELS = {"classification": 3, "tokens": 3, "steps": 2}  # of the records that are saved here
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 EXPERTS = {  # with adapters
-    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT,
+    "glm_moe_dsa": _LATENT,
     "gpt_oss": _ATTENTION,
     "llama4_text": _ATTENTION,
 }

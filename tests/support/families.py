@@ -104,6 +104,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_ROPE_YARN, "mscale_all_dim": 1.0, "mscale": 1.0},
     },
 }
+# Of 24 tokens, 32 heads of an indexer: with few, a score may be 0, and equal to others
+_INDEXED = {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16}
+FAMILIES["deepseek_v32"] = {**FAMILIES["deepseek_v3"], **_INDEXED}
+FAMILIES["glm_moe_dsa"] = {**FAMILIES["deepseek_v3"], **_INDEXED, "indexer_types": ["full", "shared"] * 2}
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _GROUPED = {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 2, "topk_group": 1}
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}

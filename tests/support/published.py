@@ -112,6 +112,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": _GEMMA4},
     "gemma4_text": _GEMMA4,
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    "glm_moe_dsa": {"index_topk_freq": 4, "index_skip_topk_offset": 3},
     "glm46v": _GLM4V,
     "glm4v": _GLM4V,
     "glm4v_moe": {"text_config": {"rope_parameters": _HALF_ROPE, "head_dim": 128, "routed_scaling_factor": 2.5}},

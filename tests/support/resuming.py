@@ -45,6 +45,7 @@ KINDS = {
     "groups": ("tiedTrue", GROUPS),
 }  # model, overrides
 EXPERTS = {"lora on experts": ("deepseek_v3", LORA), "experts": ("deepseek_v3", ()), "gpt_oss": ("gpt_oss", ())}
+INDEXED = {"an indexer": ("glm_moe_dsa", ())}
 ROUNDED = {"experts in bf16": ("deepseek_v3", (STATE_IN_BF16,))}
 
 
@@ -54,7 +55,7 @@ def layout_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tied in (False, True):
         save_llama(root / f"tied{tied}", tied=tied)
         save_tokenizer(root / f"tied{tied}")
-    for family in ("deepseek_v3", "gpt_oss"):
+    for family in ("deepseek_v3", "glm_moe_dsa", "gpt_oss"):
         save_tokenizer(save_family(root / family, family))
     save_records(root / "train.jsonl", 40)
     return root
@@ -115,7 +116,7 @@ def read_steps(output_dir: Path, first: int) -> list[tuple[float, float]]:
 
 
 def check_continues(run_at: Callable[..., Path], saved: str, resumed: str, kind: str) -> None:
-    model, overrides = (KINDS | OPTIMIZERS | EXPERTS | ROUNDED)[kind]
+    model, overrides = (KINDS | OPTIMIZERS | EXPERTS | INDEXED | ROUNDED)[kind]
     whole = run_at(f"{saved}-{kind}-whole", saved, model, *overrides)
     begun = whole / "checkpoints" / f"global_step{STEPS_BEFORE}"
     ended = run_at(f"{saved}-{kind}-at-{resumed}", resumed, model, *overrides, f"resume={begun}")

@@ -17,10 +17,12 @@ from training.inputs.datasets import build_order, build_row_plan
 
 SIGMOID = (  # the other families have softmax
     "deepseek_v3",
+    "deepseek_v32",
     "dots1",
     "exaone_moe",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "hy_v3",
     "llama4_text",
     "minimax_m2",

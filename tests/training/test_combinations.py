@@ -15,7 +15,7 @@ import pytest
 from support.combination_runs import HEADS, Material, check_row
 from support.combinations import AXES, RANKS, SLOW, Refusals, Row, cover, list_combinations
 from support.configs import build_config
-from support.families import FAMILIES
+from support.families import FAMILIES, has_sharding_plan
 from support.workers import WorkerGroup
 from transformers import AutoConfig
 
@@ -27,6 +27,7 @@ from training.config.incompatible import list_conflicts, list_pairs
 BATCH = ("micro_batch_size=2", "global_batch_size=8")
 DENSE, EXPERTS = "llama", "deepseek_v3"
 PLAINEST = {next(iter(values)) for values in AXES.values()} | AXES["layout"].keys()
+UNSHARDED = {"tp2": "dp2", "tp2xpp2": "pp2xdp2"}  # the same ranks, for a model that tensor parallelism does not shard
 UNDIVIDED = {"ep2": "dp2", "ep2xpp2": "pp2xdp2"}  # the same ranks, for a model without experts
 LONG = SLOW | {
     ("layout", name) for name, ranks in RANKS.items() if ranks > 2 or name in UNDIVIDED
@@ -112,12 +113,14 @@ def test_a_row_trains_as_the_plain_model(
 
 
 def within(family: str, row: Row) -> Row:
-    """Return the row with a kernel that the family has (`ATTENTION_IMPLEMENTATIONS`), with replicas if its sequences
-    cannot be split, or it has no experts to divide, and with the LM head if `transformers` has no class of it with the
-    other one."""
+    """Return the row with a kernel that the family has (`ATTENTION_IMPLEMENTATIONS`), with replicas if its layers or
+    sequences cannot be split, or it has no experts to divide, and with the LM head if `transformers` has no class of it
+    with the other one."""
     config = AutoConfig.for_model(family)
     if row["objective"] in HEADS and type(config) not in HEADS[row["objective"]].classes:
         row = row | {"objective": "sft"}
+    if "tp2" in row["layout"] and not has_sharding_plan(family):
+        row = row | {"layout": UNSHARDED[row["layout"]]}
     if row["layout"] == "cp2" and find_sequence_obstacle(config):
         row = row | {"layout": "dp2"}
     if row["layout"] in UNDIVIDED and count_experts(config) == (1, 1):

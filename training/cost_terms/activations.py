@@ -14,7 +14,8 @@ from training.costs.hardware import GB
 
 def compute_kept(chunk: Chunk) -> Kept:
     """Return the bytes that a micro-batch keeps, and the peak of recomputation. It keeps the chunk's output, if that is
-    sent, and what came in: hidden_states, which a first group that is recomputed counts itself, and integers.
+    sent, and what came in: hidden_states, which a first group that is recomputed counts itself, and integers. What a
+    layer makes for later ones is kept for those that are recomputed.
 
     Counted group by group as the backward pass goes: what later groups kept is freed by then, and the group's own input
     where autograd keeps nothing of it. Of what is on the host, the input of the group that is recomputed has come back,
@@ -41,7 +42,7 @@ def compute_kept(chunk: Chunk) -> Kept:
             repeated = max(layer.bytes.repeated for layer in layers)
             missing = min(freed, count_flowing(chunk.layers, chunk) + count_on_the_way(chunk) - repeated)
         recomputation = max(recomputation, came_back + remade + deferred - kept - missing)
-        kept += entering
+        kept += entering + sum(layer.bytes.lent for layer in layers)
         deferred += sum(layer.bytes.deferred for layer in layers)
         if checkpointing.is_selective:
             kept += sum(layer.bytes.kept for layer in layers)

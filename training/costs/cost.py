@@ -28,6 +28,7 @@ from models.architecture.widths import find_input_width
 from models.experts.gate import replace_forward
 from models.experts.sizes import active_share, count_experts, list_matrices
 from models.layers.context import MicroBatchContext
+from models.layers.decoder import PipelineDecoderLayer
 from models.layers.documents import DocumentBounds
 from models.layers.fused_kernels import fuse_kernels
 from models.layers.layer import Layer, list_layer_configs
@@ -120,6 +121,7 @@ class Bytes:
     repeated: int = 0
     widest: int = 0  # gradients within the backward pass, where they take most: a widest result, or eager scores
     deferred: int = 0  # kept between the two halves of a backward pass; 0 if the schedule puts nothing off
+    lent: int = 0  # made for the layers after it besides hidden_states, which each that is recomputed takes again
     # Whether autograd keeps nothing of the hidden_states that the layer takes, as where a norm keeps a copy in fp32:
     # `recompute` (training/pipeline/recomputation.py) lets go of them once it has run the layer again. torch's own
     # function, for layers that may draw random numbers, does not
@@ -206,7 +208,7 @@ def count_layers(
             fuse_kernels(module)
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         recipe = (layer.module_class, layer.tied_key, layer.owns_weights, layer.is_further)
-        kind = (*recipe, _find_window(module, config), shapes, dtype)
+        kind = (*recipe, _count_lent(module, part), _find_window(module, config), shapes, dtype)
         if kind not in counted:
             width = find_input_width(layers, index, config.hidden_size)
             module.to(batch.dtype)  # the adapter too, as the engine does
@@ -339,6 +341,7 @@ class _BuiltLayer:
             output=batch.tokens // self._hidden_parts * self.config.hidden_size * self.output_dtype.itemsize,
             widest=widest,
             deferred=self._count_deferred(),
+            lent=_count_lent(self.module, batch),
             frees_input=trace is not None and not keeps_input and not may_draw([self.module]),
         )
 
@@ -463,13 +466,15 @@ class _BuiltLayer:
         position_ids = torch.zeros(batch.rows, batch.seq_length, dtype=torch.long, device="meta")
         shape = batch.rows * layer.num_blocks, batch.seq_length // self._hidden_parts, self.width
         hidden_states = torch.empty(*shape, dtype=self.dtype, device="meta", requires_grad=True)  # [B, T, D] per block
-        inputs: tuple[torch.Tensor, ...] = (
+        inputs: Any = (
             position_ids if self.is_first else hidden_states,
             position_ids,
             position_ids.to(torch.int32),
         )
         if layer.is_further and not layer.owns_weights:
             inputs = (*inputs, position_ids)  # in place of tokens
+        if isinstance(module, PipelineDecoderLayer):
+            inputs = module.complete_inputs(inputs)
         return layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)
 
     def _count_deferred(self) -> int:
@@ -525,6 +530,11 @@ class _BuiltLayer:
         chosen = {name: count_experts(config)[0] if active_share(name, config) < 1 else 1 for name in shapes}
         matrix_bytes = sum(sum(shape) * itemsize * chosen[name] for name, shape in shapes.items())
         return self.batch.tokens * round(matrix_bytes + 4 * 4 * config.hidden_size)
+
+
+def _count_lent(module: nn.Module, batch: MicroBatchShape) -> int:
+    """Return the bytes that a layer makes for later ones, besides hidden states."""
+    return module.count_lent(batch.rows, batch.seq_length) if isinstance(module, PipelineDecoderLayer) else 0
 
 
 def mean_keys(seq_length: int, window: int | None) -> float:

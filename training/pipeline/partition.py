@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
@@ -49,14 +49,17 @@ def split_layers(
     fits: Fits | None = None,
     schedule: Schedule | None = None,
     tail: int = 1,
+    joined: Collection[int] = (),
 ) -> list[int]:
     """Return the bounds of the split that `partition_method` names.
 
     weights: as `weigh_layers` returns them. fits: what `balanced` respects, where some split can and a stage is one
     chunk. schedule: says which chunks a stage has; None for one. tail: how many of the last layers have to be in one
-    chunk. Raises UserError for a list that does not add up, or that cuts the tail.
+    chunk. joined: the layers that have to be in one chunk with the one before them. Raises UserError for a list that
+    does not add up, or that cuts the tail or before a joined layer.
     """
     num_layers = len(weights)
+    starts = [index for index in range(num_layers - tail + 1) if index not in joined]  # of what can be a chunk
     if isinstance(method, list):
         bounds = _bounds_of_list(method, num_layers, num_stages, schedule.num_chunks if schedule else 1)
         if bounds[-2] > num_layers - tail:
@@ -64,20 +67,24 @@ def split_layers(
                 f"partition_method={method}: the last {tail} layers, those for further tokens (mtp.loss_coef) and the "
                 f"head, have to be on one stage; give the last one {tail} layers or more"
             )
+        if cut := [bound for bound in bounds[1:-1] if bound in joined]:
+            nearest = min(starts, key=lambda start: abs(start - cut[0]))
+            raise UserError(
+                f"partition_method={method}: a stage cannot begin with layer {cut[0]} (the embedding is layer 0), "
+                "which takes more from the layer before it than stages send; the nearest that it can begin with is "
+                f"{nearest}"
+            )
         return bounds
-    if tail > 1:
-        whole = [*weights[: num_layers - tail], sum(weights[num_layers - tail :])]
-
-        def fits_whole(stage: int, start: int, stop: int) -> bool:
-            assert fits is not None
-            return fits(stage, start, num_layers if stop == len(whole) else stop)
-
-        bounds = split_layers(whole, num_stages, method, fits=fits and fits_whole, schedule=schedule)
-        return [*bounds[:-1], num_layers]
+    edges = [*starts, num_layers]
+    whole = [sum(weights[start:stop]) for start, stop in pairwise(edges)]  # of the parts that no split cuts
     if schedule is not None and schedule.num_chunks > 1:
         alike = replace(schedule, num_micro_batches=schedule.num_stages)  # on which the split does not depend
-        return list(_balance_chunks(tuple(weights), alike))
-    return _balance_within(tuple(weights), num_stages, fits if method == "balanced" else None)
+        found = list(_balance_chunks(tuple(whole), alike))
+    elif fits is None or method != "balanced":
+        found = _balance_within(whole, num_stages, None)
+    else:
+        found = _balance_within(whole, num_stages, lambda stage, start, stop: fits(stage, edges[start], edges[stop]))
+    return [edges[bound] for bound in found]
 
 
 def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:

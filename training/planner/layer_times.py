@@ -30,6 +30,7 @@ from models.adapters.freeze import choose_trained
 from models.architecture.lookup import build_layers
 from models.architecture.widths import find_input_width
 from models.heads.table import find_head
+from models.layers.decoder import PipelineDecoderLayer
 from models.losses.cross_entropy import build_loss
 from training.config.precision import DTYPES
 from training.config.schema import Precision, RunConfig
@@ -214,6 +215,8 @@ def _build_chain(task: Task, indices: Sequence[int]) -> tuple[Callable[[], torch
         received = input_ids if indices[0] == 0 else hidden_states.clone().requires_grad_()
         values: Any = (received, position_ids.clone(), segment_ids.clone(), *[input_ids] * looks_up_further)
         for layer, module in chain:
+            if isinstance(module, PipelineDecoderLayer):
+                values = module.complete_inputs(values)
             values = layer.forward_fn(module, values) if layer.forward_fn else module(values)
         output: torch.Tensor = loss(values, targets) if indices[-1] == len(layers) - 1 else values[0]
         return output

@@ -102,8 +102,14 @@ class ResolvedModel:
 
     @property
     def num_units(self) -> int:
-        """The number of layers that a split can separate: all but those that have to stay with the head."""
-        return len(self.layers) - count_tail(self.layers) + 1
+        """The number of parts that a split can separate: layers, but for those that have to stay with the head, or with
+        the layer before them."""
+        return len(self.layers) - count_tail(self.layers) + 1 - len(self.joined)
+
+    @property
+    def joined(self) -> list[int]:
+        """The layers that one chunk has together with the layer before them."""
+        return [index for index, layer in enumerate(self.layers) if layer.is_joined]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +228,7 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
         fits=build_fits(costs, replace(run, hardware=target.machine)) if target.machine and target.fills else None,
         schedule=build_schedule(layout),
         tail=count_tail(model.layers),
+        joined=model.joined,
     )
     return ResolvedRun(
         config=config,

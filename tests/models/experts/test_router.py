@@ -29,8 +29,8 @@ from models.layers.documents import DocumentBounds, locate_tokens
 from models.parallel.shard import NO_CP
 
 BIASED = {
-    "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "minimax_m2",
-    "solar_open",
+    "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+    "hy_v3", "minimax_m2", "solar_open",
 }  # fmt: skip
 FAST = ("deepseek_v3", "mixtral")
 

@@ -43,8 +43,11 @@ def score(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     return score_documents(values, Targets(targets, ends, torch.tensor(1.0), {"labels": torch.zeros(2, 0)}))
 
 
+WITHOUT_CLASS = ("deepseek_v32", "glm_moe_dsa", "llama4_text")  # of transformers
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", [family for family in (*FAMILIES, *GENERIC) if family != "llama4_text"])
+@pytest.mark.parametrize("family", [family for family in (*FAMILIES, *GENERIC) if family not in WITHOUT_CLASS])
 def test_scores_are_those_of_transformers(family: str, tied: bool) -> None:
     config = describe_head(build_family_config(family, tied), SEQUENCE_CLASSIFICATION, Labels(("a", "b", "c")))
     config.pad_token_id = 0

@@ -34,6 +34,8 @@ PARTS = {
     "olmo2": {"SwiGLU": 4},  # the weight is applied before the cast back, and the rotation is in fp32
     "gemma2": {"rotary": 4},  # 1 + weight, GELU
     "deepseek_v3": {"RMSNorm": 17, "SwiGLU": 4},  # its rotation can be interleaved
+    "deepseek_v32": {"RMSNorm": 17, "SwiGLU": 4},
+    "glm_moe_dsa": {"RMSNorm": 17, "SwiGLU": 4},
     "gpt2": {},
     "gpt_oss": {},  # the weight is applied before the cast back; a rotation and a gate of its own
     "llama4_text": {},  # the weight is applied after the cast, too, but in different code

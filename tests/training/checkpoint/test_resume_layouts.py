@@ -76,3 +76,9 @@ def test_rings_leave_no_trace(run_at, saved: str, resumed: str, kind: str) -> No
 )
 def test_each_optimizer_continues_at_another_layout(run_at, saved: str, resumed: str, kind: str) -> None:
     check_continues(run_at, saved, resumed, kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saved, resumed", [("pp2", "pp1xdp2"), ("pp1xdp2", "ep2xpp2")], ids=str)
+def test_a_frozen_indexer_is_read_back(run_at, saved: str, resumed: str) -> None:
+    check_continues(run_at, saved, resumed, "an indexer")

@@ -46,7 +46,7 @@ LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
 }
 STEPS = ("learning_rate=0.05", CLIPPED)
 GRADIENTS = (f"learning_rate={LARGE}", "max_grad_norm=0")  # one step so long that the new weights are the gradients
-WITH_FILES = ("deepseek_v3", "gpt_oss", "llama4_text")
+WITH_FILES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "llama4_text")
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 full = pytest.mark.full
 
@@ -124,6 +124,8 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case, model: torch.nn.M
                 ("ep2xcp2", (CHECKPOINTED,)),
             )
         ),
+        pytest.param("deepseek_v32", "ep2xdp2", (*SELECTIVE, "zero_stage=2"), marks=full),
+        pytest.param("glm_moe_dsa", "ep2xpp2", (CHECKPOINTED, "schedule=zero_bubble"), marks=full),
         *(pytest.param("qwen3_moe", layout, (), marks=full) for layout in ("ep4", "ep2xdp2", "ep2xtp2")),
     ],
 )

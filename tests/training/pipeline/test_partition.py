@@ -184,3 +184,27 @@ def test_a_list_that_cuts_the_tail_is_refused() -> None:
     assert split_layers([1] * 9, 2, [6, 3], tail=3) == [0, 6, 9]
     with pytest.raises(UserError, match=r"partition_method=\[7, 2\]: the last 3 layers"):
         split_layers([1] * 9, 2, [7, 2], tail=3)
+
+
+@given(WEIGHTS, st.sets(st.integers(1, 7)), st.integers(1, 8))
+def test_joined_layers_stay_with_the_one_before(weights: list[int], numbers: set[int], most_stages: int) -> None:
+    """By the best of the cuts that are left."""
+    joined = {number for number in numbers if number < len(weights)}
+    num_stages = min(most_stages, len(weights) - len(joined))
+    bounds = split_layers(weights, num_stages, "balanced", joined=joined)
+    left = [cut for cut in list_cuts(weights, num_stages) if joined.isdisjoint(cut)]
+    assert bounds in left and judge(weights, bounds) == min(judge(weights, cut) for cut in left)
+
+
+def test_chunks_begin_with_no_joined_layer() -> None:
+    bounds = split_layers([0, *[4] * 8, 0, 3], 2, "balanced", schedule=Interleaved(2, 2, 2), joined=[3, 4, 6])
+    assert len(bounds) == 5 and not {3, 4, 6} & set(bounds)
+
+
+def test_a_list_that_cuts_before_a_joined_layer_is_refused() -> None:
+    assert split_layers([1] * 9, 2, [5, 4], joined=[3, 4]) == [0, 5, 9]
+    message = (
+        r"partition_method=\[4, 5\]: a stage cannot begin with layer 4 .*; the nearest that it can begin with is 5"
+    )
+    with pytest.raises(UserError, match=message):
+        split_layers([1] * 9, 2, [4, 5], joined=[3, 4])
