@@ -18,6 +18,9 @@ from training.config.schema import RunConfig
 Row = dict[str, str]  # axis -> value
 Values = tuple[tuple[str, str], ...]  # (axis, value), in the order of the axes
 
+# Kinds of data that are not an objective by their name: the first is "dpo" and "orpo", KTO has tests of its own
+ANSWERS = ("preference", "unpaired_preference")
+
 OWN_LOSS = "loss={_target_: support.combination_runs.OwnLoss}"
 ADAMW = ("optimizer=adamw", "optimizer.eps=0.01")  # Adam divides rounding by itself
 MOMENTUM = "optimizer.custom={_target_: torch.optim.SGD, momentum: 0.9, nesterov: true}"
@@ -40,7 +43,8 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
         "sft": ("data=sft",), "pretrain": ("data=pretrain",),
         "dpo": ("data=preference",), "orpo": ("data=preference", "task=orpo"),
         "classification": ("data=classification",), "tokens": ("data=token_classification",),
-        "steps": ("data=process_reward",), **{kind.name: (f"data={kind.name}",) for kind in ADDED_KINDS},
+        "steps": ("data=process_reward",),
+        **{kind.name: (f"data={kind.name}",) for kind in ADDED_KINDS if kind.name not in ANSWERS},
     },
     "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",), "fp16": ("precision=fp16",)},
     "recompute": {
