@@ -122,7 +122,7 @@ def test_moving_and_editing_our_files_changes_no_key(tmp_path: Path) -> None:
     for file in ROOT.glob("*.py"):
         shutil.copy(file, tmp_path)
     (tmp_path / "data/encoders/chat.py").rename(tmp_path / "data/encoders/conversations.py")
-    for file in tmp_path.glob("data/**/*.py"):
+    for file in [*tmp_path.glob("data/**/*.py"), *tmp_path.glob("extensions/**/*.py")]:
         source = file.read_text().replace("data.encoders.chat import", "data.encoders.conversations import")
         file.write_text(f"{source}\nEDITED = True\n")
     program = (

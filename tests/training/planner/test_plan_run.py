@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from data.storage.rows import count_rows
 from errors import UserError
+from extension import list_conf_folders
 from models.architecture.lookup import build_layers
 from models.layers.nf4 import NF4_BYTES, WORK_BYTES
 from models.weights.config_file import parse_config
@@ -40,7 +41,8 @@ from training.planner.run import (
 from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target
 
-PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
+FILES = {file.stem: file for folder in (CONF, *list_conf_folders()) for file in folder.glob("*.yaml")}
+PRIMARY = sorted(FILES.keys() - {"base"})
 PLANNED = re.compile(r"# python trainer_base_ds_mp\.py -cn (\S+) (plan=true .*)")
 EXPERTS_PAGE = CONF.parent / "docs" / "experts.md"
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
@@ -50,7 +52,7 @@ PICTURED = ("llama_7b_pp4", "llama_65b_pp8")  # half a second each; test_timelin
 
 def planned_arguments(name: str) -> list[str]:
     """The overrides of the plan that a config's first comment names."""
-    comment = (line for line in (CONF / f"{name}.yaml").read_text().splitlines() if line.startswith("#"))
+    comment = (line for line in FILES[name].read_text().splitlines() if line.startswith("#"))
     found = [match for match in map(PLANNED.fullmatch, comment) if match]
     assert len(found) == 1 and found[0][1] == name, (
         f"conf/{name}.yaml: the first comment must name a plan, the GPUs that it fits"
@@ -87,7 +89,7 @@ def test_every_shipped_config_fits_the_gpus_that_it_names(
 
 
 def read_comment(name: str) -> str:
-    return " ".join(re.findall(r"^# (.*)$", (CONF / f"{name}.yaml").read_text(), re.MULTILINE))
+    return " ".join(re.findall(r"^# (.*)$", FILES[name].read_text(), re.MULTILINE))
 
 
 def check_figures(comment: str, report: str) -> None:
@@ -529,7 +531,7 @@ def test_a_search_takes_any_number_of_ranks() -> None:
 
 def test_every_shipped_size_can_be_counted() -> None:
     """Those of shipped runs are counted above."""
-    planned = re.findall(r"override model: (\w+)", "".join((CONF / f"{name}.yaml").read_text() for name in PRIMARY))
+    planned = re.findall(r"override model: (\w+)", "".join(FILES[name].read_text() for name in PRIMARY))
     assert len(planned) > 20
     for file in sorted((CONF / "model").glob("*.yaml")):
         if file.stem not in planned and (fields := OmegaConf.to_container(OmegaConf.load(file))):
