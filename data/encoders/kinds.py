@@ -64,7 +64,7 @@ def describe_encoder(encoder: Encoder) -> list:
     its source, so that moving it, or adding an option, changes no key. A user's own is named by its module, its fields
     and its source, see `describe_code`.
     """
-    kind = _find_own(encoder)
+    kind = find_own(encoder)
     if kind is None:
         return [f"{type(encoder).__module__}.{encoder!r}", *describe_encoder_code(encoder)]
     given: Any = encoder
@@ -78,10 +78,11 @@ def describe_encoder(encoder: Encoder) -> list:
 
 def describe_encoder_code(encoder: Encoder) -> list:
     """Return the code of a user's own encoder and the files that it names, see `describe_code`; empty for ours."""
-    return [] if _find_own(encoder) else [describe_code(encoder, getattr(encoder, "__dict__", {}))]
+    return [] if find_own(encoder) else [describe_code(encoder, getattr(encoder, "__dict__", {}))]
 
 
-def _find_own(encoder: Encoder) -> DataKind | None:
+def find_own(encoder: Encoder) -> DataKind | None:
+    """Return the kind of data whose encoder this is; None for a user's own."""
     return next((kind for kind in KINDS.values() if kind.encoder is type(encoder)), None)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.encoders.kinds import describe_encoder_code
+from data.encoders.kinds import describe_encoder_code, find_own
 from data.encoders.segments import CountingEncoder, PieceEncoder, Pieces, no_token_error, tokenize_pieces
 from data.options import LengthPolicy, OnBadRecord
 from data.sample import IGNORE_INDEX, Encoder, Group, Sample, count_targets
@@ -60,6 +60,9 @@ class Encoding:
             "selection": self.selection.describe(),
             **({"shares_rows": True} if self.shares_rows else {}),
         }
+        kind = find_own(self.encoder)
+        if self.label_key != ("" if kind is None else kind.label_key):  # which the encoder's name does not imply
+            options["label_key"] = self.label_key
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
 
     def describe_files(self, sources: Sequence[Sequence[str]]) -> list:
