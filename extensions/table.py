@@ -10,7 +10,17 @@ from __future__ import annotations
 
 _PREFERENCES = ("cpo", "dpo", "kto", "orpo", "reward", "simpo")
 _TRACKERS = ("comet", "mlflow", "swanlab", "trackio")
+_CLASSES = ("classification", "process_reward", "token_classification")
 TABLE: dict[str, tuple[str, ...]] = {
+    "classification": (
+        *("classification", "classification.", "data.text_pair_field", "data.words_field", "data.label_all_pieces"),
+        *("data.steps_field", "data.step_separator"),
+        *(f"{group}={name}" for name in _CLASSES for group in ("data", "task")),
+        *(f"llama_8b_{name}_pp4" for name in _CLASSES),
+        *(f"training.objectives.{name}" for name in _CLASSES),
+        *("data.encoders.classification", "data.encoders.token_classification"),
+        "models.heads.token_classification",
+    ),
     "elastic": ("--elastic", "--hosts_command"),
     "hub": ("hub", "hub.", "training.hub", "training.hub.upload", "training.hub.model_card"),
     "import_config": (),

@@ -44,7 +44,7 @@ from training.resolution.readers import check_read
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "extensions").glob("*/README.md"))
+PAGES += sorted((ROOT / "extensions").glob("*/*.md"))
 HUB = "the hub"
 NEEDS = {"GPUs", "two hosts", "slurm", HUB, "docker", "kubernetes", "skypilot"}
 NO_COMMANDS = {"", "text", "python", "yaml", "json"}

@@ -61,7 +61,7 @@ WITHOUT_ROW = {
         "task=orpo", "task=simpo", "task=cpo", "label_smoothing",
     ),
     "the head and the positions are those of reward; the loss is a few numbers per document": (
-        "task=classification", "classification", "task=token_classification", "task=process_reward", "task=rerank",
+        "task=classification", "task=token_classification", "task=process_reward", "task=rerank",
     ),
     "hidden states and passes are those of other rows and of evaluations; the loss is a few products of vectors": (
         "task=embedding",

@@ -19,7 +19,7 @@ import pytest
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from support.configs import REQUIRED, compose_config
-from support.head_runs import save_queries
+from support.head_runs import save_documents, save_queries, save_steps, save_words
 from support.launching import Ended, run, run_alone, run_deepspeed
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 from support.workers import free_port
@@ -51,6 +51,9 @@ RECORDS: dict[str, Callable[[Path, int], Path]] = {
     "data=rerank": save_queries,
     "data=preference": save_pairs,
     "data=unpaired_preference": save_judged,
+    "data=classification": save_documents,
+    "data=token_classification": save_words,
+    "data=process_reward": save_steps,
 }
 PARITY = "tests/training/parity"  # of two families, at pp2 and pp2 x dp2
 PARITIES = (

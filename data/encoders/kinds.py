@@ -7,37 +7,18 @@ from typing import Any
 
 from data.components import describe_code
 from data.encoders.chat import ChatEncoder
-from data.encoders.classification import ClassificationEncoder
 from data.encoders.kind import DataKind
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
-from data.encoders.token_classification import ProcessRewardEncoder, TokenClassificationEncoder
 from data.sample import Encoder
 from errors import UserError
 from extension import check_not_removed, load_parts, name_parts
 
-_LABELS = "a stream is not searched for labels, and keeps none of whole texts"
 OWN_KINDS = (
     # 2: the end of a turn, for templates that do not show the next one
     DataKind("sft", SFTEncoder, task="sft", format_version=2),
     DataKind("chat", ChatEncoder, task="sft", format_version=2),
     DataKind("pretrain", PretrainEncoder, task="pretrain", concatenates=True),
-    DataKind(
-        "classification",
-        ClassificationEncoder,
-        task="classification",
-        not_split="its label is that of the whole document",
-        not_streamed=_LABELS,
-    ),
-    DataKind("process_reward", ProcessRewardEncoder, task="process_reward"),
-    DataKind(
-        "token_classification",
-        TokenClassificationEncoder,
-        task="token_classification",
-        lists_labels=True,
-        not_streamed=_LABELS,
-        format_version=2,  # BILOU and BMES
-    ),
 )
 ADDED_KINDS: tuple[DataKind, ...] = load_parts("data_kinds")
 KINDS: dict[str, DataKind] = name_parts((*OWN_KINDS, *ADDED_KINDS), "kinds of data")

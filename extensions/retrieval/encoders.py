@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from console import pluralize
 from data.counts import ContentCounts
-from data.encoders.classification import tokenize_texts
 from data.encoders.control_tokens import Guard
 from data.encoders.kind import DataKind
 from data.encoders.messages import refuse_media
 from data.encoders.segments import CountingEncoder, check_filled, get_fields
+from data.encoders.texts import tokenize_texts
 from data.options import ControlTokens
 from data.sample import Group, Sample
 from errors import UserError

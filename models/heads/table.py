@@ -13,10 +13,9 @@ from errors import UserError
 from extension import load_parts
 from models.heads.head import Head, Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
-from models.heads.token_classification import TOKEN_CLASSIFICATION
 from models.layers.layer import Layer
 
-_OWN = (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION)
+_OWN = (SEQUENCE_CLASSIFICATION,)
 _UNKNOWN_SIZE = 2  # labels of a plan whose data are not there to name them: they take next to nothing
 
 

@@ -36,9 +36,9 @@ from data.encoders.kinds import ADDED_KINDS, KINDS
 from data.order import GlobalOrder
 from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
+from extensions.classification.token_head import TOKEN_CLASSIFICATION
 from models.adapters.targets import ALL_LINEAR
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
-from models.heads.token_classification import TOKEN_CLASSIFICATION
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig, StateDtype
 from training.inputs.datasets import build_row_plan

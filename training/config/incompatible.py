@@ -270,8 +270,6 @@ TABLE: tuple[Row, ...] = (
         "sequences are not split then; give context_parallel_size=2 or more, or context_parallel_mode=auto"}),
     (CONTEXT_PARALLEL, {
         TIMED_HERE: "it times layers with whole sequences; choose other hardware",
-        has_value("data.name", "token_classification"):
-            "an entity may lie in the parts of two ranks; give context_parallel_size=1",
         USER_LOSS: "it would see only a part of each sequence; give context_parallel_size=1",
         has_value("attn_implementation", "flash_attention_2", "flash_attention_3", "flex_attention"):
             "the exchange of heads is tested with sdpa, varlen and eager only; use attn_implementation=auto",

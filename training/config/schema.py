@@ -167,11 +167,6 @@ class DataConfig:
     text_field: str | None = MISSING
     response_marker: str | None = MISSING
     label_field: str | None = MISSING
-    text_pair_field: str | None = MISSING
-    words_field: str | None = MISSING
-    steps_field: str | None = MISSING
-    step_separator: str | None = MISSING
-    label_all_pieces: bool = MISSING
     problem_type: ProblemType = MISSING
     labels: list[str] | None = MISSING
     train_on: TrainOn = MISSING
@@ -221,11 +216,6 @@ class RopeConfig:
     def list_given(self) -> dict[str, Any]:
         """As a Hugging Face config.json has them; empty where the model's own stay."""
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
-
-
-@dataclass
-class ClassificationConfig:
-    class_weights: list[float] | None = MISSING
 
 
 @dataclass
@@ -351,7 +341,6 @@ class RunConfig:
     freeze: list[str] = MISSING
 
     task: str | None = MISSING
-    classification: ClassificationConfig = field(default_factory=ClassificationConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from data.encoders.classification import name_classes
 from data.encoders.kinds import find_kind
+from data.encoders.labels import name_classes
 from data.encoders.segments import get_fields
 from data.options import OnBadRecord, ProblemType
 from data.sources.formats import RawRecord

@@ -18,21 +18,11 @@ from training.config.criterion import Criterion
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
-from training.objectives.classification import Classification
 from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Modifier, Objective
-from training.objectives.process_reward import ProcessReward
-from training.objectives.token_classification import TokenClassification
 
 OBJECTIVES: dict[str, Objective] = name_parts(
-    (
-        SFT(),
-        Pretraining(),
-        ProcessReward(),
-        Classification(),
-        TokenClassification(),
-        *load_parts("objectives"),
-    ),
+    (SFT(), Pretraining(), *load_parts("objectives")),
     "objectives",
 )
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from data.counts import ContentCounts
 from data.encoders.chat import ChatEncoder, encode_prompt
-from data.encoders.classification import ClassificationEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
 from data.options import ControlTokens, OnBadRecord
@@ -19,6 +18,7 @@ from data.sample import IGNORE_INDEX, Encoder, Sample
 from data.sources.formats import RawRecord
 from data.storage.encoding import EncodedBatch, Encoding, encode_batch
 from errors import UserError
+from extensions.classification.encoders import ClassificationEncoder
 from extensions.preferences.encoders import PreferenceEncoder, UnpairedEncoder
 
 END = "<|im_end|>"

@@ -24,6 +24,7 @@ from batch import Targets
 from data.loading.columns import LABELS
 from data.options import ProblemType, RowTargets
 from errors import UserError
+from extensions.classification.keys import ClassificationConfig
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.losses.cross_entropy import Loss
@@ -199,7 +200,7 @@ class Classification(Objective):
 
     def loss(self, config: RunConfig, stage: LastStage) -> Loss:
         """Raises UserError for class weights that do not fit the labels."""
-        weights, architecture = config.classification.class_weights, stage.architecture
+        weights, architecture = config.read_group(ClassificationConfig).class_weights, stage.architecture
         problem_type = ProblemType(architecture.problem_type)
         _check_weights(weights, architecture.num_labels, problem_type)
         return ClassificationLoss(problem_type, architecture.num_labels, weights, sequence_part=stage.sequence_part)

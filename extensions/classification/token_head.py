@@ -61,3 +61,4 @@ TOKEN_CLASSIFICATION = Head(
     prefix="score.",
     peft_task="TOKEN_CLS",
 )
+HEADS = (TOKEN_CLASSIFICATION,)

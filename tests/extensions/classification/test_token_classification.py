@@ -33,10 +33,10 @@ from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoModelForTokenClassification
 
-from data.encoders.token_classification import TokenClassificationEncoder, find_words
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
-from training.objectives.token_classification import list_entities
+from extensions.classification.token_encoders import TokenClassificationEncoder, find_words
+from extensions.classification.tokens import list_entities
 
 NUM_TEXTS = 42  # no multiple of a batch
 NAMES = ("B-KEY", "I-KEY", "O")

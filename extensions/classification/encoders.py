@@ -10,7 +10,6 @@ No token is a target: the document is, as a whole.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -19,17 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from data.counts import ContentCounts
 from data.encoders.chat import open_renderer
 from data.encoders.control_tokens import Guard
+from data.encoders.labels import name_classes
 from data.encoders.messages import TURN_FLAGS, check_messages, parse_json, refuse_media
-from data.encoders.segments import (
-    CountingEncoder,
-    Piece,
-    Pieces,
-    check_filled,
-    find_word,
-    get_fields,
-    tokenize_parts,
-    tokenize_sample,
-)
+from data.encoders.segments import CountingEncoder, Piece, Pieces, check_filled, get_fields, tokenize_sample
+from data.encoders.texts import tokenize_texts
 from data.options import ControlTokens, ProblemType
 from data.sample import Sample
 from errors import UserError
@@ -110,63 +102,6 @@ class ClassificationEncoder(CountingEncoder):
         text = renderer.render(renderer.fit_calls(turns))
         counts.num_default_dates += renderer.calendar.was_needed
         return guard.release([Piece(text, False)])
-
-
-def tokenize_texts(texts: Sequence[str], location: str, guard: Guard) -> Sample:
-    """Return the sample of one text, or of several that are read together, of which the last is its own text. Raises
-    `UserError` for a text that becomes no token."""
-    pieces = _join_texts(texts, guard.tokenizer)
-    before, own = tokenize_parts([guard.release(pieces[:-2]), guard.release(pieces[-2:])], location, guard.tokenizer)
-    return Sample(
-        input_ids=before["input_ids"] + own["input_ids"],
-        labels=before["labels"] + own["labels"],
-        num_first=len(before["input_ids"]),
-        num_last=len(find_special(guard.tokenizer, len(texts))[-1]),
-    )
-
-
-def _join_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Pieces:
-    """Return the pieces of texts, with what the tokenizer itself puts before, between and after them."""
-    first, *between = find_special(tokenizer, len(texts))
-    pieces = [Piece(list(first), False)]
-    for text, special in zip(texts, between, strict=True):
-        pieces += [Piece(text, False), Piece(list(special), False)]
-    return pieces
-
-
-@lru_cache(maxsize=4)
-def find_special(tokenizer: PreTrainedTokenizerBase, num_texts: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ids that the tokenizer itself puts before, between and after that many texts."""
-    word = find_word(tokenizer)
-    plain = tokenizer(word, add_special_tokens=False)["input_ids"]
-    rest, special = tokenizer(*[word] * num_texts)["input_ids"], []
-    for _ in range(num_texts):
-        start = next(i for i in range(len(rest)) if rest[i : i + len(plain)] == plain)
-        special.append(tuple(rest[:start]))
-        rest = rest[start + len(plain) :]
-    return (*special, tuple(rest))
-
-
-def name_classes(value: object, problem_type: ProblemType, where: str) -> list[str]:
-    """Return the names of a record's classes. Raises `UserError` naming `where` for what names none."""
-    if problem_type is ProblemType.multi_label_classification:
-        if not isinstance(value, list):
-            raise UserError(
-                f"{where} must be a list of labels (data.problem_type={problem_type.value}), not {value!r}; fix or "
-                "remove the record"
-            )
-        return [_name_class(each, where) for each in value]
-    return [_name_class(value, where)]
-
-
-def _name_class(value: object, where: str) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int):
-        return str(value)
-    if not isinstance(value, str) or not value:
-        raise UserError(f"{where} must be a label, a text or a whole number, not {value!r}; fix or remove the record")
-    return value
 
 
 def read_classes(value: object, labels: Sequence[str], problem_type: ProblemType, where: str) -> list[int]:

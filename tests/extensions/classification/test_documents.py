@@ -11,15 +11,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from data.collator import number_documents
-from data.encoders.classification import ClassificationEncoder
 from data.encoders.sft import SFTEncoder
-from data.encoders.token_classification import TokenClassificationEncoder
 from data.options import LengthPolicy, OnBadRecord, Packing, ProblemType
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
+from extensions.classification.encoders import ClassificationEncoder
+from extensions.classification.token_encoders import TokenClassificationEncoder
 
 WHERE = "documents.jsonl:3"
 MULTI, REGRESSION = ProblemType.multi_label_classification, ProblemType.regression

@@ -42,9 +42,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from batch import Targets
 from data.options import ProblemType
 from data.storage.tokenized import TokenizedDataset
+from extensions.classification import documents
+from extensions.classification.documents import ClassificationLoss, ClassScores, compute_auc, compute_f1
+from extensions.classification.keys import ClassificationConfig
 from models.storage.tensor_files import open_safetensors
-from training.objectives import classification
-from training.objectives.classification import ClassificationLoss, ClassScores, compute_auc, compute_f1
 
 NUM_DOCUMENTS = 42  # no multiple of a batch
 WEIGHTED = "classification.class_weights=[0.5,2.0,1.0]"
@@ -82,9 +83,9 @@ def compute_loss(case: Case, model: torch.nn.Module, dataset: TokenizedDataset, 
     pad = AutoTokenizer.from_pretrained(config.model_name_or_path).pad_token_id
     batch = pad_documents([dataset.input_ids(i) for i in ids], pad)
     found = model(**batch, labels=chosen, use_cache=False)
-    if config.classification.class_weights is None:
+    if config.read_group(ClassificationConfig).class_weights is None:
         return found.loss, found.logits
-    weights = torch.tensor(config.classification.class_weights)
+    weights = torch.tensor(config.read_group(ClassificationConfig).class_weights)
     if kind is ProblemType.single_label_classification:
         losses = -found.logits.log_softmax(dim=1)[torch.arange(len(ids)), chosen] * weights[chosen]
         return losses.mean(), found.logits
@@ -362,8 +363,8 @@ def test_areas_of_many_labels_read_each_micro_batch_once(monkeypatch: pytest.Mon
     with torch.no_grad():
         for scores, labels in scored:
             kept.add(scores, labels)
-    monkeypatch.setattr(classification.dist, "all_reduce", lambda counts: None)
-    monkeypatch.setattr(classification, "gather_columns", lambda mine: mine)
+    monkeypatch.setattr(documents.dist, "all_reduce", lambda counts: None)
+    monkeypatch.setattr(documents, "gather_columns", lambda mine: mine)
     monkeypatch.setattr(kept, "_kept", Counted(kept._kept))
     found = kept.finish_evaluation(torch.device("cpu"))["auc"]
     assert passes <= 3

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from batch import Targets
 from data.options import ProblemType
+from extensions.classification.documents import ClassScores, build_class_metrics
+from extensions.classification.token_head import TOKEN_CLASSIFICATION
 from models.heads.head import Labels
-from models.heads.token_classification import TOKEN_CLASSIFICATION
 from models.losses.cross_entropy import Loss
 from training.config.schema import DataConfig, RunConfig
-from training.objectives.classification import ClassScores, build_class_metrics
 from training.objectives.objective import LastStage, Metrics, Objective
 
 LABELS = ("false", "true")

@@ -26,8 +26,8 @@ from support.workers import WorkerGroup
 from torch.nn import functional as F
 from transformers import AutoModelForTokenClassification
 
-from data.encoders.token_classification import ProcessRewardEncoder
 from errors import UserError
+from extensions.classification.token_encoders import ProcessRewardEncoder
 
 
 @pytest.fixture(scope="module")

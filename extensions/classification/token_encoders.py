@@ -19,7 +19,7 @@ from itertools import accumulate
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.encoders.classification import find_class, name_classes
+from data.encoders.labels import name_classes
 from data.encoders.messages import refuse_media
 from data.encoders.segments import (
     CountingEncoder,
@@ -34,6 +34,7 @@ from data.encoders.sft import PROMPT_SLOT, check_template
 from data.options import ProblemType
 from data.sample import IGNORE_INDEX, Sample
 from errors import UserError
+from extensions.classification.encoders import find_class
 
 # Prefix of a word's tag -> those of its first and its last token, where it has several.
 PIECES = {"B": ("B", "I"), "I": ("I", "I"), "E": ("I", "E"), "S": ("B", "E"), "L": ("I", "L"), "U": ("B", "L")}

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from batch import Targets
-from data.encoders.token_classification import SYNONYMS
+from extensions.classification.token_encoders import SYNONYMS
+from extensions.classification.token_head import TOKEN_CLASSIFICATION
 from models.heads.head import Labels
-from models.heads.token_classification import TOKEN_CLASSIFICATION
 from models.losses.cross_entropy import Loss
 from models.losses.metric_sums import MetricSums
 from training.config.schema import DataConfig, RunConfig

@@ -1,0 +1,1 @@
+"""Classes of documents and of words, and whether each step of an answer is right."""
