@@ -1,4 +1,4 @@
-"""What a run states before it reads quantized weights, against what reading them takes: time, and the host's memory.
+"""The time and the host's memory that a run states before it reads quantized weights, against those of reading them.
 
     python benchmarks/reading.py [--dir DIR] [--num_layers 1] [--forms fp8 int4] [--tiny]
 

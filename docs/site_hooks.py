@@ -1,4 +1,4 @@
-"""What mkdocs asks while it builds the site (mkdocs.yml): which files there are, and the order of the pages.
+"""Answers to mkdocs while it builds the site (mkdocs.yml): which files there are, and the order of the pages.
 
 Files have the same places in the site as in the repository, so that a link that works in one works in the other. The
 navigation is the table of docs/README.md; a page of docs/ that is not in it ends the build.

@@ -64,8 +64,8 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_look_through() -> Iterator[None]:
-    """What a file's tests leave, such as the syntax trees of all sources, would cost each garbage collection of those
-    after them half a second."""
+    """Objects that a file's tests leave, such as the syntax trees of all sources, would cost each garbage collection of
+    those after them half a second."""
     yield
     freeze_what_stays()
 

@@ -106,7 +106,6 @@ def test_replaced_names_are_in_no_source() -> None:
     assert collect(find_identifiers, SOURCES) == {}
 
 
-@pytest.mark.full
 def test_docstrings_are_sentences() -> None:
     assert collect(find_fragments, SOURCES) == {}
 

@@ -344,7 +344,8 @@ def predict_run(
         )
     times: list[LayerTimes] = []
     is_whole = layout.tensor_parallel_size == layout.context_parallel_size == 1
-    if not has_accelerator() and is_whole and not config.adapter.keep_quantized:  # layers that can be drawn at random
+    is_drawn = setup.adapter is None or setup.adapter.kept is None  # layers that can be drawn at random
+    if not has_accelerator() and is_whole and is_drawn:
         times = time_layers(setup, lengths, ranks)
     if not ranks.is_main:
         return None

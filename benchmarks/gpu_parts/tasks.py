@@ -1,4 +1,4 @@
-"""What rows train: of each task its data, and the loss of a step on a plain Hugging Face model, as its paper writes it.
+"""The tasks that rows train: their data, and the loss of a step on a plain Hugging Face model, as its paper writes it.
 
 Each sample is computed alone, so there is no padding, no packing and no order to agree on. A task yields terms whose
 sum is the loss of the step, one after the other, so that the graph of one is freed before the next is made.
@@ -30,7 +30,7 @@ Draw = Callable[[int], str]  # returns so many words, which are as many tokens
 
 @dataclass(frozen=True)
 class Task:
-    """What `task` names, with the data of its rows and its oracle."""
+    """A value of `task`, with the data of its rows and its oracle."""
 
     name: str
     data: str  # the kind

@@ -1,4 +1,4 @@
-"""What the reference model scores once before training: the log-probability of each answer."""
+"""Scores of the reference model, made once before training: the log-probability of each answer."""
 
 from __future__ import annotations
 

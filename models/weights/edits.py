@@ -109,7 +109,7 @@ class EditedWeights:
         return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
     def count_held(self, index: int, layer: Layer) -> int:
-        """Of what was before; an edit copies at most the tensors of a layer."""
+        """The limit of what was before; an edit copies at most the tensors of a layer."""
         for number, own in enumerate(self.layers_before):
             if own.hf_prefix == layer.hf_prefix:
                 return self.before.count_held(number, replace(own, experts=layer.experts, kept=layer.kept))

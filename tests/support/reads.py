@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from support.cases import Case, train_run
 
-from training.config.schema import RunConfig
+from training.config.schema import build_schema
 
 # Code that reads keys of every run: to check them, to copy them, and to name those that are not read
 OF_EVERY_RUN = (
@@ -19,7 +19,7 @@ OF_EVERY_RUN = (
 )  # fmt: skip
 
 
-def list_schemas(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[type, str]]:
+def list_schemas(schema: type, prefix: str = "") -> Iterator[tuple[type, str]]:
     """Yields the classes of a config, each with what its keys begin with."""
     yield schema, prefix
     for name, hint in get_type_hints(schema).items():
@@ -31,7 +31,7 @@ def list_schemas(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[t
 def recording() -> Iterator[set[str]]:
     """Gives the set of the keys of all configs that are read meanwhile, by their dotted names."""
     read: set[str] = set()
-    watched = dict(list_schemas())
+    watched = dict(list_schemas(build_schema()))
 
     def watch(schema: type, prefix: str) -> None:
         names = {field.name for field in fields(schema)}

@@ -1,4 +1,4 @@
-"""What reading the weights of a model takes, found before any is read: memory of each host, and time."""
+"""The cost of reading the weights of a model, found before any is read: memory of each host, and time."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _SAMPLES, _SAMPLE_BYTES = 16, 2**23  # of the files, by which their rate is meas
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank reads. layers: the elements of each of its layers, by the layer's number in the model. held: bytes of
-    the host's memory while it reads the layer that takes most; on a CPU also those of all its weights. available: bytes
-    of the host's memory."""
+    """The part of one rank. layers: the elements of each of its layers, by the layer's number in the model. held: bytes
+    of the host's memory while it reads the layer that takes most; on a CPU also those of all its weights. available:
+    bytes of the host's memory."""
 
     host: str
     layers: Mapping[int, int]

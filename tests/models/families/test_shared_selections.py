@@ -39,7 +39,7 @@ def test_a_first_layer_that_borrows_is_refused() -> None:
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_recomputed_layers_keep_the_selection_that_they_had(group_size: int) -> None:
-    """Of two micro-batches in flight, as in a stage; layers with an indexer select again."""
+    """There are two micro-batches in flight, as in a stage; layers with an indexer select again."""
     chain = Chain(build_family("glm_moe_dsa"))
     embedding, *layers = chain.stages[:5]
     calls = count_selections(layers)

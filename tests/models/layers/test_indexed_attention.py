@@ -50,7 +50,7 @@ def run(chain: Chain, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tu
 def test_visible_keys_are_those_of_transformers(
     family: str, num_scores: int, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
-    """Of rows with several documents, in one piece and query by query."""
+    """Rows have several documents, in one piece and query by query."""
     set_sizes(monkeypatch, num_scores, 1024)
     model = build_family(family)
     config, indexer = model.config, model.model.layers[0].self_attn.indexer

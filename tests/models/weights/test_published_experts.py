@@ -167,7 +167,7 @@ def test_options() -> None:
 
 @pytest.mark.parametrize("form", SAVES)
 def test_the_plan_counts_the_bytes_of_blocks_of_the_published_size(form: str, tmp_path: Path) -> None:
-    """Of projections too, whose blocks are cut at the edge."""
+    """Projections too, whose blocks are cut at the edge."""
     block = {"block": (128, 128)} if form == "fp8" else {}
     SAVES[form](tmp_path, **block, **({} if form == "mxfp4" else {"hidden_size": 256, "moe_intermediate_size": 128}))
     layer, source = open_layer(tmp_path)

@@ -99,7 +99,7 @@ def test_int4_is_what_was_packed(dtype: str, tmp_path: Path) -> None:
 
 
 def test_a_word_is_what_compressed_tensors_packs() -> None:
-    """Of its `pack_to_int32` (0.20.1)."""
+    """Its `pack_to_int32` is the oracle (0.20.1)."""
     numbers, word = torch.tensor([[-8, -7, -1, 0, 1, 7, 3, -4]]), 1274644240
     assert pack_int4(numbers).tolist() == [[word]]
     parts = torch.tensor([[[word] * 4]], dtype=torch.int32), torch.full((1, 1, 1), 0.5)

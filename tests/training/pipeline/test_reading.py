@@ -1,4 +1,4 @@
-"""What reading weights takes: memory of hosts, bytes, and the rate of files."""
+"""The cost of reading weights: memory of hosts, bytes, and the rate of files."""
 
 from __future__ import annotations
 
