@@ -35,8 +35,9 @@ test: venv-dev
 
 # Everything, in two halves, which can be run apart: what is held against one process (families, pairs of
 # keys, layouts), and the rest (checkpoints, plans, launchers, commands of the pages)
-AGAINST_ONE_PROCESS := tests/models $(addprefix tests/extensions/,classification preferences retrieval) tests/test_list_models.py \
-	tests/test_without_extensions.py $(addprefix tests/training/,engine objectives optim parity test_combinations.py)
+AGAINST_ONE_PROCESS := tests/models $(addprefix tests/extensions/,classification distillation preferences retrieval) \
+	tests/test_list_models.py tests/test_without_extensions.py \
+	$(addprefix tests/training/,engine objectives optim parity test_combinations.py)
 TEST_FULL = python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 test-full: test-full-parity test-full-rest

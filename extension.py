@@ -52,6 +52,10 @@ class Extension:
     data_kinds: str = ""
     # "module:name" of objectives (`Objective` in training/objectives/objective.py), which `task` names
     objectives: str = ""
+    # "module:name" of modifiers (`Modifier` in training/objectives/objective.py): keys that change the loss of next
+    # tokens. One whose key names a frozen model, which scores the data before training or runs before each step, is an
+    # `AuxiliaryModel` (training/objectives/auxiliary.py)
+    modifiers: str = ""
     # "module:name" of heads (`Head` in models/heads/head.py)
     heads: str = ""
     # Files next to the weights of a model that its runs make, by their paths in its folder: conversions and exports

@@ -21,6 +21,11 @@ TABLE: dict[str, tuple[str, ...]] = {
         *("data.encoders.classification", "data.encoders.token_classification"),
         "models.heads.token_classification",
     ),
+    "distillation": (
+        *("distill", "distill.", "llama_8b_distill_pp4"),
+        *("models.losses.distill_loss", "models.losses.divergence", "models.losses.options"),
+        *("training.config.teacher", "training.planner.teacher"),
+    ),
     "elastic": ("--elastic", "--hosts_command"),
     "hub": ("hub", "hub.", "training.hub", "training.hub.upload", "training.hub.model_card"),
     "import_config": (),

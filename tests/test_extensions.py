@@ -207,6 +207,7 @@ MINE = {
             readers="mine.readers:READERS",
             data_kinds="mine.kinds:KINDS",
             objectives="mine.objectives:OBJECTIVES",
+            modifiers="mine.modifier:MODIFIERS",
             heads="mine.head:HEADS",
             model_files=("mine.json",),
             receiver="mine.receiver:Mine",
@@ -228,6 +229,7 @@ MINE = {
         class MineConfig:
             file: str | None = None
             every: int = at_least(1, default=2)
+            entropy: float = 0.0
         @dataclass
         class MineData:
             mine_field: str = "completion"
@@ -255,6 +257,26 @@ MINE = {
             name = "lines"  # the keys of a group of its name would be read by its runs alone
             def exports(self, config, hidden_size): return Files(config.read_group(MineData).mine_field)
         OBJECTIVES = (Mine(),)
+    """,
+    "modifier.py": """
+        from dataclasses import replace
+        from mine.keys import MineConfig
+        from models.losses.metric_sums import MetricSums
+        from training.objectives.objective import Modifier
+        class Entropy:
+            def __init__(self, coef): self.coef, self.sums = coef, MetricSums("mine_entropy")
+            def open(self, targets): return self
+            def __call__(self, chunk):
+                logs = chunk.log_probabilities
+                terms = logs.exp() * logs
+                entropy = -terms.sum(dim=-1, keepdim=True)
+                self.sums.add(entropy.sum()[None], len(logs))
+                return terms.add_(logs.exp() * entropy).mul_(self.coef) if chunk.needs_gradient else None
+        class Mine(Modifier):
+            key, metrics = "mine.entropy", ("mine_entropy",)
+            def read(self, config): return config.read_group(MineConfig).entropy
+            def change(self, loss, config, stage): return replace(loss, terms=(Entropy(self.read(config)), *loss.terms))
+        MODIFIERS = (Mine(),)
     """,
     "head.py": """
         from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -524,7 +546,13 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
         begun = run_deepspeed([*taking, "stop_after_steps=1"], folder)
         resumed = run_deepspeed([*taking, "stop_after_steps=1", "resume=latest"], folder)
         recorded = json.loads((out / "run.json").read_text())["environment"]["extensions"]
-        own = (f"output_dir={folder / 'kind'}", "data=lines", "data.mine_field=prompt", "max_steps=1")
+        own = (
+            f"output_dir={folder / 'kind'}",
+            "data=lines",
+            "data.mine_field=prompt",
+            "max_steps=1",
+            "mine.entropy=0.1",
+        )
         with_its_data = run_deepspeed(["-cn", "mine_tiny", *words, *own], folder)
         patch.delenv(OWN_FOLDERS)
         shutil.rmtree(mine)
@@ -565,6 +593,7 @@ SEAMS: dict[str, Callable[[Life], bool]] = {
     "readers": lambda life: "mine.every=3: this run does not read it, only one with mine.file does" in life.unread,
     "data_kinds": lambda life: json.loads(life.read("kind/run.json"))["config"]["data"]["name"] == "lines",
     "objectives": lambda life: life.with_its_data.code == 0 and "kind" in life.with_its_data.output,
+    "modifiers": lambda life: json.loads(life.read("kind/metrics.jsonl").splitlines()[-1])["mine_entropy"] > 0,
     "heads": lambda life: life.described.splitlines()[-1:] == ["model of mine"],
     "model_files": lambda life: life.read("kind/checkpoints/mine.json") == life.read("kind/hf/mine.json") == "prompt",
     "actions": lambda life: life.acted.splitlines()[-1:] == ["mine counts 2 stages, True"],

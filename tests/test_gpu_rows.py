@@ -75,7 +75,6 @@ WITHOUT_ROW = {
     ),
     "the user's own code": ("loss", "optimizer=custom", "optimizer.custom"),
     "the routers' losses are sums over a few numbers per token, from logits that the rows of experts have": ("moe",),
-    "the chunks of logits are those of the loss; a gather of a few tokens of each, and a forward pass": ("distill",),
     "decoder layers and the loss once more, and the sums of tied weights": ("mtp",),
     "what a run does at a value that is not finite, which these runs have none of": ("on_nonfinite=skip",),
     "LoRA's own kernels are those of the LoRA rows: other numbers, targets or start": (

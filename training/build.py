@@ -15,12 +15,11 @@ import torch
 from transformers import PretrainedConfig
 
 from data.loading.loader import LoaderOptions, read_singly
-from data.storage.disk import describe_bytes
 from data.storage.rows import RowPlan
 from data.storage.scores import Scores, find_scores
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle, find_triton_obstacle
-from models.losses.distill_loss import TeacherHead, TeacherTop
+from models.parallel.shard import NO_TP, TensorParallel
 from models.weights.source import WeightSource
 from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, Precision, RouterDtype, RunConfig
@@ -33,8 +32,7 @@ from training.inputs import loaders
 from training.inputs.datasets import build_row_plan
 from training.inputs.loaders import RankData
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.objectives.modifiers import TEACHER
-from training.objectives.objective import LastStage
+from training.objectives.objective import LastStage, Scorer
 from training.optim.optimizer import compiles_update
 from training.pipeline.activation_checkpoint import KEEP_ALL
 from training.pipeline.compilation import keep_compiled, report_compilation
@@ -44,17 +42,17 @@ from training.pipeline.schedules import build_schedule
 from training.pipeline.stage_ranks import join_stage_ranks
 from training.pipeline.weight_sharding import WeightSharding
 from training.resolution.user_loss import build_run_loss
-from training.scoring.first_pass import OnlineTeacher, build_first_pass
+from training.scoring.first_pass import Resident, build_first_pass
 from training.scoring.scored import compute_model_id, find_missing, score, share
-from training.scoring.scorers import build_teacher_scorer, describe_covered, hold_reference
+from training.scoring.scorers import hold_reference
 from training.setup import Run, RunSetup
 
 
-def build_stage(run: Run, trains: bool = True, teacher: OnlineTeacher | None = None) -> StageModule:
+def build_stage(run: Run, trains: bool = True, resident: Resident | None = None) -> StageModule:
     """Return this rank's stage, its weights loaded. All ranks call it, in a process group.
 
-    trains: False for a stage that is only evaluated. teacher: of the run, if it is in memory. Raises UserError when a
-    tensor is missing or has a wrong shape.
+    trains: False for a stage that is only evaluated. resident: a frozen model in memory next to it. Raises UserError
+    when a tensor is missing or has a wrong shape.
     """
     config, setup, ranks = run.config, run.setup, run.ranks
     schedule = build_schedule(setup.layout)
@@ -81,7 +79,7 @@ def build_stage(run: Run, trains: bool = True, teacher: OnlineTeacher | None = N
         weight_sharding=_choose_weight_sharding(config) if trains else None,
         sums_in_fp32=trains and config.precision is Precision.bf16 and not config.shards_gradients,
     )
-    head = None if teacher is None else teacher.head
+    head = None if resident is None else resident.head
     last = LastStage(setup.architecture, stage_ranks.parallel, stage_ranks.sequence_part, head)
     loss = build_run_loss(config, last)
     with ranks.phase("building the stages and loading their weights"):
@@ -113,15 +111,15 @@ def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
     return WeightSharding(config.offload_parameters is Offload.cpu, pins=has_accelerator())
 
 
-def build_engine(run: Run, trains: bool = True, teacher: OnlineTeacher | None = None) -> Engine:
+def build_engine(run: Run, trains: bool = True, resident: Resident | None = None) -> Engine:
     """Start the engine of this rank's stage; see `build_stage`."""
-    stage = build_stage(run, trains, teacher)
+    stage = build_stage(run, trains, resident)
     with run.ranks.phase("starting the engine"):
         return start_engine(stage, run.config, run.setup.layout, trains)
 
 
 def build_loaders(
-    run: Run, engine: Engine, data: RankData, budget: StepBudget, teacher: OnlineTeacher | None = None
+    run: Run, engine: Engine, data: RankData, budget: StepBudget, resident: Resident | None = None
 ) -> loaders.Loaders:
     """Build the training and evaluation loaders of this rank's stage, and the pass that comes before each step. All
     ranks call it: the engine computes what a loader needs of the reference model, unless it is cached.
@@ -129,80 +127,79 @@ def build_loaders(
     data = _prepare_reference(run.setup, engine, data)
     with data.ranks.phase("opening the data"):
         built = loaders.build_loaders(
-            run.config, engine.module, data, budget, _read_as_teacher(run.setup, data, teacher)
+            run.config, engine.module, data, budget, _read_as_auxiliary(run.setup, data, resident)
         )
-    return dataclasses.replace(built, first_pass=build_first_pass(engine, run.config, teacher))
+    return dataclasses.replace(built, first_pass=build_first_pass(engine, run.config, resident))
 
 
 def build_eval_loaders(
-    run: Run, engine: Engine, data: RankData, sizes: Mapping[str, EvalSize], teacher: OnlineTeacher | None = None
+    run: Run, engine: Engine, data: RankData, sizes: Mapping[str, EvalSize], resident: Resident | None = None
 ) -> dict[str, Any]:
     """Build the loaders of an evaluation only; see `build_loaders`. sizes: by the names of the evaluation files."""
     data = _prepare_reference(run.setup, engine, data)
-    as_teacher = _read_as_teacher(run.setup, data, teacher)
-    return loaders.build_eval_loaders(run.config, engine.module, data, sizes, as_teacher)
+    as_auxiliary = _read_as_auxiliary(run.setup, data, resident)
+    return loaders.build_eval_loaders(run.config, engine.module, data, sizes, as_auxiliary)
 
 
-def _read_as_teacher(
-    setup: RunSetup, data: RankData, teacher: OnlineTeacher | None
+def _read_as_auxiliary(
+    setup: RunSetup, data: RankData, resident: Resident | None
 ) -> Callable[[str], LoaderOptions] | None:
-    """Return how the teacher's stage on this rank reads the files of a key; None without one in memory."""
-    if teacher is None or setup.teacher is None:
+    """Return how the stage on this rank of a frozen model in memory reads the files of a key; None without one."""
+    if resident is None or setup.auxiliary is None:
         return None
-    config, layout, module = setup.teacher.config, setup.teacher.layout, teacher.engine.module
-    return lambda key: loaders.build_options(config, module, dataclasses.replace(data, layout=layout), key)
+    own, module = setup.auxiliary.setup, resident.engine.module
+    return lambda key: loaders.build_options(own.config, module, dataclasses.replace(data, layout=own.layout), key)
 
 
-def build_online_teacher(run: Run) -> OnlineTeacher | None:
-    """Return the teacher of a distillation that stays in memory (`distill.online`); None without one. All ranks call
-    it, before the student is built. Raises UserError."""
-    teacher, keys = run.teacher, run.config.distill
-    if teacher is None or not keys.online:
+def build_resident(run: Run) -> Resident | None:
+    """Return the frozen model that stays in memory next to the one that is trained; None without one. All ranks call
+    it, before the latter is built. Raises UserError."""
+    config, other = run.config, run.setup.auxiliary
+    if other is None or not other.model.is_resident(config):
         return None
-    architecture = teacher.setup.architecture
-    run.ranks.say(f"teacher: {architecture.model_type} from {teacher.setup.source.path}, next to the student")
-    engine = build_engine(teacher, trains=False)
-    num_tokens, parallel = _count_shared_tokens(run, teacher), engine.module.ranks.parallel
-    return OnlineTeacher(engine, TeacherHead(architecture, keys.temperature, keys.top_k, num_tokens, parallel))
+    model, own = other.model, other.setup
+    run.ranks.say(f"{model.name}: {own.architecture.model_type} from {own.source.path}, next to the student")
+    engine = build_engine(dataclasses.replace(run, setup=own), trains=False)
+    stage = LastStage(own.architecture, engine.module.ranks.parallel)
+    return Resident(engine, model.build_head(config, stage, _count_shared_tokens(run.setup, own)))
 
 
-def prepare_teacher(run: Run, data: RankData) -> RankData:
-    """Return `data` with what the teacher of a distillation has written; where that is missing, the teacher is built,
-    scores the data, and is gone before the student is built. All ranks call it. Raises UserError."""
-    config, keys, teacher, ranks = run.config, run.config.distill, run.teacher, data.ranks
-    columns = TEACHER.scored(config)
-    if teacher is None or not columns:
+def prepare_auxiliary(run: Run, data: RankData) -> RankData:
+    """Return `data` with what a frozen model has scored of it (`AuxiliaryModel.scored`); where that is missing, the
+    model is built, scores the data, and is gone before the one that is trained is built. All ranks call it. Raises
+    UserError."""
+    config, other, ranks = run.config, run.setup.auxiliary, data.ranks
+    if other is None or not (columns := other.model.scored(config)):
         return data
-    assert keys.top_k is not None
-    setup, num_tokens = teacher.setup, _count_shared_tokens(run, teacher)
-    model_id = f"{_identify(setup.source, setup, ranks)}-{num_tokens}"
+    model, own, num_tokens = other.model, other.setup, _count_shared_tokens(run.setup, other.setup)
+    model_id = f"{_identify(own.source, own, ranks)}-{num_tokens}"
 
     def find(key: str, path: Path) -> Scores:
-        settings = {"top_k": keys.top_k, "temperature": keys.temperature}
-        return find_scores("teacher", path, build_row_plan(config, key), columns, model_id, **settings)
+        return find_scores(model.name, path, build_row_plan(config, key), columns, model_id, **model.settings(config))
+
+    def build_scorer(parallel: TensorParallel = NO_TP) -> Scorer:
+        return model.build_scorer(config, LastStage(own.architecture, parallel), num_tokens)
 
     found, missing = find_missing(data.datasets, find, ranks)
     folders = [scores.folder for scores in missing.values()]
     for key, scores in found.items():
         if scores.folder not in folders and ranks.is_main:
-            ranks.say(f"teacher of {key}: found next to the tokens, {describe_covered(scores)}")
+            ranks.say(f"{model.name} of {key}: found next to the tokens, {build_scorer().describe(scores)}")
     if missing:
-        ranks.say(f"teacher: {setup.architecture.model_type} from {setup.source.path}")
-        engine = build_engine(teacher, trains=False)
-        own = dataclasses.replace(data, layout=setup.layout)
-        options = loaders.build_options(setup.config, engine.module, own, next(iter(missing)))
-        parallel = engine.module.ranks.parallel
-        measure = TeacherTop(setup.architecture, keys.temperature, keys.top_k, num_tokens, parallel)
+        ranks.say(f"{model.name}: {own.architecture.model_type} from {own.source.path}")
+        engine = build_engine(dataclasses.replace(run, setup=own), trains=False)
+        read = dataclasses.replace(data, layout=own.layout)
+        options = loaders.build_options(own.config, engine.module, read, next(iter(missing)))
+        scorer = build_scorer(engine.module.ranks.parallel)
         for key, scores in missing.items():
-            size = f"{scores.num_values:,} targets, {describe_bytes(scores.num_bytes)} on disk"
-            ranks.say(f"teacher of {key}: {keys.top_k} tokens at each of {size}")
-            score(engine, data.datasets[key], scores, options, build_teacher_scorer(measure), key, ranks)
+            score(engine, data.datasets[key], scores, options, scorer, key, ranks)
         _release(engine.module)
-    return data.add_scores({key: share(scores, data.datasets[key], key, ranks) for key, scores in found.items()})
+    shared = (share(scores, data.datasets[key], key, ranks, model.key) for key, scores in found.items())
+    return data.add_scores(dict(zip(found, shared)))
 
 
-def _count_shared_tokens(run: Run, teacher: Run) -> int:
-    return min(run.setup.architecture.vocab_size, teacher.setup.architecture.vocab_size)
+def _count_shared_tokens(setup: RunSetup, other: RunSetup) -> int:
+    return min(setup.architecture.vocab_size, other.architecture.vocab_size)
 
 
 def _release(module: StageModule) -> None:

@@ -110,8 +110,9 @@ def list_files(setup: RunSetup, datasets: Mapping[str, Path], tokenizer: PreTrai
     """Return what this host reads. Raises UserError, OSError and ValueError for what cannot be read."""
     config = setup.config
     found: Files = {}
-    teacher = None if setup.teacher is None else setup.teacher.source
-    sources = {"the model": setup.source, "the reference model": setup.reference, "distill.teacher": teacher}
+    sources = {"the model": setup.source, "the reference model": setup.reference}
+    if setup.auxiliary is not None:
+        sources[setup.auxiliary.model.key] = setup.auxiliary.setup.source
     for what, source in sources.items():
         for file, fingerprint in fingerprint_files(source).items() if source is not None else ():
             name = f"{file.name} of {what}"

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.storage.file_report import save_skipped
 from extension import list_actions, load_part
-from training.build import build_engine, build_eval_loaders, build_loaders, build_online_teacher, prepare_teacher
+from training.build import build_engine, build_eval_loaders, build_loaders, build_resident, prepare_auxiliary
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.checkpoint.timeline import announce_start, drop_shared, find_abandoned, record_start, set_aside
 from training.config.schema import Init, RunConfig, to_typed
@@ -31,7 +31,6 @@ from training.export_receiver import ExportReceiver, list_receivers
 from training.host_files import check_same_files
 from training.inputs.datasets import (
     check_ids,
-    check_same_tokens,
     find_prompt_template,
     list_trained_stops,
     load_tokenizer,
@@ -149,11 +148,11 @@ def train(run: Run, receivers: Sequence[ExportReceiver] = ()) -> int:
         if prediction is not None:
             show_start(run, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
         process.broadcast_from_main(partial(check_disk, run, prediction), ranks)
-        data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
+        data = prepare_auxiliary(run, RankData(datasets, tokenizer, setup.layout, ranks))
         memory = MemoryPeak(process.current_device())
-        teacher = build_online_teacher(run)
-        engine = build_engine(run, teacher=teacher)
-        loaders = build_loaders(run, engine, data, budget, teacher)
+        resident = build_resident(run)
+        engine = build_engine(run, resident=resident)
+        loaders = build_loaders(run, engine, data, budget, resident)
         watchdog.limit_collectives()
         if setup.resume_from is not None:
             with ranks.phase("loading the checkpoint's optimizer state"):
@@ -216,12 +215,12 @@ def evaluate_only(run: Run) -> int:
             save_skipped(datasets, folder.skipped)
             show_evaluation(run, sizes=sizes, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
-        data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
-        teacher = build_online_teacher(run)
-        engine = build_engine(run, trains=False, teacher=teacher)
-        loaders = build_eval_loaders(run, engine, data, sizes, teacher)
+        data = prepare_auxiliary(run, RankData(datasets, tokenizer, setup.layout, ranks))
+        resident = build_resident(run)
+        engine = build_engine(run, trains=False, resident=resident)
+        loaders = build_eval_loaders(run, engine, data, sizes, resident)
         metrics = get_objective(config).metrics(engine.module.loss_fn, engine.device)
-        evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config, teacher))
+        evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config, resident))
         watchdog.limit_collectives()
         with watchdog.following(engine.module):
             evaluate_checkpoint(
@@ -239,8 +238,8 @@ def prepare_data(run: Run) -> PreTrainedTokenizerBase:
         process.find_device(ranks)
     with exit_on_user_error(ranks, reports=ranks.is_main), ranks.phase("loading the tokenizer"):
         tokenizer = load_tokenizer(config, setup.source)
-        if setup.teacher is not None:
-            check_same_tokens(setup.teacher.source.path, tokenizer)
+        if (other := setup.auxiliary) is not None:
+            other.model.check_tokenizer(other.setup.source.path, tokenizer)
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile
         with ranks.phase("reading the data"):
             datasets = tokenize(config, tokenizer, ranks.say if ranks.is_main else None, compares_bytes=True)
@@ -266,15 +265,18 @@ def build_watchdog(run: Run) -> Watchdog:
 def agree_on_setup(run: Run) -> Run:
     """Return the run with the weights of the checkpoint to resume from, and what follows from the times of passes as
     the main rank has them: the split into stages, the order of passes, and the recomputation of `auto`. Ranks with
-    other numbers, such as those of another GPU, would exchange other things, and wait forever. So would a teacher's."""
+    other numbers, such as those of another GPU, would exchange other things, and wait forever. So too for an auxiliary
+    model."""
     own, setup = run.config, load_resumed(run.setup, run.ranks.say)
-    teacher = None if run.teacher is None else agree_on_setup(run.teacher).setup
+    if (other := setup.auxiliary) is not None:
+        agreed = agree_on_setup(replace(run, setup=other.setup)).setup
+        setup = replace(setup, auxiliary=replace(other, setup=agreed))
     mode, interval, layout, bounds = process.broadcast_from_main(
         lambda: (own.activation_checkpoint_mode, own.activation_checkpoint_interval, setup.layout, setup.bounds),
         run.ranks,
     )
-    agreed = replace(own, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
-    return replace(run, setup=replace(setup, config=agreed, layout=layout, bounds=bounds, teacher=teacher))
+    config = replace(own, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval)
+    return replace(run, setup=replace(setup, config=config, layout=layout, bounds=bounds))
 
 
 def agree_on_steps(

@@ -41,7 +41,6 @@ from training.checkpoint.timeline import find_abandoned
 from training.config.incompatible import CheckedConfig
 from training.config.schema import FlashKernels, FusedKernels, Init, Offload, Precision, RunConfig
 from training.config.sources import list_file_keys, parse_key, read_files
-from training.config.teacher import derive_teacher
 from training.config.validate import check_deepspeed_version
 from training.costs.hardware import GIB, Machine
 from training.distributed.process import (
@@ -53,10 +52,11 @@ from training.distributed.process import (
 from training.distributed.ranks import Ranks
 from training.engine.deepspeed_internals import check_internals
 from training.inputs.datasets import build_order, build_row_plan, complete_labels, count_added_rows
+from training.objectives.auxiliary import AuxiliaryModel
+from training.objectives.registry import find_auxiliary
 from training.optim.optimizer import compiles_update
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
-from training.resolution.architecture import check_teacher_size
 from training.resolution.packages import check_packages, has_package
 from training.resolution.readers import check_read
 from training.resolution.resolve import ResolvedRun, check_keys, resolve
@@ -68,16 +68,24 @@ class RunSetup(ResolvedRun):
     """A resolved run, and what it reads: everything that is known before a process group exists.
 
     source: of the weights. resumable: what `resume_from` is chosen from. reference: of an objective that needs one:
-    what the run has started from, or will. teacher: the setup of its pass over the data; None without one. unread: the
-    keys that were given and that this run does not read, in words.
+    what the run has started from, or will. auxiliary: a frozen model that it reads besides; None without one. unread:
+    the keys that were given and that this run does not read, in words.
     """
 
     source: WeightSource
     resume_from: Path | None = None
     resumable: Resumable | None = None
     reference: WeightSource | None = None
-    teacher: RunSetup | None = None
+    auxiliary: AuxiliarySetup | None = None
     unread: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxiliarySetup:
+    """A frozen model that a run reads besides the one that it trains. setup: of its passes over the same data."""
+
+    model: AuxiliaryModel
+    setup: RunSetup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +104,6 @@ class Run:
     def config(self) -> RunConfig:
         """The config, completed by what the checks have found."""
         return self.setup.config
-
-    @property
-    def teacher(self) -> Run | None:
-        """The run of the teacher of a distillation over the same data; None without one."""
-        return None if self.setup.teacher is None else dataclasses.replace(self, setup=self.setup.teacher)
 
 
 def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> RunSetup:
@@ -162,8 +165,8 @@ def _list_inputs(setup: RunSetup) -> Iterator[tuple[str, Path]]:
     config, sources = setup.config, [("model_name_or_path", setup.reference)]
     if setup.resume_from is None or setup.adapter is not None:
         sources.append(("model_name_or_path", setup.source))
-    if setup.teacher is not None:
-        sources.append(("distill.teacher", setup.teacher.source))
+    if setup.auxiliary is not None:
+        sources.append((setup.auxiliary.model.key, setup.auxiliary.setup.source))
     for key, source in sources:
         if source is not None:
             yield key, source.path
@@ -183,7 +186,7 @@ def _list_inputs(setup: RunSetup) -> Iterator[tuple[str, Path]]:
 def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks) -> RunSetup:
     """Return the setup of a run that starts from `source`; its config names the labels. Raises UserError."""
     setup = _build_own_setup(config, source, find_target(config, ranks))
-    return dataclasses.replace(setup, teacher=open_teacher(setup, ranks))
+    return dataclasses.replace(setup, auxiliary=open_auxiliary(setup, ranks))
 
 
 def _build_own_setup(config: RunConfig, source: WeightSource, target: Target) -> RunSetup:
@@ -213,22 +216,20 @@ def _build_own_setup(config: RunConfig, source: WeightSource, target: Target) ->
     )
 
 
-def open_teacher(setup: RunSetup, ranks: Ranks) -> RunSetup | None:
-    """Return the setup of the pass of `distill.teacher` over the data of a run; None without a teacher.
+def open_auxiliary(setup: RunSetup, ranks: Ranks) -> AuxiliarySetup | None:
+    """Return the frozen model that a run reads besides its own, with the setup of its passes; None without one.
 
     Raises UserError where it cannot be opened, or cannot run on the run's ranks.
     """
-    if setup.config.distill.teacher is None:
+    config, layout, model = setup.config, setup.layout, find_auxiliary(setup.config)
+    if model is None:
         return None
-    layout = setup.layout
-    config = derive_teacher(setup.config, layout.micro_batch_size, layout.gradient_accumulation_steps)
-    try:
-        source = open_weights(config.model_name_or_path, config.trust_remote_code, config.trust_checkpoint)
-        teacher = _build_own_setup(config, source, Target(ranks.world_size, has_accelerator()))
-    except UserError as error:
-        raise UserError(f"distill.teacher={config.model_name_or_path}: {error}", error.ending) from None
-    check_teacher_size(setup.config.distill, setup.architecture.vocab_size, teacher.architecture.vocab_size)
-    return teacher
+    own = model.derive(config, layout.micro_batch_size, layout.gradient_accumulation_steps)
+    with model.naming(config):
+        source = open_weights(own.model_name_or_path, own.trust_remote_code, own.trust_checkpoint)
+        opened = _build_own_setup(own, source, Target(ranks.world_size, has_accelerator()))
+    model.check_sizes(config, setup.architecture.vocab_size, opened.architecture.vocab_size)
+    return AuxiliarySetup(model, opened)
 
 
 def find_target(config: RunConfig, ranks: Ranks) -> Target:
@@ -295,8 +296,9 @@ def load_resumed(setup: RunSetup, say: Callable[[str], None]) -> RunSetup:
 def describe_identity(setup: RunSetup, tokenizer: PreTrainedTokenizerBase) -> dict[str, Identity]:
     """Return what this run reads, by name, known by content: the tokenizer, the reference model, and the base model
     unless the run continues from weights of its own."""
-    teacher = None if setup.teacher is None else setup.teacher.source
-    sources = {"reference model": setup.reference, "teacher": teacher}
+    sources = {"reference model": setup.reference}
+    if setup.auxiliary is not None:
+        sources[setup.auxiliary.model.name] = setup.auxiliary.setup.source
     if setup.resume_from is None or setup.adapter is not None:
         sources["base model"] = setup.source
     saved = {} if setup.resume_from is None else read_state(setup.resume_from).identity
@@ -351,7 +353,8 @@ def predict_run(
         return None
     if machine is None:
         ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
-    in_memory = setup.teacher if setup.teacher is not None and config.distill.online else None
+    other = setup.auxiliary
+    in_memory = other.setup if other is not None and other.model.is_resident(config) else None
     return predict(setup, machine, lengths, times, in_memory)
 
 

@@ -58,8 +58,8 @@ def show_start(
         show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
     facts = {"model": _describe_model(setup, prediction), "data": _describe_training_data(config, datasets, budget)}
     facts |= describe_wrapper(setup.source) | describe_unused(setup.source, config)
-    if setup.teacher is not None:
-        facts["teacher"] = f"{setup.teacher.architecture.model_type}, from {setup.teacher.source.path}"
+    if (other := setup.auxiliary) is not None:
+        facts[other.model.name] = f"{other.setup.architecture.model_type}, from {other.setup.source.path}"
     if setup.adapter is not None:
         facts["adapter"] = describe_targets(setup.layers, setup.adapter.config)
     if warnings := list_warnings(setup, budget.total_steps):

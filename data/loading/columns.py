@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batch import Column, Per, Side, Source, find_indices
+from batch import Column, Per, Side, find_indices
 from data.collator import number_targets
 from data.loading.row_source import RowSource
 from data.storage.rows import Rows
@@ -93,15 +93,6 @@ class ReadScores:
 def list_scored_columns(scores: Scores) -> list[ReadColumn]:
     """Return the columns of what a model has scored, as a loader reads them."""
     return [ReadColumn(column, ReadScores(scores, column)) for column in scores.columns]
-
-
-def list_teacher_columns(top_k: int) -> tuple[Column, ...]:
-    """Return the columns of a distillation: the teacher's k most probable tokens at each target, [N, k], the most
-    probable first, and the log-probabilities of these and of all others together, [N, k + 1]."""
-    return (
-        Column("teacher_token_ids", torch.int32, Per.target, Source.scored, shape=(top_k,)),
-        Column("teacher_log_probabilities", torch.float32, Per.target, Source.scored, shape=(top_k + 1,)),
-    )
 
 
 def read_labels(rows: ReadRows) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The scores that a model gives the data once, such as a reference's log-probabilities or a teacher's distributions.
+"""The scores that a model gives the data once, such as a reference's log-probabilities.
 They are kept next to the tokens.
 
 `KEY/NAME-ID/`, for N values of each column: one per target, numbered row by row, or one per sample.
@@ -144,10 +144,11 @@ class ScoresWriter:
 
     _lock: BaseFileLock | None = None
 
-    def __init__(self, scores: Scores, key: str) -> None:
-        """key: what messages call the data. Raises UserError where the disk has no room, or another run writes scores
-        that are not small, or has written them since this one looked; OSError where the disk fails."""
-        self._scores, self._key = scores, key
+    def __init__(self, scores: Scores, key: str, values: str = "the scores", fewer: str = "") -> None:
+        """key, values: what messages call the data and the scores. fewer: see `Scorer`. Raises
+        UserError where the disk has no room, or another run writes scores that are not small, or has written
+        them since this one looked; OSError where the disk fails."""
+        self._scores, self._key, self._values, self._fewer = scores, key, values, fewer
         self._part = self._choose_part()
         self._part.mkdir(exist_ok=True)
         self.rows_done = self._read_progress()
@@ -170,7 +171,7 @@ class ScoresWriter:
             self._lock = lock_file(folder.with_name(f"{name}.lock"))  # which is released however a process ends
         except BlockingIOError:
             error = UserError(
-                f"{self._key}: another run is writing the teacher's distributions into {part}; start this one again "
+                f"{self._key}: another run is writing {self._values} into {part}; start this one again "
                 "when it has, and it finds them"
             )
         else:
@@ -179,7 +180,7 @@ class ScoresWriter:
                 return part
             self._lock.release()
             error = UserError(
-                f"{self._key}: another run has just written the teacher's distributions into {folder}; start this one "
+                f"{self._key}: another run has just written {self._values} into {folder}; start this one "
                 "again, and it finds them"
             )
         if not self._scores.is_small:
@@ -205,8 +206,8 @@ class ScoresWriter:
         missing, free = self._scores.num_bytes - taken, shutil.disk_usage(self._part).free
         if missing > free and not self._scores.is_small:
             raise UserError(
-                f"{self._key}: the teacher's distributions take {describe_bytes(self._scores.num_bytes)}, but "
-                f"{self._part} has {describe_bytes(free)} free; lower distill.top_k, make room, or choose another "
+                f"{self._key}: {self._values} take {describe_bytes(self._scores.num_bytes)}, but "
+                f"{self._part} has {describe_bytes(free)} free; {self._fewer}make room, or choose another "
                 "folder with data.cache_dir",
                 Ending.DISK,
             )

@@ -130,7 +130,7 @@ def require_fit(nearest: Candidate, remedies: Sequence[Variant] = ()) -> None:
 def _describe_lack(nearest: Candidate) -> str:
     plan, missing = nearest.plan, list[str]()
     if plan.missing_memory > 0:
-        _, kind = describe_peak(plan.fullest)
+        _, kind = describe_peak(plan)
         missing.append(
             f"{plan.missing_memory / GIB:.1f} GiB on a GPU (stage {plan.fullest.stage_id}; most of it is {kind})"
         )

@@ -80,7 +80,7 @@ def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]
 def build_all(case: Case) -> tuple[Engine, Loaders, RunConfig, Layout, list[int]]:
     """As `build_engine`, with all loaders, and the pass before each step."""
     from training.build import build_engine as build
-    from training.build import build_loaders, build_online_teacher, prepare_teacher
+    from training.build import build_loaders, build_resident, prepare_auxiliary
     from training.inputs.datasets import load_tokenizer, tokenize
     from training.inputs.loaders import RankData
     from training.setup import Run, build_setup, open_source
@@ -90,12 +90,12 @@ def build_all(case: Case) -> tuple[Engine, Loaders, RunConfig, Layout, list[int]
     run, config = Run.of(setup, ranks), setup.config
     tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
-    data = prepare_teacher(run, RankData(datasets, tokenizer, setup.layout, ranks))
-    teacher = build_online_teacher(run)
-    engine = build(run, teacher=teacher)
+    data = prepare_auxiliary(run, RankData(datasets, tokenizer, setup.layout, ranks))
+    resident = build_resident(run)
+    engine = build(run, resident=resident)
     num_rows = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
     budget = StepBudget(num_rows, case.steps, case.steps)
-    loaders = build_loaders(run, engine, data, budget, teacher)
+    loaders = build_loaders(run, engine, data, budget, resident)
     return engine, loaders, config, setup.layout, setup.bounds
 
 

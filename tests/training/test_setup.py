@@ -25,6 +25,7 @@ from models.weights.sources import open_weights
 from training import setup as setups
 from training.costs.hardware import GIB
 from training.distributed.ranks import SINGLE_PROCESS
+from training.objectives.auxiliary import AuxiliaryModel
 from training.resolution import counts
 
 
@@ -84,10 +85,12 @@ def take_other_gpu(folder: str) -> tuple[Any, ...]:
     assert times
     layout = dataclasses.replace(own.layout, pass_times=times)
     own = dataclasses.replace(own, config=config, bounds=bounds, layout=layout)
-    own = dataclasses.replace(own, teacher=own)  # its times are measured where `hardware` states no rates
+    auxiliary = setups.AuxiliarySetup(AuxiliaryModel(), own)
+    own = dataclasses.replace(own, auxiliary=auxiliary)  # its times are measured where `hardware` states no rates
     agreed = agree_on_setup(setups.Run.of(own, ranks)).setup
-    assert agreed.teacher is not None
-    assert (agreed.teacher.bounds, agreed.teacher.layout) == (agreed.bounds, agreed.layout)
+    assert agreed.auxiliary is not None
+    other = agreed.auxiliary.setup
+    assert (other.bounds, other.layout) == (agreed.bounds, agreed.layout)
     return agreed.config.activation_checkpoint_interval, agreed.bounds, agreed.layout.pass_times
 
 

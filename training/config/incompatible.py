@@ -177,7 +177,6 @@ COLLATOR = _given("data.collator")
 USER_LOSS = _given("loss", "loss={_target_: ...}")
 FURTHER_TOKENS = _above("mtp.loss_coef", 0)
 EMBEDDING_NOISE = _above("neftune_noise_alpha", 0)
-TEACHER, ONLINE_TEACHER = _given("distill.teacher"), has_value("distill.online", "true")
 
 # Evaluations and checkpoints
 EVAL_FILE, EVAL_FRACTION, EVAL_SAMPLES = _given("eval_file"), _set("data.eval_fraction"), _set("data.eval_samples")
@@ -358,22 +357,6 @@ TABLE: tuple[Row, ...] = (
             "give neftune_noise_alpha=0, or mtp.loss_coef=0",
         COLLATOR: "which targets further tokens have is counted in rows as they are stored; "
             "omit data.collator, or give mtp.loss_coef=0",
-    }),
-    (TEACHER, {
-        FURTHER_TOKENS: "the teacher's distributions are those of the next token; "
-            "give mtp.loss_coef=0, or distill.teacher=null",
-        FP16: "the gradient of the divergence is computed before the loss scale is known; "
-            "use precision=bf16, or distill.teacher=null",
-        USER_LOSS: "each of them defines the loss; give one of them",
-        STREAMED: "the teacher reads rows that are known beforehand; give data.streaming=false",
-        COLLATOR: "the teacher's rows are numbered by their targets, which it may move; give data.collator=null",
-    }),
-    (ONLINE_TEACHER, {
-        _set("distill.num_stages"): "teacher and student share the stages; omit distill.num_stages",
-        _set("distill.tensor_parallel_size"): "teacher and student share the stages; omit distill.tensor_parallel_size",
-        **_untested(CONTEXT_PARALLEL, EXPERT_PARALLEL),
-        ZERO_3: "the teacher's weights are whole on each rank; give zero_stage=1 or 2",
-        CHECKPOINT_AUTO: "the choice does not count the teacher's memory; give a number",
     }),
     (_above("label_smoothing", 0), {USER_LOSS: "it smooths the cross entropy; give one of them"}),
     (DEFINES_LOSS, {USER_LOSS: "each of them defines the loss; give one of them"}),

@@ -35,7 +35,6 @@ from errors import UserError
 from extension import OWN_FOLDERS, list_actions, list_conf_folders, load_extensions, load_part
 from masking import remember_secrets
 from models.adapters.options import AdapterOptions
-from models.losses.options import Divergence
 from training.config.ranges import (
     at_least,
     below,
@@ -219,19 +218,6 @@ class RopeConfig:
 
 
 @dataclass
-class DistillConfig:
-    teacher: str | None = MISSING
-    coef: float = share()
-    temperature: float = positive()
-    divergence: Divergence = MISSING
-    top_k: int | None = at_least(1)
-    online: bool = MISSING
-    num_stages: int | None = at_least(1)
-    tensor_parallel_size: int | None = at_least(1)
-    model: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
 class MoEConfig:
     aux_loss_coef: float = zero_or_more(note="0 turns it off")
     z_loss_coef: float = zero_or_more(note="0 turns it off")
@@ -341,7 +327,6 @@ class RunConfig:
     freeze: list[str] = MISSING
 
     task: str | None = MISSING
-    distill: DistillConfig = field(default_factory=DistillConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)
     mtp: MTPConfig = field(default_factory=MTPConfig)

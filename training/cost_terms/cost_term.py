@@ -115,7 +115,7 @@ class PlannedRun:
     layout: Layout
     vocab_size: int
     hardware: Machine
-    teacher: Sequence[Stage] = ()  # the stages of one that is in memory next to these; empty without
+    auxiliary: Sequence[Stage] = ()  # the stages of a frozen model in memory next to these; empty without
     sums: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False)  # of `table.py`
 
     @cached_property
@@ -171,13 +171,13 @@ class Chunk:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """All that its costs follow from within a run. The teacher's stage beside it may be another one than beside a
-        chunk of the same layers, and the stage's first chunk counts its pass."""
-        teacher: tuple[Any, ...] = ()
-        if self.run.teacher:
-            own = self.run.teacher[self.stage_id]
-            teacher = own.kind, self.number == own.chunks[0].number
-        return self.number == 0, self.has_loss, teacher, *self.layers
+        """All that its costs follow from within a run. The auxiliary stage beside it may be another one than beside
+        a chunk of the same layers, and the stage's first chunk counts its pass."""
+        auxiliary: tuple[Any, ...] = ()
+        if self.run.auxiliary:
+            own = self.run.auxiliary[self.stage_id]
+            auxiliary = own.kind, self.number == own.chunks[0].number
+        return self.number == 0, self.has_loss, auxiliary, *self.layers
 
     @property
     def hidden_bytes(self) -> int:

@@ -1,5 +1,5 @@
-"""The forward pass before a step: of the model itself, or of a teacher that is in memory next to its student
-(`distill.online`), with its weights and what it leaves for the step."""
+"""The forward pass before a step: of the model itself, or of a frozen one that is in memory next to it
+(`PassOver.auxiliary`), with its weights and what it leaves for the step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from training.objectives.objective import PassOver
 from training.objectives.registry import get_objective
 
 
-def compute_teacher(stage: Stage) -> Memory:
-    """Return the bytes of the teacher's stage: weights alone; while it runs, before the step, what a layer makes; and
-    where the loss is, the hidden states at the targets of all micro-batches, every token a target."""
-    if not stage.run.teacher:
+def compute_auxiliary(stage: Stage) -> Memory:
+    """Return the bytes of the auxiliary model's stage: weights alone; while it runs, before the step, what a layer
+    makes; and where the loss is, the hidden states at the targets of all micro-batches, every token a target."""
+    if not stage.run.auxiliary:
         return Memory()
-    own = stage.run.teacher[stage.stage_id]
+    own = stage.run.auxiliary[stage.stage_id]
     states = own.run.layout.gradient_accumulation_steps * own.chunks[-1].block_bytes if own.has_loss else 0
     weights = own.run.weight_bytes * own.num_parameters
     return Memory(weights=weights, activations=states, first_pass=states + count_working(own))
@@ -40,10 +40,10 @@ def count_working(stage: Stage) -> int:
 
 def compute_first_pass(chunk: Chunk) -> PassCost:
     """Return the cost of a forward pass over as many tokens before the step: the model's own, for an objective that
-    needs one; the teacher's, which the first chunk of its stage counts."""
+    needs one; the auxiliary model's, which the first chunk of its stage counts."""
     run = chunk.run
-    if run.teacher:
-        own = run.teacher[chunk.stage_id]
+    if run.auxiliary:
+        own = run.auxiliary[chunk.stage_id]
         return run_forward(own.layers, own.run) if chunk.number == own.chunks[0].number else PassCost()
-    runs_first = get_objective(run.config).pass_over(run.config) not in (None, PassOver.as_teacher)
+    runs_first = get_objective(run.config).pass_over(run.config) not in (None, PassOver.auxiliary)
     return run_forward(chunk.layers, run) if runs_first else PassCost()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.losses.logit_chunks import count_chunk_logits, count_chunk_rows, count_waiting
-from models.losses.options import Divergence
-from training.config.schema import Device, DistillConfig, Precision
+from training.config.schema import Device, Precision
 from training.cost_terms.activations import run_again
 from training.cost_terms.buffers import count_new_gradient, count_on_the_way
 from training.cost_terms.cost_term import Chunk, Memory, PassCost, Stage
@@ -62,26 +61,6 @@ class LossBytes:
     def _num_waiting(self) -> int:
         return count_waiting(self.num_targets, self.hidden_size, self.vocabulary, self.on_gpu)
 
-    def count_teacher(self, distill: DistillConfig) -> int:
-        """Return the bytes that a teacher adds at the peak: its distributions, where they are read, and the bytes of a
-        chunk by which it exceeds what its log-softmax takes.
-
-        In a chunk, in fp32 next to the log-probabilities: of the teacher's most probable tokens, the student's
-        probabilities, at another temperature their sum's terms too; with a teacher in memory before that its own
-        log-probabilities and probabilities, and those terms. Over the whole vocabulary both at the temperature, the
-        divergence's terms and their gradient, and for jensen_shannon the mean and its terms.
-        """
-        if distill.teacher is None:
-            return 0
-        in_chunk = (8 if distill.temperature == 1 else 12) + 4 * distill.online
-        if distill.top_k is None:
-            in_chunk = 28 if distill.divergence is Divergence.jensen_shannon else 20
-        chunk_logits = min(self.num_targets * self.vocabulary, count_chunk_logits(self.on_gpu))
-        more = max(0, in_chunk - (10 if self.precision is Precision.bf16 else 8)) * chunk_logits
-        if distill.online or distill.top_k is None:
-            return more
-        return more + self.num_targets * (4 * distill.top_k + 4 * (distill.top_k + 1))
-
 
 def compute_loss(stage: Stage) -> Memory:
     """Return the bytes of the loss on the last stage; scores of documents take next to nothing, vectors of a whole
@@ -100,7 +79,10 @@ def compute_loss(stage: Stage) -> Memory:
     shard, trained = -(-run.vocab_size // run.layout.tensor_parallel_size), stage.layers[-1].parameters.largest_trained
     on_gpu = run.hardware.device is not Device.cpu
     found = LossBytes(run.tokens, shard, hidden_size, run.config.precision, on_gpu, trained > 0)
-    taken = found.peak + found.count_teacher(run.config.distill) + hidden + count_new_gradient(stage, trained)
+    more = sum(
+        each.count_loss_bytes(run.config, run.tokens, shard, on_gpu) for each in objective.list_active(run.config)
+    )
+    taken = found.peak + more + hidden + count_new_gradient(stage, trained)
     further = (stage.layers[-1].num_blocks - 1) * (found.kept + hidden)  # of each depth, until the backward pass
     return Memory(loss=max(0, taken + further - 2 * hidden - count_on_the_way(stage)))
 

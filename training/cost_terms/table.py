@@ -29,7 +29,7 @@ STAGE_MEMORY: tuple[Callable[[Stage], Memory], ...] = (  # allocated once
     buffers.compute_messages,
     buffers.compute_gradients_in_pass,
     loss.compute_loss,
-    first_pass.compute_teacher,
+    first_pass.compute_auxiliary,
 )
 CHUNK_MEMORY: tuple[Callable[[Chunk], Kept], ...] = (  # of each micro-batch in flight
     activations.compute_kept,

@@ -31,7 +31,6 @@ from data.streaming.stream import VERSION as STREAM_VERSION
 from data.streaming.stream import StreamPlan
 from errors import UserError
 from models.heads.table import find_head
-from models.storage.folders import has_tokenizer as has_tokenizer_files
 from models.weights.source import WeightSource
 from models.weights.vocabulary import open_tokenizer
 from training.config.schema import DataConfig, RunConfig
@@ -54,22 +53,6 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
         )
     get_objective(config).check(tokenizer)
     return tokenizer
-
-
-def check_same_tokens(teacher: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError where the tokenizer of a teacher's folder has other tokens than the run's, or other ids for them:
-    distributions over different tokens cannot be compared. A folder without a tokenizer is trusted to have the same.
-    """
-    if not has_tokenizer_files(teacher):
-        return
-    own, others = tokenizer.get_vocab(), open_tokenizer(teacher).get_vocab()
-    if own == others:
-        return
-    example = min(own.items() ^ others.items(), key=lambda entry: entry[::-1])[0]
-    raise UserError(
-        f"distill.teacher={teacher}: its vocabulary of {len(others)} tokens is not the run's of {len(own)}; they "
-        f"differ at {example!r}. Give a teacher with the same tokenizer"
-    )
 
 
 def load_extended(config: RunConfig, path: str) -> PreTrainedTokenizerBase:

@@ -104,24 +104,24 @@ def build_loaders(
     module: StageModule,
     data: RankData,
     budget: StepBudget,
-    teacher_options: Options | None = None,
+    auxiliary_options: Options | None = None,
 ) -> Loaders:
     """Build the training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
 
-    teacher_options: how a teacher that is in memory reads the files before each step.
+    auxiliary_options: how a frozen model that is in memory reads the files before each step.
     """
     layout, options = data.layout, build_options(config, module, data)
     if options.num_workers and not options.reads_nothing:
         start_server()
     if budget.stream is not None:
         train: Any = _build_stream_loader(config, options, data, budget, budget.stream)
-        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, teacher_options))
+        return Loaders(train, build_eval_loaders(config, module, data, budget.evaluations, auxiliary_options))
     path = data.datasets["train_file"]
     order = build_order(config, path, budget.num_samples, layout.global_batch_size)
     train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
-    if (first := _choose_first(config, module, data, "train_file", options, teacher_options)) is not None:
+    if (first := _choose_first(config, module, data, "train_file", options, auxiliary_options)) is not None:
         train_loader.first = loaders.build_train_loader(*first, order, layout.gradient_accumulation_steps)
-    return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, teacher_options))
+    return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, auxiliary_options))
 
 
 def _build_stream_loader(
@@ -145,7 +145,7 @@ def build_eval_loaders(
     module: StageModule,
     data: RankData,
     sizes: Mapping[str, EvalSize],
-    teacher_options: Options | None = None,
+    auxiliary_options: Options | None = None,
 ) -> dict[str, Any]:
     """Build the evaluation loaders only, by the names of their files; see `build_loaders`. sizes: by the same names."""
     built = {}
@@ -153,7 +153,7 @@ def build_eval_loaders(
         if name in sizes:
             options = build_options(config, module, data, key)
             built[name] = loaders.build_eval_loader(data.datasets[key], options, sizes[name].rows)
-            if (first := _choose_first(config, module, data, key, options, teacher_options)) is not None:
+            if (first := _choose_first(config, module, data, key, options, auxiliary_options)) is not None:
                 built[name].first = loaders.build_eval_loader(*first, sizes[name].rows)
     return built
 
@@ -164,17 +164,17 @@ def _choose_first(
     data: RankData,
     key: str,
     options: loaders.LoaderOptions,
-    teacher_options: Options | None,
+    auxiliary_options: Options | None,
 ) -> tuple[Path, loaders.LoaderOptions] | None:
-    """Return what the pass before a step or an evaluation reads: the same samples, of the student or as its teacher
+    """Return what the pass before a step or an evaluation reads: the same samples, as the model or an auxiliary one
     reads them, or those of the objective's own making; None where there is no such pass."""
     path, objective = data.datasets[key], get_objective(config)
     pass_over = objective.pass_over(config)
     if pass_over is None:
         return None
-    if pass_over is PassOver.as_teacher:
-        assert teacher_options is not None
-        return path, teacher_options(key)
+    if pass_over is PassOver.auxiliary:
+        assert auxiliary_options is not None
+        return path, auxiliary_options(key)
     if pass_over is PassOver.samples:
         return path, options
     columns = tuple(_list_columns(config, module, data, name_companion(key, objective.companion)))

@@ -18,15 +18,12 @@ class NextToken(Objective):
     modifiers = NEXT_TOKEN_MODIFIERS
     takes_user_loss = True
 
-    def _list_active(self, config: RunConfig) -> list[Modifier]:
-        return [each for each in self.modifiers if each.read(config)]
-
     def loss(self, config: RunConfig, stage: LastStage) -> Loss:
         loss = TokenLoss(stage.architecture, stage.parallel)
         if config.eval_token_accuracy:
             loss = replace(loss, terms=(TokenAccuracy(),))
         changed: Loss = loss
-        for modifier in self._list_active(config):
+        for modifier in self.list_active(config):
             changed = modifier.change(changed, config, stage)
         return changed
 
@@ -37,15 +34,15 @@ class NextToken(Objective):
         return self._list_passing(config)[0].before_step(loss)
 
     def _list_passing(self, config: RunConfig) -> list[Modifier]:
-        return [each for each in self._list_active(config) if each.pass_over(config) is not None]
+        return [each for each in self.list_active(config) if each.pass_over(config) is not None]
 
     def identity(self, config: RunConfig) -> dict[str, str]:
-        return {key: value for each in self._list_active(config) for key, value in each.identity(config).items()}
+        return {key: value for each in self.list_active(config) for key, value in each.identity(config).items()}
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...] | None:
         if config.loss is not None:
             return ()
-        found = [each.list_metrics(config) for each in self._list_active(config)]
+        found = [each.list_metrics(config) for each in self.list_active(config)]
         if any(names is None for names in found):
             return None
         accuracy = ("token_accuracy",) if config.eval_token_accuracy else ()

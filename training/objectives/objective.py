@@ -27,7 +27,6 @@ from data.storage.scores import Scores
 from errors import UserError
 from models.heads.head import Head, Labels
 from models.losses.cross_entropy import Loss
-from models.losses.distill_loss import TeacherHead
 from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.incompatible import write_value
@@ -41,7 +40,7 @@ class LastStage:
     architecture: PretrainedConfig
     parallel: TensorParallel = NO_TP  # the ranks that share the head
     sequence_part: ContextParallel = NO_CP  # the ranks that share each sequence
-    teacher: TeacherHead | None = None  # of a teacher that is in memory next to the model
+    auxiliary: Any = None  # what the loss reads of a frozen model that is in memory next to this one
 
 
 class Metrics:
@@ -104,7 +103,8 @@ class PassOver(Enum):
 
     samples = "samples"  # the samples of the step
     companions = "companions"  # one of the objective's own making for each of them (`Objective.companion`)
-    as_teacher = "as_teacher"  # the samples of the step, by a teacher in memory: its stages read and measure them
+    # The samples of the step, by a frozen model in memory (`auxiliary.py`), whose stages read and measure them
+    auxiliary = "auxiliary"
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,10 @@ class Scorer:
     # Returns what is noted of the columns when they are complete, JSON values
     note: Callable[[Sequence[np.ndarray]], dict[str, Any]] = lambda values: {}
     columns: tuple[ReadColumn, ...] = ()  # what `measure` reads besides tokens and targets
+    # Returns in words what a pass over a whole folder leaves, printed before it; empty for nothing
+    begin: Callable[[Scores], str] = lambda scores: ""
+    values: str = "the scores"  # what messages call all of them
+    fewer: str = ""  # begins the advice where a disk has no room, with a comma
 
 
 class ModelFiles(Protocol):
@@ -157,14 +161,11 @@ class Modifier:
 
     key: str
     off = "0"  # the value of the key at which it changes nothing
+    metrics: tuple[str, ...] = ()  # those that it reports besides the loss; means over targets
 
     def read(self, config: RunConfig) -> Any:
         """Return the value of the key; one that is false changes nothing."""
         raise NotImplementedError
-
-    def scored(self, config: RunConfig) -> tuple[Column, ...]:
-        """Return what a model of its own scores once before training, as `Objective.scored`."""
-        return ()
 
     def pass_over(self, config: RunConfig) -> PassOver | None:
         """Return what a forward pass before each step reads; see `before_step`."""
@@ -187,7 +188,12 @@ class Modifier:
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...] | None:
         """Return its part of `Objective.list_metrics`. It is called where the key is on."""
-        return ()
+        return self.metrics
+
+    def count_loss_bytes(self, config: RunConfig, num_targets: int, vocabulary: int, on_gpu: bool) -> int:
+        """Return the bytes that it adds to the peak of the loss. It is called where the key is on. num_targets: of a
+        micro-batch on a rank, every token one. vocabulary: tokens of the rank's share."""
+        return 0
 
 
 class Objective:
@@ -218,6 +224,10 @@ class Objective:
     takes_user_loss = False  # a user-defined loss may replace its own
     # The logits are computed again in the backward pass: the gradient of a token is not known in the forward pass.
     remakes_logits = False
+
+    def list_active(self, config: RunConfig) -> list[Modifier]:
+        """Return the modifiers whose keys are on."""
+        return [each for each in self.modifiers if each.read(config)]
 
     def loss(self, config: RunConfig, stage: LastStage) -> Loss:
         """Build the loss. Raises UserError for what keys and model cannot be together."""

@@ -18,6 +18,7 @@ from training.config.criterion import Criterion
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
+from training.objectives.auxiliary import AuxiliaryModel
 from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Modifier, Objective
 
@@ -37,6 +38,12 @@ def get_objective(config: RunConfig) -> Objective:
         check_not_removed(f"task={name}", f"task={name}")
         raise UserError(f"task={name}: must be one of {', '.join(sorted(OBJECTIVES))}")
     return OBJECTIVES[name]
+
+
+def find_auxiliary(config: RunConfig) -> AuxiliaryModel | None:
+    """Return the frozen model that the run reads besides the one that it trains; None without one."""
+    found = (each for each in get_objective(config).list_active(config) if isinstance(each, AuxiliaryModel))
+    return next(found, None)
 
 
 def choose_packing(config: RunConfig) -> Packing:

@@ -15,9 +15,11 @@ from typing import Any
 from console import Progress, is_terminal, say
 from filesystem import write_atomically
 from masking import mask
+from training.objectives.registry import MODIFIERS
 
+_ADDED = (name for each in MODIFIERS for name in each.metrics)
 # What an evaluation of a language model reports.
-_OF_TOKENS = re.compile(r"eval_(loss|tokens|token_accuracy|distill_loss|mtp_loss_\d+)")
+_OF_TOKENS = re.compile(rf"eval_({'|'.join(['loss', 'tokens', 'token_accuracy', *_ADDED])}|mtp_loss_\d+)")
 # Field -> number, a list of one number per stage (or layer), or None, such as the gradient norm when all steps were
 # skipped.
 Record = dict[str, Any]

@@ -228,11 +228,11 @@ def plan_resolved(
     run: ResolvedRun,
     machine: Machine,
     costs: Sequence[LayerCost] | None = None,
-    teacher: ResolvedRun | None = None,
+    auxiliary: ResolvedRun | None = None,
 ) -> Plan:
     """Return the plan of a resolved run on `machine`. costs: of its layers, where they were timed; else as counted.
-    teacher: one that is in memory next to it."""
-    in_memory = [] if teacher is None else list_resolved_stages(teacher, machine)
+    auxiliary: a frozen one that is in memory next to it."""
+    in_memory = [] if auxiliary is None else list_resolved_stages(auxiliary, machine)
     planned = PlannedRun(run.config, run.layout, run.architecture.vocab_size, machine, in_memory)
     return compute_plan(costs or run.costs, run.bounds, planned)
 

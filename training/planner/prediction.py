@@ -85,12 +85,12 @@ def predict(
     machine: Machine | None,
     lengths: RowLengths,
     times: Sequence[LayerTimes] = (),
-    teacher: ResolvedRun | None = None,
+    auxiliary: ResolvedRun | None = None,
 ) -> Prediction:
     """Return the plan of a run that is about to start.
 
     machine: complete; None for a GPU that is unknown. lengths: of its rows. times: those of `time_layers`; empty
-    on a GPU. teacher: one that is in memory next to the model; of full rows.
+    on a GPU. auxiliary: a frozen model that is in memory next to the model; of full rows.
     """
     config = run.config
     assumed = machine or replace(
@@ -100,9 +100,9 @@ def predict(
         replace(run, config=replace(config, max_seq_length=length)) for length in (lengths.padded, lengths.longest)
     )
     costs, measured = apply_times(times, padded, assumed) if times else (None, assumed)
-    plan = plan_resolved(padded, measured, costs, teacher)
+    plan = plan_resolved(padded, measured, costs, auxiliary)
     if lengths.longest != lengths.padded:
-        fullest = plan_resolved(longest, assumed, teacher=teacher)
+        fullest = plan_resolved(longest, assumed, auxiliary=auxiliary)
         pairs = zip(plan.stages, fullest.stages, strict=True)
         stages = [replace(stage, memory=other.memory) for stage, other in pairs]
         plan = replace(plan, stages=stages, longest_sample=fullest.longest_sample)

@@ -13,6 +13,7 @@ from extension import list_plans
 from training.config.schema import CheckpointMode
 from training.costs.hardware import GIB
 from training.distributed.topology import EXPERTS
+from training.objectives.registry import find_auxiliary
 from training.planner.advice import Variant, render_variants
 from training.planner.disk import render_disk
 from training.planner.formatting import render_cost, render_count, render_rows, render_seconds
@@ -192,7 +193,7 @@ def render_verdict(plan: Plan, advice: Sequence[Variant] = (), width: int | None
     where it does not fit, those that make it fit; empty where none does, or where that is not known."""
     fullest = plan.fullest
     memory, stage = fullest.memory, fullest.stage_id
-    moment, kind = describe_peak(fullest)
+    moment, kind = describe_peak(plan)
     used = f"stage {stage} needs {memory.peak / GIB:.1f} of {plan.memory_limit / GIB:.1f} GiB, {moment}"
     if plan.fits:
         lines = [f"FITS: {used}, {-plan.missing_memory / GIB:.1f} GiB to spare", _name_limit(plan)]
@@ -213,9 +214,9 @@ def render_verdict(plan: Plan, advice: Sequence[Variant] = (), width: int | None
     return [*lines, *(["", heading, "", *render_variants(plan, advice, width)] if advice else [])]
 
 
-def describe_peak(stage: StagePlan) -> tuple[str, str]:
-    """Return the moment in which a stage's GPU is fullest, and the largest kind of memory then."""
-    memory = stage.memory
+def describe_peak(plan: Plan) -> tuple[str, str]:
+    """Return the moment in which the fullest GPU is so, and the largest kind of memory then."""
+    memory, auxiliary = plan.fullest.memory, find_auxiliary(plan.run.config)
     kinds = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -229,9 +230,9 @@ def describe_peak(stage: StagePlan) -> tuple[str, str]:
             "recomputed activations": memory.recomputation,
             "logits and loss": memory.loss,
         }
-    elif memory.first_pass > memory.step:
-        moment = "in the teacher's pass"
-        kinds |= {"the teacher's pass": memory.first_pass}
+    elif auxiliary is not None and memory.first_pass > memory.step:
+        moment = f"in the {auxiliary.name}'s pass"
+        kinds |= {f"the {auxiliary.name}'s pass": memory.first_pass}
     else:
         moment = "at the optimizer step"
         kinds |= {"the optimizer step's copies of gradients": memory.step}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,21 +28,20 @@ from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import CheckedConfig
 from training.config.schema import NOT_GIVEN, RunConfig, to_typed
-from training.config.teacher import derive_teacher
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
 from training.distributed.topology import PIPE, Layout, name_sizes, read_sizes
 from training.inputs.datasets import count_added_rows, has_tokenizer
 from training.inputs.estimates import count_steps, estimate_scored, estimate_steps, find_model_folder
+from training.objectives.auxiliary import AuxiliaryModel
+from training.objectives.registry import find_auxiliary
 from training.optim.lr_schedule import warn_of_warmup
 from training.planner.advice import advise
 from training.planner.disk import measure_passthrough
 from training.planner.layer_times import profile_layers
 from training.planner.plan import Plan, plan_resolved
 from training.planner.report import render_plan
-from training.planner.teacher import describe_teacher
 from training.planner.timeline import predicted_timeline
-from training.resolution.architecture import check_teacher_size
 from training.resolution.readers import check_read
 from training.resolution.resolve import ResolvedModel, ResolvedRun, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
@@ -78,20 +76,21 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     model = resolve_planned(config, described)
     machine = complete_hardware(config.hardware, config.precision, check_world_size(config))
     yield from list_notes(config, model)
-    run, teacher = resolve_layout(model, config, _build_target(config, machine)), resolve_teacher(config, model)
+    run, other = resolve_layout(model, config, _build_target(config, machine)), resolve_auxiliary(config, model)
     if run.recomputation is not None:
         yield run.recomputation
-    plan = _plan_placed(run, machine, teacher)
+    plan = _plan_placed(run, machine, other)
     steps, note = estimate_steps(config, plan.layout.global_batch_size, model.architecture)
     if steps is not None and (text := warn_of_warmup(steps, config)):
         yield f"warning: {text}"
     is_scored, rows = model.objective.scored, None
-    if is_scored or (teacher is not None and not config.distill.online):
+    if is_scored or (other is not None and not other.model.is_resident(config)):
         rows = estimate_scored(config, plan.layout.global_batch_size, model.architecture)
     earlier = {"for the reference's scores": plan.time_forward(rows)} if is_scored and rows else {}
-    if teacher is not None:
-        text, seconds = describe_teacher(place_teacher(config, teacher, plan.layout), machine, config.distill, rows)
-        earlier |= {} if seconds is None else {"for the teacher's pass": seconds}
+    if other is not None:
+        placed = place_auxiliary(config, other, plan.layout)
+        text, seconds = load_part(other.model.plan)(placed, machine, config, rows)
+        earlier |= {} if seconds is None else {f"for the {other.model.name}'s pass": seconds}
         yield text
     yield render_plan(
         plan,
@@ -117,7 +116,7 @@ def plan_config(config: RunConfig, machine: Machine, described: ModelFolder | No
     """Return the plan of a config on complete `machine`, from the beginning. described: as in `resolve_planned`. Raises
     UserError for all that the run would refuse, but for what depends on its machine and files."""
     model = resolve_planned(config, described)
-    return build_plan(config, model, machine, resolve_teacher(config, model))
+    return build_plan(config, model, machine, resolve_auxiliary(config, model))
 
 
 def resolve_planned(config: RunConfig, described: ModelFolder | None = None) -> ResolvedModel:
@@ -200,50 +199,51 @@ def describe_model(config: RunConfig, group: str = "model") -> ModelFolder:
     return ModelFolder(folder, architecture, wrapper, parse_quantization(fields, folder).form)
 
 
-def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine, teacher: ResolvedModel | None = None) -> Plan:
+@dataclass(frozen=True)
+class PlannedAuxiliary:
+    """A frozen model that the run of a plan reads besides its own. resolved: at no layout yet."""
+
+    model: AuxiliaryModel
+    resolved: ResolvedModel
+
+
+def build_plan(
+    config: RunConfig, model: ResolvedModel, machine: Machine, auxiliary: PlannedAuxiliary | None = None
+) -> Plan:
     """Return the plan of exactly this config on complete `machine`.
 
-    config: that of the model, or one that differs as `resolve_layout` allows. teacher: its own; None without one.
+    config: that of the model, or one that differs as `resolve_layout` allows. auxiliary: by `resolve_auxiliary`.
     """
-    return _plan_placed(resolve_layout(model, config, _build_target(config, machine)), machine, teacher)
+    return _plan_placed(resolve_layout(model, config, _build_target(config, machine)), machine, auxiliary)
 
 
-def _plan_placed(run: ResolvedRun, machine: Machine, teacher: ResolvedModel | None) -> Plan:
+def _plan_placed(run: ResolvedRun, machine: Machine, auxiliary: PlannedAuxiliary | None) -> Plan:
     in_memory = None
-    if teacher is not None and run.config.distill.online:
-        in_memory = place_teacher(run.config, teacher, run.layout)
+    if auxiliary is not None and auxiliary.model.is_resident(run.config):
+        in_memory = place_auxiliary(run.config, auxiliary, run.layout)
     if run.config.hardware.peak_flops is not None:
-        return plan_resolved(run, machine, teacher=in_memory)
+        return plan_resolved(run, machine, auxiliary=in_memory)
     costs, measured = profile_layers(run, machine)  # this machine
     return plan_resolved(run, measured, costs, in_memory)
 
 
-def resolve_teacher(config: RunConfig, model: ResolvedModel) -> ResolvedModel | None:
-    """Return the resolved model of `distill.teacher`; None without one. model: the student's. Raises UserError."""
-    if config.distill.teacher is None:
+def resolve_auxiliary(config: RunConfig, model: ResolvedModel) -> PlannedAuxiliary | None:
+    """Return the frozen model that a run reads besides its own; None without one. model: its own. Raises UserError."""
+    if (auxiliary := find_auxiliary(config)) is None:
         return None
-    config_of_pass = derive_teacher(config, 1, 1)
-    with naming_teacher(config):
-        described = describe_model(config_of_pass, "distill.model")
-        teacher = resolve_model(config_of_pass, described, _build_target(config))
-    check_teacher_size(config.distill, model.architecture.vocab_size, teacher.architecture.vocab_size)
-    return teacher
+    config_of_pass = auxiliary.derive(config, 1, 1)
+    with auxiliary.naming(config):
+        described = describe_model(config_of_pass, auxiliary.architecture_key)
+        resolved = resolve_model(config_of_pass, described, _build_target(config))
+    auxiliary.check_sizes(config, model.architecture.vocab_size, resolved.architecture.vocab_size)
+    return PlannedAuxiliary(auxiliary, resolved)
 
 
-def place_teacher(config: RunConfig, teacher: ResolvedModel, layout: Layout) -> ResolvedRun:
-    """Return the teacher at its layout. layout: the student's. Raises UserError."""
-    config_of_pass = derive_teacher(config, layout.micro_batch_size, layout.gradient_accumulation_steps)
-    with naming_teacher(config):
-        return resolve_layout(teacher, config_of_pass, _build_target(config))
-
-
-@contextmanager
-def naming_teacher(config: RunConfig) -> Iterator[None]:
-    """Begin a UserError with the teacher's key."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"distill.teacher={config.distill.teacher}: {error}") from None
+def place_auxiliary(config: RunConfig, auxiliary: PlannedAuxiliary, layout: Layout) -> ResolvedRun:
+    """Return the frozen model at its layout. config, layout: the run's. Raises UserError."""
+    config_of_pass = auxiliary.model.derive(config, layout.micro_batch_size, layout.gradient_accumulation_steps)
+    with auxiliary.model.naming(config):
+        return resolve_layout(auxiliary.resolved, config_of_pass, _build_target(config))
 
 
 def find_passthrough_bytes(config: RunConfig) -> int:

@@ -21,7 +21,7 @@ from models.heads.table import describe_head, find_head
 from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.source import DescribedModel
 from training.config.precision import DTYPES
-from training.config.schema import DistillConfig, RunConfig
+from training.config.schema import RunConfig
 from training.config.validate import check_model_fields
 from training.inputs.datasets import build_chat_template
 from training.objectives.registry import choose_packing, get_objective, list_tasks_of_head
@@ -117,16 +117,3 @@ def _check_packing(config: RunConfig, architecture: PretrainedConfig) -> None:
 def packs_rows(config: RunConfig) -> bool:
     """Return whether a row of the run may have several documents."""
     return choose_packing(config) is not Packing.NONE
-
-
-def check_teacher_size(distill: DistillConfig, student_rows: int, teacher_rows: int) -> None:
-    """Raise UserError for a `distill.top_k` of more tokens than both have, or of all where they have other numbers.
-    rows: of the two embeddings."""
-    most = min(student_rows, teacher_rows)
-    if distill.top_k is None and student_rows != teacher_rows:
-        raise UserError(
-            f"distill.top_k=null: the student's embedding has {student_rows} rows, the teacher's {teacher_rows}, so "
-            "there is no whole vocabulary; give a number, such as 64"
-        )
-    if distill.top_k is not None and distill.top_k > most:
-        raise UserError(f"distill.top_k={distill.top_k}: the vocabulary has {most} tokens; give fewer, such as 64")

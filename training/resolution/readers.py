@@ -90,7 +90,6 @@ def list_readers() -> dict[str, Feature]:
         **{f"data.{name}": _by_encoder(name) for name in _list_fields()},
         **{key: LORA if key in NOT_BROUGHT else NEW_LORA for key in _list_under("adapter")},
         **{key: _by_task(name) for name in OBJECTIVES for key in _list_under(name)},
-        **{key: TEACHER for key in _list_under("distill") if key != "distill.teacher"},
         **{key: TRACKED for key in _list_under("logger") if key != "logger.trackers"},
         **_by_choice("optimizer.name", OPTIMIZER_KEYS),
         **_by_choice("lr_scheduler_type", SCHEDULER_KEYS),
@@ -153,7 +152,6 @@ NEW_LORA = Feature(
     "adapter=lora without adapter.name_or_path",
     lambda run: LORA.holds(run) and not run.config.adapter.name_or_path,
 )
-TEACHER = Feature("distill.teacher", lambda run: run.config.distill.teacher is not None, switches=("distill.teacher",))
 TRACKED = Feature("logger", lambda run: bool(run.config.logger.trackers))
 EVALUATED = Feature(
     "eval_file, data.eval_fraction or data.eval_samples",

@@ -1,5 +1,6 @@
 """The forward pass that comes before a step, or an evaluation, of an objective whose loss needs something of all of its
-samples (`Objective.pass_over`). With `distill.online` it is that of a teacher that is in memory next to its student.
+samples (`Objective.pass_over`). It may be that of a frozen
+model that is in memory next to the one that is trained (`PassOver.auxiliary`).
 
 It is an engine's evaluation: in eval mode, so without dropout, with the adapter on. What it finds stays on the
 devices, so the host does not wait for it.
@@ -13,7 +14,6 @@ from typing import Any
 
 from data.options import Packing
 from models.layers.documents import DocumentBounds
-from models.losses.distill_loss import TeacherHead
 from training.config.schema import RunConfig
 from training.engine.engine import Engine
 from training.engine.steps import forward_in_groups
@@ -25,7 +25,8 @@ class RunFirstPass:
     """The first pass of the steps and evaluations of a run; all ranks call it together."""
 
     def __init__(self, engine: Engine, plan: FirstPass, bounds: DocumentBounds | None) -> None:
-        """engine: of the student, or of its teacher. bounds: those of any micro-batch's documents; None if unknown."""
+        """engine: of the model that is trained, or of an auxiliary one. bounds: those of any micro-batch's
+        documents; None if unknown."""
         self._engine, self._plan, self._bounds = engine, plan, bounds
 
     @property
@@ -71,15 +72,16 @@ class RunFirstPass:
 
 
 @dataclass(frozen=True)
-class OnlineTeacher:
-    """A teacher that is in memory next to its student, on the ranks of the same stages."""
+class Resident:
+    """A frozen model that is in memory next to the one that is trained, on the ranks of the same stages."""
 
     engine: Engine
-    head: TeacherHead
+    head: Any  # what the loss reads of it (`AuxiliaryModel.build_head`)
 
 
-def build_first_pass(engine: Engine, config: RunConfig, teacher: OnlineTeacher | None = None) -> RunFirstPass | None:
-    """Build the first pass of the run's objective; None where there is none. teacher: what runs it, if any."""
+def build_first_pass(engine: Engine, config: RunConfig, auxiliary: Resident | None = None) -> RunFirstPass | None:
+    """Build the first pass of the run's objective; None where there is none. auxiliary: what runs it, if
+    any."""
     objective = get_objective(config)
     if objective.pass_over(config) is None:
         return None
@@ -88,4 +90,4 @@ def build_first_pass(engine: Engine, config: RunConfig, teacher: OnlineTeacher |
     rows = engine.layout.micro_batch_size * count_rows(config)
     bounds = DocumentBounds(rows, config.max_seq_length) if is_known else None
     plan = objective.before_step(config, engine.module.loss_fn)
-    return RunFirstPass(engine if teacher is None else teacher.engine, plan, bounds)
+    return RunFirstPass(engine if auxiliary is None else auxiliary.engine, plan, bounds)

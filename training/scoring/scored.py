@@ -1,4 +1,4 @@
-"""The pass in which a model scores the data once, before training: a reference model, or the teacher of a distillation.
+"""The pass in which a model scores the data once, before training: a reference model, or one that an extension reads.
 
 It goes through the pipeline, each row once. The main rank writes the values next to the tokens
 (`data/storage/scores.py`).
@@ -81,13 +81,14 @@ def find_missing(
     return found, {key: found[key] for folder, key in keys.items() if folder not in whole}
 
 
-def share(scores: Scores, path: Path, key: str, ranks: Ranks) -> Scores:
+def share(scores: Scores, path: Path, key: str, ranks: Ranks, model_key: str = "") -> Scores:
     """Return the scores of a key as this rank reads them. A host that does not see those of the main rank gets a copy
-    of small ones in its own tokenized folder, `path`. All ranks call it. Raises UserError for others."""
+    of small ones in its own tokenized folder, `path`. All ranks call it. model_key: what names the
+    model. Raises UserError for others."""
     is_seen = scores.is_whole(compares_bytes=scores.is_small)
     if not scores.is_small:
         error = UserError(
-            f"distill.teacher: {scores.folder} was written by the main rank, and this host does not see it; put "
+            f"{model_key}: {scores.folder} was written by the main rank, and this host does not see it; put "
             "data.cache_dir on a file system that all hosts share"
         )
         raise_together(None if is_seen else error)
@@ -108,7 +109,11 @@ def score(
     """Score the rows of a tokenized folder that are not done. All ranks call it. options: as its ranks read the data.
     key: of the data. Raises UserError where the disk has no room, or a value is not finite."""
     what = f"{scorer.what} of {key}"
-    writer = write_together(lambda: ScoresWriter(scores, key) if ranks.is_main else None, what, scores.folder)
+    if text := scorer.begin(scores):
+        ranks.say(f"{what}: {text}")
+    writer = write_together(
+        lambda: ScoresWriter(scores, key, scorer.values, scorer.fewer) if ranks.is_main else None, what, scores.folder
+    )
     done = broadcast_from_main(lambda: writer.rows_done if writer is not None else 0, ranks)
     if done:
         ranks.say(f"{what}: {done:,} {scorer.unit} are done, the pass continues there")

@@ -16,7 +16,7 @@ import torch
 
 from batch import Column, Per, Source
 from data.encoders.sft import SFTEncoder
-from data.loading.columns import list_scored_columns, list_teacher_columns
+from data.loading.columns import list_scored_columns
 from data.options import Packing
 from data.storage.encoding import Encoding
 from data.storage.hashes import write_hashes
@@ -25,8 +25,8 @@ from data.storage.scores import DESCRIPTION, Scores, ScoresWriter, find_scores, 
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
+from extensions.distillation.scores import describe_covered, list_teacher_columns
 from filesystem import lock_file
-from training.scoring.scorers import describe_covered
 
 NUM_ROWS, TOP_K = 11, 3
 REFERENCE = Column("reference", torch.float64, Per.document, Source.scored)
@@ -218,4 +218,5 @@ def test_the_disk_space_is_taken_before_a_pass(path: Path) -> None:
 
 def test_too_little_room_is_refused(path: Path) -> None:
     with pytest.raises(UserError, match="train_file: the teacher's distributions take .* free; lower distill.top_k"):
-        ScoresWriter(replace(find_teacher(path), num_values=10**15), "train_file")
+        too_many = replace(find_teacher(path), num_values=10**15)
+        ScoresWriter(too_many, "train_file", "the teacher's distributions", "lower distill.top_k, ")

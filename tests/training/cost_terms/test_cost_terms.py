@@ -176,15 +176,15 @@ def test_the_fit_check_finds_what_each_range_of_layers_takes(interval: int) -> N
     assert True in found and False in found
 
 
-def test_chunks_of_the_same_layers_have_the_teachers_stage_beside_them() -> None:
-    """The middle stages of the student are alike, those of the teacher are not."""
+def test_chunks_of_the_same_layers_have_the_stage_of_a_model_in_memory_beside_them() -> None:
+    """The middle stages of the model that is trained are alike, those of the frozen one are not."""
     layout = Layout(Topology.of(4, pipe=4), 1, M)
     run = replace(describe_run(), config=build_config("num_stages=4"), layout=layout)
     stages = list_stages(run, [LAYER] * 11, [0, 1, 2, 9, 11])
-    taught = compute_plan([LAYER] * 8, [0, 2, 4, 6, 8], replace(run, teacher=stages))
+    both = compute_plan([LAYER] * 8, [0, 2, 4, 6, 8], replace(run, auxiliary=stages))
     plain = compute_plan([LAYER] * 8, [0, 2, 4, 6, 8], run)
-    added = [each.memory.weights - own.memory.weights for each, own in zip(taught.stages, plain.stages, strict=True)]
+    added = [each.memory.weights - own.memory.weights for each, own in zip(both.stages, plain.stages, strict=True)]
     assert added == [2 * LAYER.parameters.held * each for each in (1, 1, 7, 2)]
-    forward = [[stage.chunks[0].cost.forward_seconds for stage in each.stages] for each in (taught, plain)]
-    seconds = [with_teacher - alone for with_teacher, alone in zip(*forward, strict=True)]
+    forward = [[stage.chunks[0].cost.forward_seconds for stage in each.stages] for each in (both, plain)]
+    seconds = [with_other - alone for with_other, alone in zip(*forward, strict=True)]
     assert seconds[2] == pytest.approx(7 * seconds[1]) and seconds[1] > 0

@@ -8,19 +8,12 @@ import pytest
 import torch
 from support.configs import build_config
 from support.logit_chunks import set_chunk_size
-from transformers import LlamaConfig
 
 from batch import Targets
 from benchmarks.allocation import AllocationPeak
-from data.loading.columns import list_teacher_columns
-from data.storage.scores import count_bytes
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
-from models.losses.distill_loss import KeptTeacherTerm, OnlineTeacherTerm, TeacherHead
-from models.losses.divergence import DistillOptions
-from models.losses.options import Divergence
-from models.losses.token_loss import TokenLoss
-from training.config.schema import CheckpointMode, Device, DistillConfig, Precision
+from training.config.schema import CheckpointMode, Device, Precision
 from training.cost_terms.cost_term import Memory, PlannedRun, Stage
 from training.cost_terms.loss import LossBytes
 from training.cost_terms.model_states import compute_model_states
@@ -300,54 +293,3 @@ def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch, we
     expected = found.peak + grad_hidden
     assert counter.peak == pytest.approx(expected, rel=0.05)
     assert expected < 2 * tokens * vocabulary
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_what_a_teacher_adds_to_the_loss(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    """The teacher's distributions go in, and are not counted by either side."""
-    tokens, hidden_size, vocabulary, top_k = 2048, 128, 3000, 8
-    set_chunk_size(monkeypatch, 512 * vocabulary)
-    states, weight = (
-        torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, hidden_size), (vocabulary, hidden_size))
-    )
-    target_ids = torch.randint(vocabulary, (1, tokens))
-    logs = torch.full((tokens, top_k + 1), 1 / (top_k + 1)).log()
-    token_ids = torch.arange(top_k, dtype=torch.int32).expand(tokens, -1).contiguous()
-    columns = {"teacher_token_ids": token_ids, "teacher_log_probabilities": logs}
-    targets = Targets.find(target_ids, torch.tensor(1.0), columns=columns)
-    term = KeptTeacherTerm(DistillOptions(0.5, temperature))
-    loss = TokenLoss(LlamaConfig(vocab_size=vocabulary), terms=(term,))
-    with AllocationPeak(states, weight) as counter:
-        torch.autograd.grad(loss((states, weight), targets), (states, weight))
-    keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=False)
-    planned = LossBytes(tokens, vocabulary, hidden_size, Precision.fp32, on_gpu=False)
-    kept = tokens * count_bytes(list_teacher_columns(top_k))
-    added = planned.count_teacher(keys) - kept
-    gradients = 4 * (2 * states.numel() + weight.numel())
-    assert counter.peak == pytest.approx(planned.peak + added + gradients, rel=0.1)
-    assert planned.count_teacher(DistillConfig(teacher=None)) == 0
-
-
-@pytest.mark.parametrize("divergence", list(Divergence))
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (2.0, None), (1.0, 8), (2.0, 8)])
-def test_what_a_teacher_in_memory_adds_to_the_loss(
-    monkeypatch: pytest.MonkeyPatch, divergence: Divergence, temperature: float, top_k: int | None
-) -> None:
-    """Next to its head and its hidden states, which the plan counts where the teacher is."""
-    tokens, hidden_size, vocabulary = 1024, 128, 3000
-    set_chunk_size(monkeypatch, 512 * vocabulary)
-    config = LlamaConfig(vocab_size=vocabulary)
-    states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, 128), (vocabulary, 128)))
-    teacher_outputs = (torch.randn(1, tokens, 64), torch.randn(vocabulary, 64))
-    targets = Targets.find(torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0))
-    head = TeacherHead(config, temperature, top_k, vocabulary)
-    term = OnlineTeacherTerm(DistillOptions(0.5, temperature, divergence), head)
-    loss = TokenLoss(config, terms=(term,))
-    term.take_states([head.take(teacher_outputs, targets)])
-    with AllocationPeak(states, weight) as counter:
-        torch.autograd.grad(loss((states, weight), targets), (states, weight))
-    keys = DistillConfig(teacher="a", temperature=temperature, top_k=top_k, online=True, divergence=divergence)
-    planned = LossBytes(tokens, vocabulary, hidden_size, Precision.fp32, on_gpu=False)
-    added = planned.count_teacher(keys)
-    gradients = 4 * (2 * states.numel() + weight.numel())
-    assert counter.peak == pytest.approx(planned.peak + added + gradients, rel=0.1)

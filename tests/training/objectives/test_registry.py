@@ -29,6 +29,7 @@ from training.objectives.registry import (
     OBJECTIVES,
     check_objective,
     describe_objective,
+    find_auxiliary,
     get_objective,
     is_trained_on,
 )
@@ -217,7 +218,7 @@ def test_losses_of_routers_are_kept_where_there_are_any() -> None:
     [
         ((), None, []),
         (("distill.teacher=a",), None, ["teacher_token_ids", "teacher_log_probabilities"]),
-        (("distill.teacher=a", "distill.online=true"), PassOver.as_teacher, []),
+        (("distill.teacher=a", "distill.online=true"), PassOver.auxiliary, []),
         (("data=embedding", "task=embedding"), PassOver.samples, []),
     ],
 )
@@ -227,5 +228,6 @@ def test_what_is_scored_before_training_and_before_each_step(
     config = build_config(*overrides)
     objective = get_objective(config)
     assert objective.pass_over(config) is pass_over
-    columns = [*objective.scored, *(column for each in objective.modifiers for column in each.scored(config))]
+    auxiliary = find_auxiliary(config)
+    columns = [*objective.scored, *(() if auxiliary is None else auxiliary.scored(config))]
     assert [column.name for column in columns] == scored

@@ -27,9 +27,9 @@ from data.encoders.kinds import KINDS
 from models.experts import frozen
 from models.weights.sources import open_weights
 from training.config.schema import Device
-from training.config.teacher import derive_teacher
 from training.cost_terms.table import HOST_BYTES_A_RANK
 from training.costs.hardware import Machine
+from training.objectives.registry import find_auxiliary
 from training.optim import chunks
 from training.planner.plan import plan_resolved
 from training.resolution.resolve import resolve
@@ -478,12 +478,12 @@ def compare_peaks(
         root / model, root / f"{file}.jsonl", tmp_path, num_stages, world_size,
         overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
     )  # fmt: skip
-    config, target, teacher = case.config(), Target(world_size, has_accelerator=False), None
+    config, target, other = case.config(), Target(world_size, has_accelerator=False), None
     run = resolve(config, open_weights(str(root / model)), target)
-    if config.distill.online:
-        teacher_config = derive_teacher(config, run.layout.micro_batch_size, run.layout.gradient_accumulation_steps)
-        teacher = resolve(teacher_config, open_weights(teacher_config.model_name_or_path), target)
-    plan = plan_resolved(run, GPU, teacher=teacher)
+    if (auxiliary := find_auxiliary(config)) is not None:
+        own = auxiliary.derive(config, run.layout.micro_batch_size, run.layout.gradient_accumulation_steps)
+        other = resolve(own, open_weights(own.model_name_or_path), target)
+    plan = plan_resolved(run, GPU, auxiliary=other)
     peaks = workers(world_size).run(train_counted, case, bucket)
     for rank in range(world_size) if ranks is None else ranks:
         memory, real = plan.stages[run.layout.stage_id(rank)].memory, peaks[rank]

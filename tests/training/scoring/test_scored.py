@@ -17,12 +17,12 @@ from support.workers import WorkerError, WorkerGroup
 
 from batch import Column, Per, Source
 from data.encoders.sft import SFTEncoder
-from data.loading.columns import list_teacher_columns
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan
 from data.storage.scores import Scores, find_scores, write_scores
 from data.storage.tokenizing import prepare_dataset
 from errors import Ending, UserError
+from extensions.distillation.scores import list_teacher_columns
 from training.scoring import scored
 
 REFERENCE = Column("reference", torch.float64, Per.document, Source.scored)
@@ -58,7 +58,7 @@ def share_scores(hosts: list[Path], columns: tuple[Column, ...], seen: bool) -> 
     dist.barrier()
     if rank and not seen:  # as where there is no such path
         found = {key: replace(scores, folder=Path("/nowhere") / scores.folder.name) for key, scores in found.items()}
-    scores = share(found["train_file"], hosts[rank], "train_file", ranks)
+    scores = share(found["train_file"], hosts[rank], "train_file", ranks, "distill.teacher")
     return scores, scores.find_file(scores.folder, columns[0]).read_bytes()
 
 

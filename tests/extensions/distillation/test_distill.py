@@ -21,7 +21,7 @@ from support.tiny import VOCAB_SIZE, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 
 from errors import UserError
-from training.inputs.datasets import check_same_tokens
+from extensions.distillation.modifier import Teacher
 from training.objectives.registry import check_objective
 
 
@@ -200,14 +200,14 @@ def test_damage_is_found_and_scored_again(run, root: Path, tmp_path: Path) -> No
 
 def test_a_teacher_with_other_tokens_is_refused(root: Path, tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path / "same")
-    check_same_tokens(tmp_path / "same", tokenizer)
+    Teacher().check_tokenizer(tmp_path / "same", tokenizer)
     other = save_tokenizer(tmp_path / "other")
     other.add_tokens(["<think>"])
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(
         UserError, match=r"its vocabulary of 321 tokens is not the run's of 320; they differ at '<think"
     ):
-        check_same_tokens(tmp_path / "other", tokenizer)
+        Teacher().check_tokenizer(tmp_path / "other", tokenizer)
 
 
 @pytest.mark.parametrize(

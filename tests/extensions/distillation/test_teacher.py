@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.configs import build_config
 
+from extensions.distillation.teacher_pass import derive_teacher
 from training.config.schema import RunConfig, build_schema, load_defaults
-from training.config.teacher import derive_teacher
 
 SHARED = {
     "trust_remote_code", "trust_checkpoint", "train_file", "eval_file", "data", "task", "max_seq_length",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from extensions.distillation.keys import DistillConfig
 from training.config.schema import RunConfig, load_defaults
 
 
@@ -22,7 +23,7 @@ def derive_teacher(config: RunConfig, micro_batch_size: int, micro_batches: int)
     config: the run's; its `distill.teacher` must be set. micro_batch_size: the run's samples per micro-batch.
     micro_batches: the run's micro-batches per step in each pipeline, read with `distill.online` only.
     """
-    distill = config.distill
+    distill = config.read_group(DistillConfig)
     assert distill.teacher is not None
     teacher = replace(
         load_defaults(),

@@ -31,10 +31,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from extensions.distillation.keys import Divergence
 from models.losses.cross_entropy import TargetChunk
 from models.losses.logit_chunks import VocabularyShard
 from models.losses.metric_sums import MetricSums
-from models.losses.options import Divergence
 from models.parallel.shard import sum_over_ranks
 
 # exp() of it is 0, and it has finite products, unlike the logarithm of a mass of 0.
@@ -55,7 +55,7 @@ Known = tuple[torch.Tensor | None, torch.Tensor]
 and, last, of all other tokens, [n, k + 1]; or None and the log-probabilities of all tokens (of this rank's shard)."""
 
 
-class Comparison:
+class TeacherComparison:
     """The term of a loss (`ChunkTerm`) that compares a student with its teacher at the targets of a micro-batch."""
 
     def __init__(self, options: DistillOptions, find: Callable[[slice], Known], sums: MetricSums) -> None:

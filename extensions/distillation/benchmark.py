@@ -1,6 +1,6 @@
 """Measures what a teacher adds: a student of half its layers, with and without it, against the teacher's held-out loss.
 
-    python benchmarks/distill.py --train_file gsm8k/train.jsonl [--teacher_steps 300] [--steps 150] [--samples 500]
+    python -m extensions.distillation.benchmark --train_file gsm8k/train.jsonl [--teacher_steps 300] [--steps 150]
 
 A model of 1.6 M random parameters learns questions and answers and becomes the teacher of one with half its layers,
 which has seen no text before. Its students have the same seed, data and learning rate; the last 100 records are held
@@ -12,28 +12,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-from benchmarks import small_models  # noqa: E402
-from benchmarks.small_models import save_tokenizer, split_records  # noqa: E402
-from models.losses.cross_entropy import TargetChunk  # noqa: E402
-from models.losses.divergence import Comparison, DistillOptions, choose_top  # noqa: E402
-from models.losses.metric_sums import MetricSums  # noqa: E402
-from models.losses.options import Divergence  # noqa: E402
+from benchmarks import small_models
+from benchmarks.small_models import save_tokenizer, split_records
+from extensions.distillation.divergence import DistillOptions, TeacherComparison, choose_top
+from extensions.distillation.keys import Divergence
+from models.losses.cross_entropy import TargetChunk
+from models.losses.metric_sums import MetricSums
 
 HELD_OUT = 100  # records
 LAYERS, VOCAB_SIZE = 6, 2048  # of conf/model/llama_tiny.yaml
 SIZES = ("model.hidden_size=128", "model.intermediate_size=384", "model.num_attention_heads=4")
 TOP_K = (4, 16, 64, 256, VOCAB_SIZE)
-STUDENTS = {
+STUDENTS: dict[str, tuple[str, ...] | None] = {
     "without a teacher": None,
     "forward": ("distill.divergence=forward",),
     "forward, whole vocabulary": ("distill.divergence=forward", "distill.online=true", "distill.top_k=null"),
@@ -43,7 +39,11 @@ STUDENTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m extensions.distillation.benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--train_file", type=Path, required=True)
     parser.add_argument("--prompt_field", default="question")
     parser.add_argument("--completion_field", default="answer")
@@ -56,7 +56,7 @@ def main() -> None:
         work = Path(name)
         prepare(arguments, work)
         teacher = train(arguments, work, "teacher", f"max_steps={arguments.teacher_steps}")
-        keys = (f"model.num_hidden_layers={LAYERS // 2}", f"max_steps={arguments.steps}")
+        keys: tuple[str, ...] = (f"model.num_hidden_layers={LAYERS // 2}", f"max_steps={arguments.steps}")
         keys += (f"data.max_samples={arguments.samples}",)
         found = {}
         for student in arguments.students:
@@ -96,9 +96,11 @@ def print_top_k(arguments: argparse.Namespace, work: Path, student: str) -> None
         totals[top_k] = [1 - logs[:, -1].exp().mean().item()]
         for divergence in Divergence:
             sums = MetricSums("divergence")
-            compare = Comparison(DistillOptions(1.0, 1.0, divergence), lambda _: (token_ids, logs), sums)
+            compare = TeacherComparison(DistillOptions(1.0, 1.0, divergence), lambda _: (token_ids, logs), sums)
             compare(TargetChunk(slice(0, len(log_p)), log_p.argmax(-1), log_p, None, needs_gradient=False))
-            total, count = sums.take().flatten().tolist()
+            taken = sums.take()
+            assert taken is not None
+            total, count = taken.flatten().tolist()
             totals[top_k].append(total / count)
     print("| k | covered | " + " | ".join(each.value for each in Divergence) + " |\n|---|---|---|---|---|")
     for top_k, (covered, *values) in totals.items():

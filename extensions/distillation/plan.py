@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from data.loading.columns import list_teacher_columns
 from data.storage.scores import count_bytes
-from training.config.schema import DistillConfig
+from extensions.distillation.keys import DistillConfig
+from extensions.distillation.scores import list_teacher_columns
+from training.config.schema import RunConfig
 from training.cost_terms.cost_term import Stage
 from training.cost_terms.first_pass import count_working
 from training.cost_terms.loss import LossBytes
@@ -16,14 +17,15 @@ from training.resolution.resolve import ResolvedRun
 
 
 def describe_teacher(
-    teacher: ResolvedRun, machine: Machine, options: DistillConfig, num_samples: int | None
+    teacher: ResolvedRun, machine: Machine, config: RunConfig, num_samples: int | None
 ) -> tuple[str, float | None]:
     """Return the lines of the report on a teacher, and the seconds of its pass over the data, which ends before the
     student is built; None where there is none, or where the data are not known.
 
-    teacher: at its layout. num_samples: rows of the data, which are taken to be full and every token a target; None
-    where not known.
+    teacher: at its layout. config: the student's. num_samples: rows of the data, which are taken to be full and
+    every token a target; None where not known.
     """
+    options = config.read_group(DistillConfig)
     layout, stages = teacher.layout, list_resolved_stages(teacher, machine)
     parameters = render_count(sum(stage.num_parameters for stage in stages) * layout.tensor_parallel_size)
     if options.online:

@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.distilling import compute_divergence, join_others
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from batch import Targets
-from models.losses.distill_loss import KeptTeacherTerm, OnlineTeacherTerm, TeacherHead, TeacherTop
-from models.losses.divergence import DistillOptions, choose_top
-from models.losses.options import Divergence
+from extensions.distillation.divergence import DistillOptions, choose_top
+from extensions.distillation.keys import Divergence
+from extensions.distillation.loss import KeptTeacherTerm, OnlineTeacherTerm, TeacherHead, TeacherTop
 from models.losses.token_loss import TokenLoss
-from tests.support.distilling import compute_divergence, join_others
 
 B, T, D, V = 2, 7, 6, 11
 COEF = 0.7

@@ -12,8 +12,8 @@ import torch
 from transformers import PretrainedConfig
 
 from batch import Targets
+from extensions.distillation.divergence import DistillOptions, Known, TeacherComparison, choose_top, soften
 from models.losses.cross_entropy import get_softcap
-from models.losses.divergence import Comparison, DistillOptions, Known, choose_top, soften
 from models.losses.logit_chunks import VocabularyShard, compute_log_probabilities, list_chunks, shard_vocabulary
 from models.losses.metric_sums import MetricSums
 from models.parallel.shard import NO_TP, TensorParallel
@@ -30,8 +30,8 @@ class TeacherTerm(ABC):
     def find(self, targets: Targets) -> Callable[[slice], Known]:
         """Return the function that returns the teacher's distributions at a slice of the targets."""
 
-    def open(self, targets: Targets) -> Comparison:
-        return Comparison(self._options, self.find(targets), self.sums)
+    def open(self, targets: Targets) -> TeacherComparison:
+        return TeacherComparison(self._options, self.find(targets), self.sums)
 
 
 class KeptTeacherTerm(TeacherTerm):

@@ -1,0 +1,1 @@
+"""Distillation: a student learns from the probabilities that a teacher gives the next token."""
