@@ -37,12 +37,14 @@ class TransferCheck:
 @dataclass(frozen=True)
 class Variant:
     """A model whose speed is measured. shape: a key of `shapes.SHAPES`. choices: further overrides, of which the first
-    that fit by the plan are taken. traced: whether a further step is traced."""
+    that fit by the plan are taken. traced: whether a further step is traced. times_longer: its rows than those of other
+    variants, of which a step has fewer, so that it has as many tokens."""
 
     shape: str
     overrides: tuple[str, ...] = ()
     choices: tuple[tuple[str, ...], ...] = ((),)
     traced: bool = False
+    times_longer: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,18 @@ def _list_layers(model: str, shape: str) -> Iterator[Item]:
         for size in (1, 2):
             variant = Variant(its_shape, (*LORA, KEEP_ALL, f"micro_batch_size={size}", *keys))
             yield Item(f"layer of {model}, {form}, micro-batches of {size}", question, 6, variant)
+
+
+def _list_indexed() -> Iterator[Item]:
+    """A layer whose indexer selects 2,048 keys, at two lengths."""
+    overrides = (*LORA, "adapter.target_parameters=[]", KEEP_ALL)
+    for times in (1, 4):
+        length = f"{4096 * times:,}"
+        question = f"How fast is a layer of DeepSeek-V3.2 in rows of {length} tokens, forward and backward?"
+        yield Item(
+            f"layer of DeepSeek-V3.2, {length} tokens", question, 6,
+            Variant("deepseek 3.2 layer", overrides, times_longer=times),
+        )  # fmt: skip
 
 
 KEEP_ALL, SELECTIVE = "activation_checkpoint_interval=0", "activation_checkpoint_mode=selective"
@@ -242,5 +256,6 @@ SECTIONS = (
         )
     ),
     Section((*_list_layers("DeepSeek-V3", "deepseek layer"), *_list_layers("Qwen3-235B", "235b layer"))),
+    Section((*_list_indexed(),)),
 )  # fmt: skip
 ITEMS = tuple(item for section in SECTIONS for item in section.items)

@@ -1,5 +1,5 @@
 """The models whose speed is measured: of Llama 3.2 and 3, parts of the larger ones, and layers of mixtures: of
-Qwen3-30B-A3B, and one of DeepSeek-V3 and of Qwen3-235B-A22B, also in the forms that weights are published in."""
+Qwen3-30B-A3B, and one of DeepSeek-V3, V3.2 and Qwen3-235B-A22B, also in the forms that weights are published in."""
 
 from __future__ import annotations
 
@@ -91,6 +91,13 @@ _LAYERS: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }
+_LAYERS["deepseek 3.2 layer"] = {
+    **_LAYERS["deepseek layer"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -129,6 +136,7 @@ _TINY_LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
 }
+_TINY_INDEXER = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 32}
 
 
 def find_shape(name: str, tiny: bool, seq_length: int) -> dict[str, Any]:
@@ -136,5 +144,5 @@ def find_shape(name: str, tiny: bool, seq_length: int) -> dict[str, Any]:
     fields = SHAPES[name]
     if tiny:
         experts = _TINY_EXPERTS if "num_experts" in fields else _TINY_LATENT if "n_routed_experts" in fields else {}
-        fields = {**fields, **_TINY, **experts}
+        fields = {**fields, **_TINY, **experts, **(_TINY_INDEXER if "index_topk" in fields else {})}
     return {**fields, "max_position_embeddings": seq_length, "rope_theta": 500_000.0}

@@ -105,9 +105,12 @@ class Window:
 
     def _measure(self, name: str, variant: Variant, deadline: Deadline) -> tuple[Status, Cells]:
         check_needs(list_needs(variant.overrides), self._machine)
-        chosen = self._runs.choose_fitting(variant.shape, variant.overrides, variant.choices, deadline, 1)
+        times = variant.times_longer
+        length, batch = self._runs.seq_length * times, self._runs.global_batch_size // times
+        own = (*variant.overrides, f"max_seq_length={length}", f"global_batch_size={batch}")
+        chosen = self._runs.choose_fitting(variant.shape, own, variant.choices, deadline, 1)
         model = self._runs.prepare_model(variant.shape, deadline)
-        overrides = self._runs.list_overrides(model, (*variant.overrides, *chosen))
+        overrides = self._runs.list_overrides(model, (*own, *chosen))
         traced = self._scratch / "traced" / write_name(name)
         job = {"kind": "speed", "fields": self._runs.find_fields(variant.shape), "overrides": overrides}
         self._worker.send({**job, "trace": str(traced) if variant.traced else None})

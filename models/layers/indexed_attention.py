@@ -27,6 +27,7 @@ from models.layers import grouped_queries
 from models.layers.context import Activations, MicroBatchContext
 from models.layers.layer import leave_untrained
 from models.layers.packed_attention import VARLEN
+from models.layers.selection_cost import Selecting, SelectionCost
 
 KERNELS = ("sdpa", VARLEN, "eager")  # that families of this attention can use; varlen where it is dense
 OBSTACLE = "its indexer selects the keys that a query attends to, and ranks do not share what it selects"
@@ -64,7 +65,7 @@ class IndexedContext(MicroBatchContext):
         return {"attention_mask": None, "indexed_rows": IndexedRows(self._numbers)}
 
 
-class IndexedAttention(DeepseekV32Attention):
+class IndexedAttention(Selecting, DeepseekV32Attention):
     """The attention of DeepSeek-V3.2, and of families with the same parts.
 
     rotate_index: the rotary embedding of the indexer, a function of `transformers` that takes queries, keys, cosines
@@ -123,24 +124,72 @@ class IndexedAttention(DeepseekV32Attention):
 
         compressed: the normalized low-rank queries of attention, [B, T, q_lora_rank].
         """
-        indexer = self.indexer
-        num_rows, length, _ = hidden_states.shape
+        indexer, (num_rows, length, _) = self.indexer, hidden_states.shape
         keys = self._rotate(indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2), angles)
         keys = keys.squeeze(2).float().transpose(1, 2)  # [B, E, T]
-        scale = (indexer.n_heads * indexer.head_dim) ** -0.5
-        size = max(1, _NUM_SCORES // (num_rows * indexer.n_heads * length))
-        selected = []
-        for start, stop in _cut(indexer.index_topk, length, size):
-            states, (cos, sin) = hidden_states[:, start:stop], angles
-            queries = indexer.wq_b(compressed[:, start:stop]).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-            queries = self._rotate(queries, (cos[:, start:stop], sin[:, start:stop])).float()
-            scores = torch.bmm(queries.flatten(1, 2), keys[..., :stop]).relu_()  # [B, chunk x I, stop]
-            weights = indexer.weights_proj(states.to(indexer.weights_proj.weight.dtype)).float() * scale
-            scores = scores.view(-1, indexer.n_heads, stop)
-            totals = torch.bmm(weights.view(-1, 1, indexer.n_heads), scores).view(num_rows, -1, stop)
+        selected, chunks = [], list(self._cut_scores(num_rows, length))
+        if hidden_states.is_meta:  # a plan counts the others by `count_selection`: of long rows they are thousands
+            chunks = [max(chunks, key=_count_pairs)]
+            others = length - indexer.index_topk - (chunks[0][1] - chunks[0][0])
+            selected.append(hidden_states.new_empty(num_rows, others, indexer.index_topk, dtype=torch.int32))
+        for start, stop in chunks:
+            part = slice(start, stop)
+            cosines, sines = angles[0][:, part], angles[1][:, part]
+            totals = self._score(hidden_states[:, part], compressed[:, part], (cosines, sines), keys[..., :stop])
             totals.masked_fill_(~rows.find_visible(start, stop, totals.device), -torch.inf)
             selected.append(totals.topk(indexer.index_topk, dim=-1, sorted=False).indices.int())
         return torch.cat(selected, dim=1)
+
+    def _score(
+        self, hidden_states: torch.Tensor, compressed: torch.Tensor, angles: Angles, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the scores [B, chunk, S] of a chunk of queries in fp32: those of all heads are there while this runs.
+
+        keys: of the indexer, in fp32, [B, E, S].
+        """
+        indexer = self.indexer
+        queries = indexer.wq_b(compressed).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+        queries = self._rotate(queries, angles).float()
+        scores = torch.bmm(queries.flatten(1, 2), keys).relu_()  # [B, chunk x I, S]
+        weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+        weights = weights * (indexer.n_heads * indexer.head_dim) ** -0.5
+        scores = scores.view(-1, indexer.n_heads, keys.shape[-1])
+        totals = torch.bmm(weights.view(-1, 1, indexer.n_heads), scores)
+        return totals.view(*hidden_states.shape[:2], -1)
+
+    def _cut_scores(self, num_rows: int, length: int) -> Iterator[tuple[int, int]]:
+        """Yield the bounds of each chunk of queries that are scored together."""
+        size = max(1, _NUM_SCORES // (num_rows * self.indexer.n_heads * length))
+        return _cut(self.indexer.index_topk, length, size)
+
+    def count_selection(self, num_rows: int, length: int, itemsize: int) -> SelectionCost | None:
+        num_late = length - self.config.index_topk
+        if num_late <= 0:
+            return None
+        attending = _cut(self.config.index_topk, length, _NUM_QUERIES)
+        masks = num_rows * itemsize * sum((stop - start) * stop for start, stop in attending)
+        indexer = self.indexer
+        if indexer is None:
+            return SelectionCost(mask_bytes=masks)
+        width = indexer.n_heads * indexer.head_dim
+        chunks = list(self._cut_scores(num_rows, length))
+        pairs = sum(map(_count_pairs, chunks))
+        start, stop = max(chunks, key=_count_pairs)
+        size, others = stop - start, num_late - (stop - start)
+        late = indexer.wq_b.weight.numel() + indexer.weights_proj.weight.numel()
+        # Of a chunk, in fp32: scores of all heads, their sums, and queries; which keys are visible. Keys of all tokens
+        scores = 4 * size * (indexer.n_heads * stop + stop + width) + size * stop
+        # Scores of all heads are written, cut off at 0 in place, and read; sums and queries go through more operators
+        moved = 4 * ((4 * indexer.n_heads + 6) * (pairs - size * stop) + 10 * width * others)
+        return SelectionCost(
+            score_flops=2 * num_rows * (width + indexer.n_heads) * pairs,
+            projection_flops=2 * num_rows * (length * indexer.wk.weight.numel() + num_late * late),
+            score_bytes=num_rows * (scores + 4 * length * indexer.head_dim),
+            selected_bytes=num_rows * torch.int32.itemsize * num_late * indexer.index_topk,
+            mask_bytes=masks,
+            num_chunks=len(chunks),
+            moved_bytes=num_rows * moved,
+        )
 
     def _rotate(self, states: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Return the indexer's queries or keys, [B, T, heads, head size], with their first part rotated."""
@@ -188,3 +237,9 @@ def _to_addend(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the first place of each chunk of `size`, and the one after its last."""
     return ((first, min(first + size, stop)) for first in range(start, stop, size))
+
+
+def _count_pairs(chunk: tuple[int, int]) -> int:
+    """Return the products of a query and a key in a chunk of queries."""
+    start, stop = chunk
+    return (stop - start) * stop

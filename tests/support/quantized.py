@@ -28,7 +28,7 @@ INT4 = {
     "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": INT4_WEIGHTS}},
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
 }
-KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "norm")  # what DeepSeek-V3 does not quantize
+KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "weights_proj")  # what DeepSeek-V3 and 3.2 do not quantize
 
 
 def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,9 +43,11 @@ def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> t
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def save_fp8(folder: Path, dtype: str = "bfloat16", block: tuple[int, int] = BLOCK, **sizes: int) -> Tensors:
-    """A small DeepSeek-V3 as it is published; returns the stored tensors."""
-    build_family("deepseek_v3", **sizes).bfloat16().save_pretrained(folder)
+def save_fp8(
+    folder: Path, dtype: str = "bfloat16", block: tuple[int, int] = BLOCK, family: str = "deepseek_v3", **sizes: int
+) -> Tensors:
+    """A small DeepSeek-V3, or a family like it, as it is published; returns the stored tensors."""
+    build_family(family, **sizes).bfloat16().save_pretrained(folder)
     stored: Tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         stored[name] = tensor.float() if "e_score_correction_bias" in name else tensor

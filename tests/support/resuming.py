@@ -45,7 +45,7 @@ KINDS = {
     "groups": ("tiedTrue", GROUPS),
 }  # model, overrides
 EXPERTS = {"lora on experts": ("deepseek_v3", LORA), "experts": ("deepseek_v3", ()), "gpt_oss": ("gpt_oss", ())}
-INDEXED = {"an indexer": ("glm_moe_dsa", ())}
+INDEXED = {"an indexer": ("glm_moe_dsa", ()), "an indexer in each layer": ("deepseek_v32", ())}
 ROUNDED = {"experts in bf16": ("deepseek_v3", (STATE_IN_BF16,))}
 
 
@@ -55,7 +55,7 @@ def layout_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tied in (False, True):
         save_llama(root / f"tied{tied}", tied=tied)
         save_tokenizer(root / f"tied{tied}")
-    for family in ("deepseek_v3", "glm_moe_dsa", "gpt_oss"):
+    for family in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "gpt_oss"):
         save_tokenizer(save_family(root / family, family))
     save_records(root / "train.jsonl", 40)
     return root

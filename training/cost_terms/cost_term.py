@@ -95,6 +95,7 @@ class PassCost(Summed):
     sending_seconds: float = 0  # those of both passes that wait for what the ranks of a layer send to each other
     deferred_seconds: float = 0  # those of `backward_seconds` that a schedule can put off
     recomputed_seconds: float = 0  # those of `backward_seconds` in which layers run forward again
+    selection_seconds: float = 0  # those of both passes in which indexers select keys
     sent: Sent = field(default_factory=Sent)  # what both passes wait for
 
 

@@ -17,6 +17,7 @@ from training.cost_terms import (
     loss,
     model_states,
     optimizer_step,
+    selection,
 )
 from training.cost_terms.cost_term import Chunk, Kept, Memory, PassCost, Stage, StepCost
 from training.pipeline.schedule import InFlight
@@ -39,6 +40,7 @@ PASSES: tuple[Callable[[Chunk], PassCost], ...] = (  # of each micro-batch
     layers.compute_passes,
     gradients.compute_sums,
     activations.compute_recomputation,
+    selection.compute_selection,
     loss.compute_loss_cost,
     context_parallel.compute_exchanges,
     first_pass.compute_first_pass,

@@ -34,6 +34,7 @@ from models.layers.fused_kernels import fuse_kernels
 from models.layers.layer import Layer, list_layer_configs
 from models.layers.packed_attention import FLASH, VARLEN, find_head_sizes
 from models.layers.recurrent import find_mixers
+from models.layers.selection_cost import Selecting, SelectionCost
 from models.layers.sharding_styles import count_sums
 from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
 from models.parallel.shard import WHOLE_LAYERS, LayerRanks
@@ -152,10 +153,12 @@ class LayerCost:
     num_blocks: int = 1  # hidden states that travel side by side (`Layer.num_blocks`)
     is_estimated: bool = False  # the layer does not run on the meta device: its bytes are an upper estimate
     shared_attention: SharedAttention | None = None  # None if each rank has whole sequences
+    selection: SelectionCost | None = None  # None if each query attends to all keys that it sees
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.parameters, self.work, self.bytes, self.tied_key, self.shared_attention))
+        parts = self.parameters, self.work, self.bytes, self.shared_attention, self.selection
+        return hash((self.name, self.tied_key, *parts))
 
     def __hash__(self) -> int:
         """Computed once: a search asks for the sums of equal stages thousands of times."""
@@ -245,6 +248,7 @@ class _BuiltLayer:
             num_blocks=self.layer.num_blocks,
             is_estimated=self._trace is None,
             shared_attention=self._shared,
+            selection=self._selection,
         )
 
     def _count_parameters(self) -> Parameters:
@@ -298,9 +302,12 @@ class _BuiltLayer:
             deferred_flops=2 * sum(active[name] for name in self._deferred),
             divided_flops=2 * sum(active[name] for name in multiplied if name in divided),
             attention_width=self._attention_width,
-            # Torch has no other kernels on a GPU for packed rows. Under `sdpa` it chooses what is fastest; around a
-            # ring: `training/cost_terms/context_parallel.py`
-            runs_flash_attention_2=kernel == FLASH[0] or (kernel == VARLEN and self.batch.is_packed),
+            # Torch has no other kernels on a GPU for packed rows. Under `sdpa` it chooses what is fastest; under the
+            # masks of a selection that is taken to be as slow; around a ring:
+            # `training/cost_terms/context_parallel.py`
+            runs_flash_attention_2=kernel == FLASH[0]
+            or (kernel == VARLEN and self.batch.is_packed)
+            or self._selection is not None,
             forward_traffic=forward_traffic,
             backward_traffic=backward_traffic,
             remade_traffic=remade_traffic,
@@ -329,7 +336,8 @@ class _BuiltLayer:
         if trace is not None:
             repeated = trace.repeated_peak - trace.sum_sizes(trace.saved) - (0 if keeps_input else self._input_bytes)
         widest = batch.tokens * itemsize * self._count_widest()
-        if trace is not None and self._makes_scores and self._attention_width:
+        # Attention to selected keys runs for a chunk of queries at a time: each adds gradients of all keys and values
+        if trace is not None and (self._selection is not None or (self._makes_scores and self._attention_width)):
             # Of T x T scores several are there at once, in fp32. On the meta device, as on a CPU, their softmax and its
             # cast are two operators; on a GPU they are one, which takes 2 bytes of a score less
             widest = max(widest, trace.backward_peak)
@@ -366,6 +374,16 @@ class _BuiltLayer:
         configs = list_layer_configs(self.config)
         return configs[getattr(self.module, "layer_idx", 0)] if len(configs) > 1 else configs[0]
 
+    @cached_property
+    def _selecting(self) -> Selecting | None:
+        """The attention whose keys an indexer selects; None for any other."""
+        return next((part for part in self.module.modules() if isinstance(part, Selecting)), None)
+
+    @cached_property
+    def _selection(self) -> SelectionCost | None:
+        batch, part = self.batch, self._selecting
+        return None if part is None else part.count_selection(batch.rows, batch.seq_length, batch.dtype.itemsize)
+
     @property
     def _makes_scores(self) -> bool:
         """Whether attention writes the scores of all keys to memory."""
@@ -392,10 +410,15 @@ class _BuiltLayer:
 
     @cached_property
     def _multiplied(self) -> list[str]:
-        """Names of the matrices that a token is multiplied with: all but a looked-up embedding. A tied head uses its
-        token embedding."""
-        is_tied = self.layer.is_tied_head
-        return [name for part, name, _ in list_matrices(self.module) if is_tied or not isinstance(part, nn.Embedding)]
+        """Names of the matrices that a token is multiplied with: all but a looked-up embedding, and those of an
+        indexer, which are in the selection's cost. A tied head uses its token embedding."""
+        is_tied, selecting = self.layer.is_tied_head, self._selecting
+        indexer = set() if selecting is None or selecting.indexer is None else set(selecting.indexer.modules())
+        return [
+            name
+            for part, name, _ in list_matrices(self.module)
+            if part not in indexer and (is_tied or not isinstance(part, nn.Embedding))
+        ]
 
     @cached_property
     def _deferred(self) -> list[str]:

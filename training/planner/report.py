@@ -34,10 +34,11 @@ def render_plan(
     passthrough: int = 0,
     width: int | None = None,
     advice: Sequence[Variant] = (),
+    longest: int | None = None,
 ) -> str:
     """Return the report of a plan, without a newline at the end. total_steps: those that the run trains. note: on
     them. earlier: as in `render_run`. passthrough: bytes that the run copies unchanged. width: of the tables, as in
-    `render_rows`. advice: as in `render_verdict`."""
+    `render_rows`. advice, longest: as in `render_verdict`."""
     config, hardware = plan.run.config, plan.run.hardware
     return "\n".join(
         [
@@ -55,7 +56,7 @@ def render_plan(
             *([note] if note else []),
             f"on disk: {render_disk(replace(plan.checkpoint, passthrough=passthrough), config, total_steps)}",
             "",
-            *render_verdict(plan, advice, width),
+            *render_verdict(plan, advice, width, longest),
         ]
     )
 
@@ -134,12 +135,27 @@ def _render_step(plan: Plan) -> list[str]:
         *[f"the {tensor} ranks that share layers sum activations for {_share_of_sums(plan):.1%} of a step"]
         * (tensor > 1),
         *_render_sequences(plan),
+        *_render_selections(plan),
         *[f"the {experts} ranks that divide experts each send {rows / GIB:.2f} GiB of rows a step"] * (experts > 1),
         f"{plan.tokens_per_second:,.0f} tokens/s with samples of {plan.run.tokens_per_sample} tokens, "
         f"{plan.tokens_per_second / layout.world_size:,.0f} per GPU; "
         f"MFU {plan.mfu:.1%}; while computing, a GPU is assumed to reach {hardware.efficiency:.0%} of its peak",
         f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of {num_ranks} rank{'s' * (num_ranks > 1)}, "
         f"of {hardware.host_memory:,.0f}",
+    ]
+
+
+def _render_selections(plan: Plan) -> list[str]:
+    """The time of a step in which keys are selected, and the bytes of a layer's selection."""
+    made = [cost.selection for cost in plan.costs if cost.selection is not None]
+    if not made:
+        return []
+    share = plan.layout.gradient_accumulation_steps * max(stage.cost.selection_seconds for stage in plan.stages)
+    names = ("score_bytes", "selected_bytes", "mask_bytes")
+    scores, selected, masks = (max(getattr(cost, name) for cost in made) / GIB for name in names)
+    return [
+        f"indexers select keys for {share / plan.step_seconds:.1%} of a step; a layer takes {scores:.2f} GiB for the "
+        f"scores of a chunk of queries, {selected:.2f} for what it selects of a micro-batch, {masks:.2f} for its masks"
     ]
 
 
@@ -188,9 +204,12 @@ def render_run(plan: Plan, total_steps: int | None, earlier: Mapping[str, float]
     return [line if price is None else f"{line}, {render_cost(price)}{rate}"]
 
 
-def render_verdict(plan: Plan, advice: Sequence[Variant] = (), width: int | None = None) -> list[str]:
+def render_verdict(
+    plan: Plan, advice: Sequence[Variant] = (), width: int | None = None, longest: int | None = None
+) -> list[str]:
     """Return lines that say whether the plan fits, what limits it, and what to change. advice: what changes bring, or,
-    where it does not fit, those that make it fit; empty where none does, or where that is not known."""
+    where it does not fit, those that make it fit; empty where none does, or where that is not known. longest: the
+    largest `max_seq_length` that fits; None where none does, or where that is not known."""
     fullest = plan.fullest
     memory, stage = fullest.memory, fullest.stage_id
     moment, kind = describe_peak(plan)
@@ -211,6 +230,8 @@ def render_verdict(plan: Plan, advice: Sequence[Variant] = (), width: int | None
         if not advice:
             others = "".join(f"; or let plan={name} look" for name in list_plans())
             lines.append(f"change: more num_stages or a larger world_size{others}")
+    if longest is not None:
+        lines.append(f"longest sequences that fit, all else as it is: max_seq_length={longest}")
     return [*lines, *(["", heading, "", *render_variants(plan, advice, width)] if advice else [])]
 
 

@@ -39,6 +39,7 @@ from training.optim.lr_schedule import warn_of_warmup
 from training.planner.advice import advise
 from training.planner.disk import measure_passthrough
 from training.planner.layer_times import profile_layers
+from training.planner.longest import find_longest
 from training.planner.plan import Plan, plan_resolved
 from training.planner.report import render_plan
 from training.planner.timeline import predicted_timeline
@@ -92,6 +93,9 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         text, seconds = load_part(other.model.plan)(placed, machine, config, rows)
         earlier |= {} if seconds is None else {f"for the {other.model.name}'s pass": seconds}
         yield text
+    build = partial(plan_config, machine=machine, described=described)
+    most = getattr(model.architecture, "max_position_embeddings", None)
+    is_indexed = getattr(model.architecture, "index_topk", None) is not None  # whose cost depends most on the length
     yield render_plan(
         plan,
         count_steps(config, steps),
@@ -99,7 +103,8 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         earlier=earlier,
         passthrough=find_passthrough_bytes(config),
         width=width,
-        advice=advise(plan, model.layers, partial(plan_config, machine=machine, described=described)),
+        advice=advise(plan, model.layers, build),
+        longest=find_longest(plan, build, most) if is_indexed and most else None,
     )
     yield f"picture of the schedule: {save_picture(plan, config)}"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.families import build_family_config
 from support.model_folders import Tensors, assert_same_bits, convert, export, load_transformers
 from support.quantized import (
@@ -74,6 +74,20 @@ def cast_like(tensor: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
     """Return an unquantized tensor of a file as `transformers` loads it: from 5.24 on in the model's dtype, and gates
     in fp32."""
     return tensor.to(loaded.dtype)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_fp8_with_indexers_becomes_bf16(family: str, tmp_path: Path) -> None:
+    """There and back: an export has what `transformers` loads, indexers included, in bf16 and without scales."""
+    stored = save_fp8(tmp_path / "fp8", family=family)
+    assert any("indexer.wq_b.weight_scale_inv" in name for name in stored)
+    expected = load_dequantized(tmp_path / "fp8", FineGrainedFP8Config(dequantize=True, weight_block_size=BLOCK))
+    convert(tmp_path / "fp8", tmp_path / "pipeline")
+    written = load_file(export(tmp_path / "pipeline", tmp_path / "hf") / "model.safetensors")
+    assert not any("scale_inv" in name for name in written)
+    assert {tensor.dtype for name, tensor in written.items() if "e_score" not in name} == {torch.bfloat16}
+    loaded = load_dequantized(tmp_path / "hf", None)
+    assert_same_bits({name: cast_like(tensor, expected[name]) for name, tensor in loaded.items()}, expected)
 
 
 def test_mxfp4_is_loaded_as_transformers_does(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from support.cases import CONTEXT_PARALLEL
-from support.resuming import KINDS, LAYOUTS, OPTIMIZERS, TENSOR_PARALLEL, check_continues
+from support.resuming import INDEXED, KINDS, LAYOUTS, OPTIMIZERS, TENSOR_PARALLEL, check_continues
 
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
 ACROSS = (*TENSOR_PARALLEL, "pp2", "pp1xdp2")
@@ -79,6 +79,7 @@ def test_each_optimizer_continues_at_another_layout(run_at, saved: str, resumed:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kind", INDEXED)
 @pytest.mark.parametrize("saved, resumed", [("pp2", "pp1xdp2"), ("pp1xdp2", "ep2xpp2")], ids=str)
-def test_a_frozen_indexer_is_read_back(run_at, saved: str, resumed: str) -> None:
-    check_continues(run_at, saved, resumed, "an indexer")
+def test_a_frozen_indexer_is_read_back(run_at, saved: str, resumed: str, kind: str) -> None:
+    check_continues(run_at, saved, resumed, kind)

@@ -124,6 +124,7 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case, model: torch.nn.M
                 ("ep2xcp2", (CHECKPOINTED,)),
             )
         ),
+        *(pytest.param(family, "ep2", (), marks=full) for family in ("deepseek_v32", "glm_moe_dsa")),
         pytest.param("deepseek_v32", "ep2xdp2", (*SELECTIVE, "zero_stage=2"), marks=full),
         pytest.param("glm_moe_dsa", "ep2xpp2", (CHECKPOINTED, "schedule=zero_bubble"), marks=full),
         *(pytest.param("qwen3_moe", layout, (), marks=full) for layout in ("ep4", "ep2xdp2", "ep2xtp2")),

@@ -42,7 +42,9 @@ REST = [
     for layout in ("pp1", "pp2", "pp4")
     for tied in (False, True)
     if (family, layout, tied) not in FAST
-] + [("gemma2", "pp2xdp2", False)]  # what sums over replicas knows no family: test_parity.py
+] + [
+    (family, "pp2xdp2", False) for family in ("deepseek_v32", "gemma2", "glm_moe_dsa")
+]  # what sums over replicas knows no family: test_parity.py
 
 
 @pytest.fixture(scope="module")

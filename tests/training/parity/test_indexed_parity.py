@@ -14,6 +14,7 @@ import torch
 from support.cases import (
     BOUND,
     CHECKPOINTED,
+    EVERY_SECOND,
     LAYOUTS,
     SELECTIVE,
     Case,
@@ -25,7 +26,7 @@ from support.cases import (
 from support.families import save_family
 from support.tiny import save_records, save_tokenizer
 from support.workers import WorkerGroup
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.storage.rows import Rows
 from training.inputs.datasets import build_row_plan, prepare_file
@@ -58,6 +59,31 @@ def count_packed(build: Build) -> int:
     return len(Rows(path, build_row_plan(config, "train_file"), True, True))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "recomputation", [(CHECKPOINTED,), SELECTIVE, EVERY_SECOND], ids=["grouped", "selective", "every"]
+)
+def test_recomputed_in_each_way(
+    workers: Callable[[int], WorkerGroup], build: Build, family: str, recomputation: tuple[str, ...]
+) -> None:
+    compare(workers, build(family, "pp2", *recomputation), build(family, "pp1"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_weight_decay_does_not_touch_an_indexer(
+    workers: Callable[[int], WorkerGroup], build: Build, family: str
+) -> None:
+    """All else is trained by AdamW with a large decay."""
+    case = build(family, "pp2", "optimizer=adamw", "weight_decay=0.5", "learning_rate=1e-3")
+    weights = merge(workers(case.world_size).run(train_case, case))["weights"]
+    source = AutoModelForCausalLM.from_pretrained(case.model).state_dict()
+    indexers = [name for name in weights if ".indexer." in name]
+    assert indexers and all(torch.equal(weights[name], source[name]) for name in indexers)
+    assert not torch.equal(weights[(name := "model.layers.0.self_attn.o_proj.weight")], source[name])
+
+
 @pytest.mark.parametrize(
     ("family", "layout", "overrides"),
     [
@@ -67,7 +93,9 @@ def count_packed(build: Build) -> int:
             for family in ("deepseek_v32", "glm_moe_dsa")
             for layout, overrides in (
                 ("pp1", ()),
+                ("pp2", ()),
                 ("pp2", SELECTIVE),
+                ("pp2", EVERY_SECOND),
                 ("pp2", ("activation_checkpoint_interval=2", "attn_implementation=eager")),
                 ("pp2", ("schedule=interleaved",)),
                 ("pp2", ("schedule=zero_bubble", "attn_implementation=varlen")),
@@ -82,8 +110,13 @@ def test_packed_rows_train_as_each_document_alone(
     rows = count_packed(build)
     assert rows % 2 == 0 and rows < NUM_SAMPLES / 2
     packed = build(family, layout, PACKED, *overrides, rows=rows)
-    result = merge(workers(packed.world_size).run(train_case, packed))
-    expected = train_oracle(build(family, layout))
+    compare(workers, packed, build(family, layout))
+
+
+def compare(workers: Callable[[int], WorkerGroup], case: Case, plain: Case) -> None:
+    """plain: the same steps, as the plain model of Hugging Face takes them."""
+    result = merge(workers(case.world_size).run(train_case, case))
+    expected = train_oracle(plain)
     worst, name = worst_difference(result["weights"], expected["weights"])
     assert worst < BOUND, name
     torch.testing.assert_close(result["losses"], expected["losses"], rtol=BOUND, atol=0)

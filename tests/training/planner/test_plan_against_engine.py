@@ -6,6 +6,7 @@ GPU, though a CPU touches only what is written; and what is offloaded counts too
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from support.head_runs import save_documents, save_queries, save_steps, save_wor
 from support.quantized import save_fp8, save_int4, save_mxfp4
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
+from transformers import AutoConfig
 
 from benchmarks.allocation import AllocationPeak
 from data.encoders.kinds import KINDS
@@ -37,6 +39,7 @@ from training.resolution.target import Target
 
 SEQ_LENGTH = 128
 BUCKET = 370_000  # elements: smaller than the model, and nearly filled by whole matrices, as on real ones
+INDEXED_LENGTH = 2560  # 512 queries that see more than the 2,048 keys that are selected
 SMALL_BUCKET = 60_000  # smaller than most matrices
 CHUNK_NUMEL = 4 * 2 * 128 * 192  # of four of the sixteen experts of `save_mixture`
 OFFLOADED = ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")
@@ -346,6 +349,48 @@ def test_experts_as_they_are_published(
         save_tokenizer(folder)
     keys = (*overrides, LORA, "adapter.keep_quantized=true")
     compare_peaks(workers, root, tmp_path, num_stages, keys, monkeypatch, BUCKET, model=form)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("deepseek_v32", ("precision=bf16", *RECOMPUTED)),
+        ("deepseek_v32", ("precision=bf16", "activation_checkpoint_interval=0")),
+        ("glm_moe_dsa", ("precision=bf16", *RECOMPUTED)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[-1].rpartition("=")[2],
+)
+def test_indexed_attention_with_published_heads(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str, overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One layer with the heads of attention and of the indexer, 2,048 selected keys of rows of 2,560. Heads of values
+    are as large as those of queries, as the fused kernel of a CPU needs; a GPU's do not."""
+    if not (root / f"{family} published").exists():
+        published = AutoConfig.for_model(family)
+        heads = (
+            "num_attention_heads", "num_key_value_heads", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+            "kv_lora_rank", "q_lora_rank", "index_n_heads", "index_head_dim", "index_topk",
+        )  # fmt: skip
+        sizes = {name: getattr(published, name) for name in heads} | {"v_head_dim": published.qk_head_dim}
+        layer = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "hidden_size": 256, "indexer_types": ["full"]}
+        longest = {
+            "max_position_embeddings": INDEXED_LENGTH,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        }
+        save_tokenizer(save_family(root / f"{family} published", family, **sizes, **layer, **longest))
+    if not (root / "long.jsonl").exists():
+        save_long(root / "long.jsonl", 8)
+    keys = ("micro_batch_size=1", "global_batch_size=2", f"max_seq_length={INDEXED_LENGTH}", LORA, *overrides)
+    compare_peaks(workers, root, tmp_path, 1, keys, monkeypatch, BUCKET, model=f"{family} published", file="long")
+
+
+def save_long(file: Path, number: int) -> None:
+    """Records of more tokens than a row has."""
+    words = " ".join(str(index % 97) for index in range(2 * INDEXED_LENGTH))
+    lines = [json.dumps({"prompt": f"{index}", "completion": words}) for index in range(number)]
+    file.write_text("\n".join(lines) + "\n")
 
 
 def save_mixture(root: Path) -> str:
