@@ -36,9 +36,7 @@ from data.encoders.kinds import ADDED_KINDS, KINDS
 from data.order import GlobalOrder
 from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
-from extensions.classification.token_head import TOKEN_CLASSIFICATION
 from models.adapters.targets import ALL_LINEAR
-from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig, StateDtype
 from training.inputs.datasets import build_row_plan
@@ -46,21 +44,18 @@ from training.objectives.registry import OBJECTIVES
 
 STEPS = 2
 SAVE = {
-    "sft": save_records, "dpo": save_pairs, "orpo": save_pairs, "classification": save_documents, "tokens": save_words,
-    "steps": save_steps, "embedding": save_queries, "rerank": save_queries,
+    "sft": save_records, "dpo": save_pairs, "orpo": save_pairs, "classification": save_documents,
+    "token_classification": save_words, "process_reward": save_steps, "embedding": save_queries, "rerank": save_queries,
 }  # fmt: skip
 BATCH = ("global_batch_size=8", "max_seq_length=160")
 ROOM = ("max_seq_length=256", "data.on_bad_record=skip")  # for samples that share a row
 # A pair's gradient is in DPO that of sums over tokens
 LEARNING_RATES = {
-    "sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.02, "classification": 0.02, "tokens": 0.02, "steps": 0.02,
-    "embedding": 0.005, "rerank": 0.02,
+    "sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.02, "classification": 0.02,
+    "token_classification": 0.02, "process_reward": 0.02, "embedding": 0.005, "rerank": 0.02,
 }  # fmt: skip
-HEADS = {
-    "classification": SEQUENCE_CLASSIFICATION, "tokens": TOKEN_CLASSIFICATION, "steps": TOKEN_CLASSIFICATION,
-    **{kind.name: head for kind in ADDED_KINDS if (head := OBJECTIVES[kind.task].head) is not None},
-}  # fmt: skip
-NUM_LABELS = {"classification": 3, "tokens": 3, "steps": 2}  # of the records that are saved here
+HEADS = {kind.name: head for kind in ADDED_KINDS if (head := OBJECTIVES[kind.task].head) is not None}
+NUM_LABELS = {"classification": 3, "token_classification": 3, "process_reward": 2}  # of the records that are saved here
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 EXPERTS = {  # with adapters

@@ -42,8 +42,6 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "objective": {
         "sft": ("data=sft",), "pretrain": ("data=pretrain",),
         "dpo": ("data=preference",), "orpo": ("data=preference", "task=orpo"),
-        "classification": ("data=classification",), "tokens": ("data=token_classification",),
-        "steps": ("data=process_reward",),
         **{kind.name: (f"data={kind.name}",) for kind in ADDED_KINDS if kind.name not in ANSWERS},
     },
     "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",), "fp16": ("precision=fp16",)},
