@@ -1,4 +1,4 @@
-"""What a teacher scores once before training: its most probable tokens at each target."""
+"""The scores that a teacher leaves before training: its most probable tokens at each target."""
 
 from __future__ import annotations
 
