@@ -1,4 +1,4 @@
-"""What a plan states of a selection of keys is what it takes: FLOPs, bytes at once, bytes that are moved and kept."""
+"""A plan states what a selection of keys takes: FLOPs, bytes at once, bytes that are moved and kept."""
 
 from __future__ import annotations
 
