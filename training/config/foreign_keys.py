@@ -111,11 +111,13 @@ def find_choice_hint(choice: str) -> str | None:
 def find_hint(key: str, known: Iterable[str]) -> str | None:
     """Return what to write in place of a key that does not exist: of another trainer, or mistyped; None if nothing is
     near. known: the keys to compare with, by their dotted names."""
-    last = key.rpartition(".")[2]
+    group, _, last = key.rpartition(".")
     for foreign in (FOREIGN, *_list_added()):
         if last in foreign:
             return foreign[last]
-    by_last_part = {name.rpartition(".")[2]: name for name in known if name not in SWITCHES}
+    # Of keys with one last part that of the group which was named, or the one in the fewest groups, which comes last
+    ordered = sorted(known, key=lambda name: (name.rpartition(".")[0] == group, -name.count(".")))
+    by_last_part = {name.rpartition(".")[2]: name for name in ordered if name not in SWITCHES}
     if len(last) <= LONGEST_ABBREVIATION:
         return None
     near = difflib.get_close_matches(last, by_last_part, n=1, cutoff=NEAR_ENOUGH)

@@ -9,8 +9,10 @@ import torch
 from support.chain import Chain
 from support.families import build_family
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from benchmarks.allocation import AllocationPeak
+from models.architecture.lookup import build_layers
 from models.layers import indexed_attention
 from models.layers.indexed_attention import IndexedAttention, IndexedRows
 from training.costs.trace import trace_operators
@@ -63,3 +65,16 @@ def test_no_selection_where_attention_is_dense(family: str) -> None:
     )
     if layers[1].indexer is None:
         assert shared is not None and shared.mask_bytes == one_more.mask_bytes and shared.score_flops == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_selection_of_published_sizes_takes_less_than_4_gb(family: str) -> None:
+    """For a row of 16,384 tokens in bf16, in a layer of the published sizes."""
+    config = AutoConfig.for_model(family)
+    layer = next(each for each in build_layers(config) if "layers.0." in each.hf_prefix)
+    with torch.device("meta"):
+        module = layer.module_class(*layer.args)
+    (attention,) = (part for part in module.modules() if isinstance(part, IndexedAttention))
+    cost = attention.count_selection(1, 16_384, 2)
+    assert cost is not None and cost.num_chunks > 1
+    assert 0 < cost.score_bytes + cost.selected_bytes + cost.mask_bytes < 4e9
