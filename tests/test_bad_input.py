@@ -21,6 +21,7 @@ from data.encoders.kinds import KINDS
 from errors import UserError
 from models.conversion.convert import convert_to_pipeline
 from models.weights.sources import open_weights
+from training.checkpoint.run_folder import RunFolder
 from training.cli.command_line import check_command_line, clean_arguments, list_given
 from training.config.schema import register_schema, to_typed
 from training.distributed.ranks import Ranks
@@ -495,7 +496,8 @@ def test_stages_that_do_not_divide_through_the_launcher(root: Path, tmp_path: Pa
         "error: num_stages=3 does not divide the number of started ranks, 2; start it with `deepspeed --num_gpus 3 "
         "trainer",
     )
-    assert not (tmp_path / "run").exists()
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == [".lock", "ended.json"]
+    assert RunFolder(tmp_path / "run").read_ended()["reason"] == "mistake"
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ import torch
 
 import console
 from data.loading.step_totals import StepTotals
+from data.options import Packing
 from errors import UserError
 from training.callbacks import Callbacks, RunView
 from training.checkpoint.best import describe_patience, has_lost_patience, update_best
@@ -35,7 +36,7 @@ from training.inputs.skipped_data import is_skipped, iterate_trained
 from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import STEPS_AT_ONCE, SharedTotals
 from training.objectives.objective import Metrics
-from training.objectives.registry import get_objective
+from training.objectives.registry import choose_packing, get_objective
 from training.observability.interval import Interval
 from training.observability.metrics import Event, Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe, describe_nonfinite
@@ -127,6 +128,7 @@ class TrainingLoop:
         self._trace = StepTrace(config.profile_trace, folder.path)
         self._criterion = Criterion.of(config)
         self._mean_over = get_objective(config).mean_over
+        self._counts_samples = choose_packing(config) is Packing.BEST_FIT  # else each step has the same number
         self._interval = Interval(torch.zeros((), dtype=torch.float64, device=parts.engine.device))
         self._eval_every = steps_between(config.eval_steps, config.eval_epochs, len(self.train_loader))
         self._save_every = steps_between(config.save_steps, config.save_epochs, len(self.train_loader))
@@ -293,7 +295,7 @@ class TrainingLoop:
         self._probe.reset()
         self._metrics.add_step(counts=not nonfinite)
         if self.reporters:
-            self._interval.add(totals.num_tokens)
+            self._interval.add(totals.num_tokens, totals.num_samples)
             if not nonfinite:
                 self._interval.add_loss(loss, totals.count_terms(self._mean_over))
         if nonfinite or self.engine.has_skipped_step():
@@ -329,7 +331,7 @@ class TrainingLoop:
         if not self.reporters or self._interval.is_empty or measured is None:
             return
         grad_norm, skipped = self._interval.grad_norm, self._describe_skipped()
-        loss, tokens_per_second, step_time = self._interval.finish()
+        loss, tokens_per_second, step_time, samples = self._interval.finish()
         self._report(
             {
                 "step": self.state.step,
@@ -339,6 +341,7 @@ class TrainingLoop:
                 "grad_norm": None if grad_norm is None else float(grad_norm),
                 "learning_rate": self._learning_rate,
                 "num_tokens": self.state.num_tokens,
+                **({"samples_per_step": samples} if self._counts_samples else {}),
                 "tokens_per_second": tokens_per_second,
                 "step_time": step_time,
                 **skipped,

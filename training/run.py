@@ -11,16 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from data.storage.file_report import save_skipped
 from extension import list_actions, load_part
 from training.build import build_engine, build_eval_loaders, build_loaders, build_resident, prepare_auxiliary
+from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.checkpoint.timeline import announce_start, drop_shared, find_abandoned, record_start, set_aside
 from training.config.schema import Init, RunConfig, to_typed
 from training.distributed import process
-from training.distributed.ending import record_end, record_end_in
+from training.distributed.ending import discard_earlier_end, record_end, record_end_in
 from training.distributed.interrupts import discard_requests, exit_code, leave_on_signals
 from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks, refuse_exits
 from training.distributed.watchdog import Watchdog
@@ -70,6 +72,8 @@ def run(composed: Any, given: Collection[str] = ()) -> None:
     composed: a DictConfig. given: the keys that the command line gives and the groups that it chooses."""
     ranks = read_ranks()
     process.buffer_library_logs()
+    if ranks.is_main and (folder := find_folder(composed)) is not None:
+        record_end_in(folder.ended, ranks.rank, folder.claim)
     with exit_on_user_error(ranks, reports=ranks.is_main):
         config = to_typed(composed, unread=find_unread(composed))
         if (action := find_action(config)) is not None:
@@ -102,6 +106,15 @@ def find_unread(composed: Any) -> list[str]:
     return [key for key, is_unread in unread.items() if is_unread]
 
 
+def find_folder(composed: Any) -> RunFolder | None:
+    """Return the folder of a run that is to train, by a config that may have mistakes; None where it names
+    none, and where something else is run."""
+    if composed.evaluate_only or any(composed.get(key) for key in list_actions()):
+        return None
+    output_dir = OmegaConf.select(composed, "output_dir", throw_on_resolution_failure=False, throw_on_missing=False)
+    return RunFolder(output_dir) if output_dir else None
+
+
 def find_action(config: RunConfig) -> Action | None:
     """Return what an extension runs in place of training, where its key is true."""
     places = (place for key, place in list_actions().items() if getattr(config, key))
@@ -115,12 +128,13 @@ def train(run: Run, receivers: Sequence[ExportReceiver] = ()) -> int:
     if ranks.is_main:
         folder.acquire_lock()
         discard_requests(folder.path)
-        folder.ended.unlink(missing_ok=True)
+        discard_earlier_end(folder.ended)
     record_end_in(folder.ended, ranks.rank)
-    tokenizer = prepare_data(run)
-    with ranks.phase("measuring this machine"):
-        machine = find_run_machine(run.config, ranks) if ranks.is_main else None  # while the other ranks wait
-    join_ranks(ranks)
+    with leave_on_signals(ranks):
+        tokenizer = prepare_data(run)
+        with ranks.phase("measuring this machine"):
+            machine = find_run_machine(run.config, ranks) if ranks.is_main else None  # while the other ranks wait
+        join_ranks(ranks)
     watchdog = build_watchdog(run)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         datasets = tokenize(run.config, tokenizer)  # reads the cache

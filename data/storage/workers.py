@@ -63,6 +63,10 @@ def _start(function: Callable[[Any], Any]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = (
         "false"  # one thread per process, and no warning that threads did not survive the fork
     )
+    signal.set_wakeup_fd(-1)  # a parent that listens for signals must not take those of its workers for its own
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if callable(signal.getsignal(signum)):  # the parent's
+            signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

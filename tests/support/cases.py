@@ -282,6 +282,9 @@ ZERO_LAYOUTS = {"zero2": (1, 2), "zero3": (1, 2)}
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp2xdp2": (2, 4)}  # num_stages, world size
 
 
+DATA_PARALLEL = {"dp2": (1, 2)}  # two replicas, no stages
+
+
 CONTEXT_PARALLEL = {"cp2": (1, 2), "cp2xpp2": (2, 4)}  # with context_parallel_size=2
 
 

@@ -4,8 +4,11 @@ as they do in NCCL's."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,17 @@ class DieInStep:
             PipelineStage.train_step = die  # type: ignore[method-assign]
             if self._slow:
                 vars(writer)[self._slow] = slow_down(getattr(writer, self._slow))
+
+
+class FillDisk:
+    """Leaves no room on the disk of the run's folder after the first step."""
+
+    def on_step(self, run: Any) -> None:
+        if run.step == 1 and run.rank == 0:
+            with open(Path(run.output_dir) / "filler", "wb") as stream:
+                while free := shutil.disk_usage(run.output_dir).free:
+                    with suppress(OSError):  # something else has taken some of it meanwhile
+                        os.posix_fallocate(stream.fileno(), stream.seek(0, os.SEEK_END), free)
 
 
 def run_out_of_memory(*_: object, **__: object) -> None:

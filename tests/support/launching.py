@@ -108,9 +108,14 @@ def run_slurm(arguments: Sequence[str], cwd: Path, while_running: Callable[[Laun
     return run(["env", *words, "bash", str(ROOT / "scripts" / "slurm.sh"), *arguments], cwd, while_running)
 
 
-def run_alone(arguments: Sequence[str], cwd: Path, root: Path = ROOT) -> Ended:
+def run_alone(
+    arguments: Sequence[str],
+    cwd: Path,
+    root: Path = ROOT,
+    while_running: Callable[[Launch], None] | None = None,
+) -> Ended:
     """root: the project, or a copy of it."""
-    return run([sys.executable, str(root / "trainer_base_ds_mp.py"), *arguments], cwd)
+    return run([sys.executable, str(root / "trainer_base_ds_mp.py"), *arguments], cwd, while_running)
 
 
 def run_forked(arguments: Sequence[str], cwd: Path) -> Ended:

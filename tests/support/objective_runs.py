@@ -16,6 +16,7 @@ import torch
 from support.cases import (
     BOUND,
     CONTEXT_PARALLEL,
+    DATA_PARALLEL,
     LAYOUTS,
     ROOT,
     ZERO_LAYOUTS,
@@ -37,6 +38,8 @@ from training.inputs.datasets import build_order, build_row_plan
 
 NUM_SAMPLES = 21  # pairs, or answers with a label: no multiple of any batch
 TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
+# Where packed rows have to be equal too, beyond stages and replicas of stages
+PACKED_LAYOUTS = (("dp2", ()), ("tp2", ()), ("zero3", ()), ("pp2", ("schedule=zero_bubble",)))
 
 Summarize = Callable[[list[Any]], dict[str, float]]
 ComputeStep = Callable[[list[int]], tuple[Iterable[tuple[torch.Tensor, Any]], Summarize]]
@@ -57,7 +60,7 @@ def build_case(
     root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False, steps: int = 3, file: str = "train"
 ) -> Case:
     """Returns a run on the model and data that `save_material` has saved in `root`."""
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
+    num_stages, world_size = (LAYOUTS | DATA_PARALLEL | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
     if layout in TENSOR_PARALLEL:
         overrides = ("tensor_parallel_size=2", *overrides)
     if layout in ZERO_LAYOUTS:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,23 @@ class RunFolder:
                 "a file system that has locks (some NFS mounts have none)",
                 choose_ending(error),
             ) from None
+
+    @contextmanager
+    def claim(self) -> Iterator[bool]:
+        """Yield whether a command that ends before it is a run may write into the folder, which is created: no run is
+        at work in it, and none begins to be within this context, and none has finished there."""
+        try:
+            if self.completed.exists():
+                raise BlockingIOError
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(self.path / ".lock")
+        except OSError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
     def clear(self) -> None:
         """Delete the checkpoints, exports, metrics and report of an earlier run, and its id at trackers. A link stays;

@@ -163,9 +163,11 @@ STARTS_FROM_BASE = _with_lora(
 )
 
 # Data
+GROUPED_BY_LENGTH = has_value("data.group_by_length", "true")
 DOCUMENTS = _kind("data=pretrain", lambda kind: kind.concatenates)
 DEFINES_LOSS = _kind("data with a loss of its own", lambda kind: kind.task not in ("sft", "pretrain"))
 PACKED, SPLIT = has_value("data.packing", "true"), has_value("data.length_policy", "split")
+PACKED_SAMPLES = replace(PACKED, holds=lambda run: PACKED.holds(run) and not DOCUMENTS.holds(run))
 STREAMED = has_value("data.streaming", "true")
 MIXTURE = Feature(
     "train_file with shares",
@@ -329,12 +331,14 @@ TABLE: tuple[Row, ...] = (
         has_value("data.packing", "false"): "documents are laid end to end; omit data.packing, or use data=sft",
         has_value("data.length_policy", "truncate", "drop"):
             "documents are cut where a row is full; omit data.length_policy, or use data=sft",
+        GROUPED_BY_LENGTH: "rows of documents that are laid end to end have one length; "
+            "omit data.group_by_length, or use data=sft",
     }),
     (_given("data.chat_template"), {DOCUMENTS:
         "raw text holds no messages; give data=chat, or data.special_tokens to add tokens only"}),
     *_refuse_for(OWN_KINDS),
-    (has_value("data.group_by_length", "true"), {
-        PACKED: "packed rows have like lengths; give one of them",
+    (GROUPED_BY_LENGTH, {
+        PACKED_SAMPLES: "packed rows have like lengths; give one of them",
         has_value("data.pad_to", "max_seq_length"): "all rows have one length then; give one of them",
         STREAMED: "the lengths of a stream are not known beforehand; give one of them",
     }),

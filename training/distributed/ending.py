@@ -1,13 +1,17 @@
 """`ended.json` in a run's folder: why the run has ended before it had finished. Launchers hide the exit codes of ranks.
 
-The rank that ends first writes it, and the others, which end because it has, leave it as it is.
+The rank that ends first writes it, and the others, which end because it has, leave it as it is. A record from before
+this process began is that of an earlier start: the main rank deletes it once the folder is the run's, and a rank that
+ends sooner replaces it. Ranks begin at the same time and take seconds to import torch, so none of them can take a
+record of this start for an earlier one, unless the clocks of two hosts are further apart than that.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,28 +21,44 @@ from masking import mask_text
 
 _ROOM = 2**14  # bytes that are reserved for the file
 _LONGEST = 2_000  # characters of its message, of up to 6 bytes each in JSON
+_BEGAN = datetime.now(UTC)  # about when this process did: this module is imported before torch
+Claim = Callable[[], AbstractContextManager[bool]]
+"""Returns a context that yields whether the folder may be written to, and in which it stays so."""
 
 
 @dataclass(frozen=True)
 class _RecordFile:
     """file: where the record belongs. rank: that of this process. reserved: at most one open file without a name, which
-    has its room on the disk; none where the file system has no such files, and once it has been used."""
+    has its room on the disk; none where the file system has no such files, and once it has been used. claim: None where
+    the folder is the run's."""
 
     file: Path
     rank: int
     reserved: list[int]
+    claim: Claim | None = None
 
 
 _place: _RecordFile | None = None
 
 
-def record_end_in(file: Path, rank: int) -> None:
+def record_end_in(file: Path, rank: int, claim: Claim | None = None) -> None:
     """From now on, have `record_end` write to this file. Its room on the disk is taken now: later a full disk may be
-    what ends the run."""
+    what ends the run. claim: where the folder is not the run's yet, and may be another one's; then nothing is taken."""
     global _place
     for descriptor in [] if _place is None else _place.reserved:  # of an earlier run of this process
         os.close(descriptor)
-    _place = _RecordFile(file, rank, _reserve(file.parent))
+    _place = _RecordFile(file, rank, _reserve(file.parent) if claim is None else [], claim)
+
+
+def discard_earlier_end(file: Path) -> None:
+    """Delete the record of an earlier start. One that cannot be read, such as an empty file, is taken for one."""
+    try:
+        time = datetime.fromisoformat(json.loads(file.read_text())["time"])
+        is_earlier = time < _BEGAN
+    except (OSError, ValueError, KeyError, TypeError):
+        is_earlier = True
+    if is_earlier:
+        file.unlink(missing_ok=True)
 
 
 def record_end(code: int, message: str) -> None:
@@ -50,7 +70,10 @@ def record_end(code: int, message: str) -> None:
     time, text = datetime.now(UTC).isoformat(timespec="seconds"), mask_text(message.strip())[:_LONGEST]
     record = {"reason": reason, "code": int(code), "rank": _place.rank, "message": text, "time": time}
     content = json.dumps(record, indent=2) + "\n"
-    with suppress(OSError):
+    with suppress(OSError), _place.claim() if _place.claim is not None else nullcontext(True) as may_write:
+        if not may_write:
+            return
+        discard_earlier_end(_place.file)
         try:
             _name_reserved(_place, content.encode())
         except (OSError, IndexError):

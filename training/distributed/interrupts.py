@@ -4,8 +4,8 @@
 Whichever rank receives one, all ranks act at the same step boundary: one all-reduce of four numbers on the host, at a
 point where the ranks have just synchronized anyway (the gradient norm and the loss are reduced over all of them). An
 evaluation and a save are asked for signals too, since a step may be long after them. Before the first step and while a
-model is exported or only evaluated there is nothing to save: a signal ends the process, and the others are told first
-(`leave_on_signals`), or they would report it as lost.
+model is exported or only evaluated there is nothing to save: a signal ends the process, and the others, where they have
+joined, are told first (`leave_on_signals`), or they would report it as lost.
 
 A signal may arrive while the main thread is in a collective, where Python runs no handler: the interpreter's C handler
 writes a byte into a socket, and a thread reads it (`SignalListener`). If the step does not end within `grace_seconds`,
@@ -109,11 +109,11 @@ class SignalListener:
 
 
 @contextmanager
-def leave_on_signals(ranks: Ranks, notify: Callable[[], None]) -> Iterator[None]:
+def leave_on_signals(ranks: Ranks, notify: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Within this context a signal ends the process at once: there is nothing to save. Where an `Interrupts` has
     started, the signal is for that.
 
-    notify: tells the other ranks that this one is about to leave.
+    notify: tells the other ranks, once they have joined, that this one is about to leave.
     """
 
     def leave(signum: int) -> None:

@@ -21,13 +21,14 @@ class Interval:
 
     def start(self) -> None:
         self._loss_sum = self._zero.clone()  # over tokens, or over pairs
-        self._num_terms = self._num_tokens = self._num_steps = self.num_skipped = 0
+        self._num_terms = self._num_tokens = self._num_samples = self._num_steps = self.num_skipped = 0
         self.grad_norm: torch.Tensor | None = None
         self._seconds, self._since = 0.0, time.perf_counter()
 
-    def add(self, num_tokens: int) -> None:
-        """Count a step."""
+    def add(self, num_tokens: int, num_samples: int) -> None:
+        """Count a step. num_samples: the groups that stay together, such as pairs, in its global batch."""
         self._num_tokens += num_tokens
+        self._num_samples += num_samples
         self._num_steps += 1
 
     def add_loss(self, loss: torch.Tensor, num_terms: int) -> None:
@@ -48,11 +49,12 @@ class Interval:
         """Count time again."""
         self._since = time.perf_counter()
 
-    def finish(self) -> tuple[float, float, float]:
-        """Return the mean loss per target token or pair, tokens per second and seconds per step, and start a new
-        interval."""
+    def finish(self) -> tuple[float, float, float, float]:
+        """Return the mean loss per target token or pair, tokens per second, seconds per step and samples per step, and
+        start a new interval."""
         loss = self._loss_sum.item() / self._num_terms
         self.pause()
-        result = (loss, self._num_tokens / self._seconds, self._seconds / self._num_steps)
+        rate, seconds = self._num_tokens / self._seconds, self._seconds / self._num_steps
+        result = (loss, rate, seconds, self._num_samples / self._num_steps)
         self.start()
         return result

@@ -25,6 +25,7 @@ from support.head_runs import (
     train_documents,
 )
 from support.objective_runs import (
+    PACKED_LAYOUTS,
     TENSOR_PARALLEL,
     check_record,
     check_resumed,
@@ -158,11 +159,14 @@ def test_five_sgd_steps_equal_transformers(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp1", "pp2xdp2", "tp2", "cp2"])
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [*((layout, ()) for layout in ("pp1", "pp2xdp2", "cp2")), ("pp2", (CHECKPOINTED,)), *PACKED_LAYOUTS],
+)
 def test_packed_documents_are_scored_alone(
-    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
 ) -> None:
-    oracle = check_case(build_case(root, tmp_path, layout, *PACKED, SMALL_STEPS), workers)
+    oracle = check_case(build_case(root, tmp_path, layout, *PACKED, SMALL_STEPS, *overrides), workers)
     assert len(set(oracle["documents"])) > 1 and max(oracle["documents"]) > 4  # rows hold several
 
 
@@ -275,15 +279,15 @@ def test_a_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp1", "pp2", "zero2"])
+@pytest.mark.parametrize(("layout", "overrides"), [("pp1", ()), ("pp2", ()), ("zero2", ()), ("pp2", PACKED)])
 def test_five_sgd_steps_with_adapters_equal_peft(
-    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, layout: str
+    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
 ) -> None:
     """From an exported adapter, so that its matrices and its head have gradients in the first step."""
     run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
     adapter = tmp_path / "first" / "hf"
     lora = ("adapter=lora", f"adapter.name_or_path={adapter}", SMALL_STEPS)
-    case = build_case(root, tmp_path, layout, *lora, CHECKPOINTED)
+    case = build_case(root, tmp_path, layout, *lora, CHECKPOINTED, *overrides)
     model = load_with_adapter(root / "tiedFalse", adapter, len(NAMES))
     model.config.problem_type = "single_label_classification"
     check_adapter_steps(merge(workers(case.world_size).run(train_answers, case)), train_oracle(case, model))

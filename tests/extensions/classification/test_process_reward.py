@@ -20,7 +20,7 @@ from support.head_runs import (
     save_steps,
     train_token_oracle,
 )
-from support.objective_runs import check_resumed, check_steps, find_dataset, start_runs, train_answers
+from support.objective_runs import PACKED_LAYOUTS, check_resumed, check_steps, find_dataset, start_runs, train_answers
 from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerGroup
 from torch.nn import functional as F
@@ -56,6 +56,10 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
             ("tp2",),
             ("cp2",),
             ("zero3",),
+            *(
+                (layout, "data.packing=true", "learning_rate=0.01", *given)
+                for layout, given in (("pp1", ()), ("pp2", (CHECKPOINTED,)), ("cp2", ()), *PACKED_LAYOUTS)
+            ),
         )
     ],
 )

@@ -21,6 +21,7 @@ from support.head_runs import (
     train_token_oracle,
 )
 from support.objective_runs import (
+    PACKED_LAYOUTS,
     TENSOR_PARALLEL,
     check_record,
     check_resumed,
@@ -71,7 +72,10 @@ def build_case(
         ),
         pytest.param("pp2", False, ("schedule=zero_bubble",), marks=pytest.mark.full),
         pytest.param("pp2xdp2", False, ("data.label_all_pieces=true",), marks=pytest.mark.full),
-        pytest.param("pp2xdp2", False, (*PACKED, SMALL_STEPS), marks=pytest.mark.full),
+        *(
+            pytest.param(layout, False, (*PACKED, SMALL_STEPS, *overrides), marks=pytest.mark.full)
+            for layout, overrides in (("pp2xdp2", ()), ("pp1", ()), ("pp2", (CHECKPOINTED,)), *PACKED_LAYOUTS)
+        ),
     ],
 )
 def test_five_sgd_steps_equal_transformers(
@@ -161,15 +165,15 @@ def test_a_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp2", "zero2"])
+@pytest.mark.parametrize(("layout", "overrides"), [("pp2", ()), ("zero2", ()), ("pp2", PACKED)])
 def test_five_sgd_steps_with_adapters_equal_peft(
-    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, layout: str
+    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
 ) -> None:
     """From an exported adapter, so that its matrices and its head have gradients in the first step."""
     run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
     adapter = tmp_path / "first" / "hf"
     lora = ("adapter=lora", f"adapter.name_or_path={adapter}", SMALL_STEPS)
-    case = build_case(root, tmp_path, layout, *lora, CHECKPOINTED)
+    case = build_case(root, tmp_path, layout, *lora, CHECKPOINTED, *overrides)
     model = load_with_adapter(root / "tiedFalse", adapter, len(NAMES), AutoModelForTokenClassification)
     check_adapter_steps(merge(workers(case.world_size).run(train_answers, case)), train_token_oracle(case, model))
 

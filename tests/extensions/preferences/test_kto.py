@@ -29,6 +29,7 @@ from support.cases import (
 )
 from support.objective_runs import (
     NUM_SAMPLES,
+    PACKED_LAYOUTS,
     TENSOR_PARALLEL,
     Summarize,
     check_resumed,
@@ -156,6 +157,10 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: i
             pytest.param(layout, False, (*PACKED, *WEIGHTS), marks=pytest.mark.full)
             for layout in ("pp1", "pp2", "pp2xdp2", "cp2")
         ),
+        *(
+            pytest.param(layout, False, (*PACKED, *WEIGHTS, *overrides), marks=pytest.mark.full)
+            for layout, overrides in PACKED_LAYOUTS
+        ),
         pytest.param("cp2", False, (RING, *WEIGHTS, CLIPPED), marks=pytest.mark.full),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
@@ -201,13 +206,17 @@ def test_ranks_that_divide_experts(workers: Callable[[int], WorkerGroup], root: 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp1", "pp2", "pp2xdp2", "tp2", *ZERO_LAYOUTS])
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [*((layout, ()) for layout in ("pp1", "pp2", "pp2xdp2", "tp2", *ZERO_LAYOUTS)), ("pp2", PACKED)],
+)
 def test_with_an_adapter_the_reference_is_the_model_without_it(
-    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
 ) -> None:
     """The adapter starts far from zero, so that the policy is not its reference in the first step either."""
     policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
-    case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
+    lora = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
+    case = build_case(root, tmp_path, layout, *lora, *overrides)
     result = merge(workers(case.world_size).run(train_answers, case))
     oracle = train_oracle(case, policy, load_model(case.model))
     check_equal(result, oracle, first_metrics=0)

@@ -16,6 +16,7 @@ from support.cases import BOUND, CHECKPOINTED, CLIPPED, RING, Case, merge, worst
 from support.families import save_family
 from support.objective_runs import (
     NUM_SAMPLES,
+    PACKED_LAYOUTS,
     check_continued,
     check_equal,
     find_dataset,
@@ -40,7 +41,6 @@ TASKS = {
     "simpo": ("task=simpo", "simpo.beta=1.5", "simpo.gamma=0.8"),
     "cpo": ("task=cpo", "cpo.beta=0.3", "cpo.alpha=0.6", "cpo.nll_reduction=sum", CLIPPED),
 }
-ZERO_BUBBLE = "schedule=zero_bubble"
 full = pytest.mark.full
 
 
@@ -87,10 +87,14 @@ def count_pairs(case: Case) -> list[int]:
                 ("pp2xdp2", False, ("data.pad_to=max_seq_length",)),
             )
         ),
-        pytest.param("dpo", "pp2", False, (ZERO_BUBBLE,), marks=full),
+        *(
+            pytest.param(task, layout, False, overrides, marks=full)
+            for task in TASKS
+            for layout, overrides in PACKED_LAYOUTS
+        ),
         pytest.param("dpo", "pp2", False, ("schedule=interleaved", "virtual_stages_per_rank=2"), marks=full),
         pytest.param("dpo", "pp2", False, ("attn_implementation=varlen",), marks=full),
-        *(pytest.param("ipo", layout, False, (), marks=full) for layout in ("tp2", "cp2", "zero3")),
+        *(pytest.param(task, "cp2", False, (), marks=full) for task in TASKS),
         pytest.param("cpo", "cp2", True, (RING,), marks=full),
     ],
 )
@@ -120,14 +124,17 @@ def test_no_state_passes_from_an_answer_to_the_next(
 
 
 @full
-@pytest.mark.parametrize("layout", ["pp1", "pp2xdp2"])
+@pytest.mark.parametrize(
+    ("task", "layout"), [("dpo", "pp1"), ("dpo", "pp2xdp2"), *((task, "pp2") for task in TASKS if task != "dpo")]
+)
 def test_with_an_adapter_the_reference_is_the_model_without_it(
-    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, task: str, layout: str
 ) -> None:
     policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
-    case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
+    lora = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
+    case = build_case(root, tmp_path, layout, *TASKS[task], *lora)
     result = merge(workers(case.world_size).run(train_answers, case))
-    oracle = train_oracle(case, policy, load_model(case.model))
+    oracle = train_oracle(case, policy, load_model(case.model) if case.config().task is None else None)
     check_equal(result, oracle)
     worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
     assert worst < BOUND, name

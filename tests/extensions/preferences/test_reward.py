@@ -26,6 +26,7 @@ from support.cases import (
 )
 from support.head_runs import check_adapter_steps, load_oracle, load_with_adapter
 from support.objective_runs import (
+    PACKED_LAYOUTS,
     TENSOR_PARALLEL,
     Summarize,
     check_equal,
@@ -110,6 +111,10 @@ def train_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:
             for overrides in ((), (CHECKPOINTED,))
         ),
         *(
+            pytest.param(layout, False, (*PACKED, CENTERED, *overrides), marks=pytest.mark.full)
+            for layout, overrides in PACKED_LAYOUTS
+        ),
+        *(
             pytest.param("pp2", True, (f"schedule={name}", *overrides), marks=pytest.mark.full)
             for name, *overrides in (("interleaved", "virtual_stages_per_rank=2"), ("zero_bubble",))
         ),
@@ -159,20 +164,21 @@ def evaluate_model(model: torch.nn.Module, tmp_path: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed", "tied"),
+    ("saved", "resumed", "tied", "overrides"),
     [
-        pytest.param("pp2", "pp1", True, marks=pytest.mark.full),
+        pytest.param("pp2", "pp1", True, (), marks=pytest.mark.full),
+        pytest.param("pp2xdp2", "pp2", False, (*PACKED, "max_seq_length=768"), marks=pytest.mark.full),
         *(
-            pytest.param(*pair, tied, marks=pytest.mark.full)
+            pytest.param(*pair, tied, (), marks=pytest.mark.full)
             for pair in (("pp2xdp2", "pp2"), ("pp1", "tp2xpp2"), ("tp2", "pp4"), ("zero3", "zero2"))
             for tied in (False, True)
         ),
     ],
 )
 def test_a_run_learns_continues_at_another_layout_and_is_exported(
-    run, root: Path, tmp_path: Path, saved: str, resumed: str, tied: bool
+    run, root: Path, tmp_path: Path, saved: str, resumed: str, tied: bool, overrides: tuple[str, ...]
 ) -> None:
-    whole, ended = check_resumed(run, tmp_path, (saved, resumed), metrics=REWARDS, tied=tied)
+    whole, ended = check_resumed(run, tmp_path, (saved, resumed), *overrides, metrics=REWARDS, tied=tied)
     assert whole[-1]["eval_rewards_accuracy"] > 0.9 and whole[-1]["eval_rewards_margin"] > 0.5
     expected = evaluate_folder(tmp_path / "ended" / "hf", tmp_path)
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -212,15 +218,16 @@ def test_the_score_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("overrides", [(), PACKED], ids=["unpacked", "packed"])
 def test_three_sgd_steps_with_adapters_equal_peft(
-    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path
+    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """From an exported adapter, so that its matrices and its head have gradients in the first step."""
     run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
     adapter = tmp_path / "first" / "hf"
     # larger steps amplify rounding
     lora = ("adapter=lora", f"adapter.name_or_path={adapter}", "learning_rate=0.003")
-    case = build_case(root, tmp_path, "pp2", *lora, CHECKPOINTED)
+    case = build_case(root, tmp_path, "pp2", *lora, CHECKPOINTED, *overrides)
     oracle_model = load_with_adapter(root / "tiedFalse", adapter, 1)
     result = merge(workers(case.world_size).run(train_answers, case))
     check_adapter_steps(result, train_oracle(case, oracle_model))

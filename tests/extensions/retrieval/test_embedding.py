@@ -16,6 +16,7 @@ from support import objective_runs
 from support.cases import CHECKPOINTED, CLIPPED, LAYOUTS, ZERO_LAYOUTS, Case, merge
 from support.head_runs import check_adapter_steps, save_queries
 from support.objective_runs import (
+    PACKED_LAYOUTS,
     TENSOR_PARALLEL,
     check_record,
     check_resumed,
@@ -68,6 +69,10 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
             pytest.param(layout, True, (*PACKED, pooling, SMOOTH, CHECKPOINTED), marks=pytest.mark.full)
             for layout in ("pp1", "pp2", "pp2xdp2")
             for pooling in (MEAN, "embedding.pooling=last")
+        ),
+        *(
+            pytest.param(layout, False, (*PACKED, NEGATIVES, SMOOTH, *overrides), marks=pytest.mark.full)
+            for layout, overrides in PACKED_LAYOUTS
         ),
         *(
             pytest.param(layout, False, (NEGATIVES, MEAN, SMOOTH, CHECKPOINTED), marks=pytest.mark.full)
@@ -217,16 +222,16 @@ def test_adapters_are_trained_continued_and_loaded(run, root: Path, tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp1", "pp2", "zero2"])
+@pytest.mark.parametrize(("layout", "overrides"), [("pp1", ()), ("pp2", ()), ("zero2", ()), ("pp2", PACKED)])
 def test_five_sgd_steps_with_adapters_equal_peft(
-    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, layout: str
+    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
 ) -> None:
     """From an exported adapter, so that both of its matrices have gradients in the first step."""
     run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
     adapter = tmp_path / "first" / "hf"
     # with a loss that rises, rounding grows beyond the bound
     given = ("adapter=lora", f"adapter.name_or_path={adapter}", "learning_rate=0.002", SMOOTH, CHECKPOINTED)
-    case = build_case(root, tmp_path, layout, *given)
+    case = build_case(root, tmp_path, layout, *given, *overrides)
     base = AutoModel.from_pretrained(root / "tiedFalse", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
     result = merge(workers(case.world_size).run(train_answers, case))

@@ -14,6 +14,7 @@ from support import objective_runs
 from support.cases import CHECKPOINTED, CLIPPED, CONTEXT_PARALLEL, LAYOUTS, ZERO_LAYOUTS, Case, merge
 from support.head_runs import check_adapter_steps, load_oracle, load_with_adapter, save_queries
 from support.objective_runs import (
+    PACKED_LAYOUTS,
     TENSOR_PARALLEL,
     check_record,
     check_resumed,
@@ -59,6 +60,10 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
             pytest.param(layout, False, (*PACKED, *overrides), marks=pytest.mark.full)
             for layout in ("pp1", "pp2", "pp2xdp2", "cp2")
             for overrides in ((BINARY, CHECKPOINTED), (CLIPPED,))
+        ),
+        *(
+            pytest.param(layout, False, (*PACKED, CLIPPED, *overrides), marks=pytest.mark.full)
+            for layout, overrides in PACKED_LAYOUTS
         ),
         *(
             pytest.param("pp2", True, (f"schedule={name}", *overrides), marks=pytest.mark.full)
@@ -141,15 +146,16 @@ def test_sentence_transformers_loads_an_export(run, root: Path, tmp_path: Path) 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("overrides", [(), PACKED], ids=["unpacked", "packed"])
 def test_five_sgd_steps_with_adapters_equal_peft(
-    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path
+    workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """From an exported adapter, so that its matrices and its head have gradients in the first step."""
     run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
     adapter = tmp_path / "first" / "hf"
     # larger steps amplify rounding
     lora = ("adapter=lora", f"adapter.name_or_path={adapter}", "learning_rate=0.003")
-    case = build_case(root, tmp_path, "pp2", *lora, CHECKPOINTED)
+    case = build_case(root, tmp_path, "pp2", *lora, CHECKPOINTED, *overrides)
     model = load_with_adapter(root / "tiedFalse", adapter, 1)
     result = merge(workers(case.world_size).run(train_answers, case))
     check_adapter_steps(result, train_oracle(case, model, compare_scores))

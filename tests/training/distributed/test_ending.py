@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from masking import MASKED
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.writer import _explain
 from training.distributed import ending, ranks
-from training.distributed.ending import record_end, record_end_in
+from training.distributed.ending import discard_earlier_end, record_end, record_end_in
 
 
 @pytest.fixture
@@ -49,6 +50,44 @@ def test_a_record_that_cannot_be_written_changes_nothing(folder: RunFolder) -> N
     assert folder.read_ended() == {}
     folder.ended.write_text(json.dumps({"code": "x"}))
     assert folder.read_ended() == {}
+
+
+def test_a_record_of_an_earlier_start_is_replaced(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever ends first, also before the main rank has deleted it; a record of this start is left."""
+    record_end_in(folder.ended, 1)
+    record_end(Ending.LOST_RANK, "an earlier start")
+    monkeypatch.setattr(ending, "_BEGAN", datetime.now(UTC) + timedelta(seconds=1))
+    record_end_in(folder.ended, 1)
+    record_end(Ending.DISK, "this one")
+    assert folder.read_ended()["reason"] == "disk"
+    monkeypatch.setattr(ending, "_BEGAN", datetime.now(UTC) - timedelta(minutes=1))
+    discard_earlier_end(folder.ended)
+    record_end(143, "its consequence")
+    assert folder.read_ended()["reason"] == "disk"
+    folder.ended.write_text("")  # as on a full disk
+    discard_earlier_end(folder.ended)
+    assert not folder.ended.exists()
+    discard_earlier_end(folder.ended)
+
+
+def test_before_the_folder_is_the_runs_a_mistake_is_recorded_where_no_run_is(tmp_path: Path, folder: RunFolder) -> None:
+    folder = RunFolder(tmp_path / "new" / "run")
+    record_end_in(folder.ended, 0, folder.claim)
+    assert not folder.path.exists()
+    record_end(Ending.MISTAKE, "num_stages=3")
+    assert folder.read_ended()["reason"] == "mistake"
+    folder.acquire_lock()  # it was released
+    folder.ended.unlink()
+    record_end(Ending.MISTAKE, "output_dir is in use")
+    assert not folder.ended.exists()
+    folder.release_lock()
+    folder.write_completed({"step": 3})
+    record_end(Ending.MISTAKE, "output_dir holds the export of a finished run")
+    assert not folder.ended.exists()
+    (tmp_path / "file").touch()
+    folder = RunFolder(tmp_path / "file" / "run")
+    record_end_in(folder.ended, 0, folder.claim)
+    record_end(Ending.MISTAKE, "output_dir cannot be written")
 
 
 def fill(disk: Path) -> None:
