@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from data.storage.file_report import save_skipped
@@ -20,7 +19,7 @@ from training.build import build_engine, build_eval_loaders, build_loaders, buil
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.checkpoint.timeline import announce_start, drop_shared, find_abandoned, record_start, set_aside
-from training.config.schema import Init, RunConfig, to_typed
+from training.config.schema import Init, RunConfig, find_output_dir, to_typed
 from training.distributed import process
 from training.distributed.ending import discard_earlier_end, record_end, record_end_in
 from training.distributed.interrupts import discard_requests, exit_code, leave_on_signals
@@ -111,7 +110,7 @@ def find_folder(composed: Any) -> RunFolder | None:
     none, and where something else is run."""
     if composed.evaluate_only or any(composed.get(key) for key in list_actions()):
         return None
-    output_dir = OmegaConf.select(composed, "output_dir", throw_on_resolution_failure=False, throw_on_missing=False)
+    output_dir = find_output_dir(composed)
     return RunFolder(output_dir) if output_dir else None
 
 

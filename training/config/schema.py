@@ -592,6 +592,12 @@ def _to_object(node: Any, schema: type[Schema]) -> Schema:
     return made
 
 
+def find_output_dir(composed: DictConfig) -> str | None:
+    """Return `output_dir` of a config that may have mistakes; None where it names none."""
+    found = OmegaConf.select(composed, "output_dir", throw_on_resolution_failure=False, throw_on_missing=False)
+    return found or None
+
+
 def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
     """Typed objects, once. A key of `unread` without a value becomes NOT_GIVEN.
 
