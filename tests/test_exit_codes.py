@@ -23,7 +23,7 @@ DYING = "callbacks=[{{_target_: support.dying.{}}}]"
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that ends a run. record: its reason, code and rank, None for whichever was first. message: how it begins.
+    """A way for a run to end. record: its reason, code and rank, None for whichever was first. message: how it begins.
     is_alone: whether a run of one rank can have it. send: what is done while it runs."""
 
     keys: tuple[str, ...]
