@@ -271,7 +271,8 @@ def test_a_wrong_name_or_token_is_found_before_the_model_is_looked_for(
     with pytest.raises(SystemExit):
         training_run.run(config)
     error = capfd.readouterr().err
-    assert re.search(f"error: hub.repo_id={name}: {said}", error) and not (tmp_path / "out").exists()
+    assert re.search(f"error: hub.repo_id={name}: {said}", error)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {".lock", "ended.json"}
     assert not hub.created
 
 
