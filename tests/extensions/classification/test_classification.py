@@ -279,7 +279,10 @@ def test_a_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "overrides"), [("pp1", ()), ("pp2", ()), ("zero2", ()), ("pp2", PACKED)])
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [("pp1", ()), ("pp2", ()), ("zero2", ()), ("pp2", (*PACKED, "learning_rate=0.003"))],
+)
 def test_five_sgd_steps_with_adapters_equal_peft(
     workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
 ) -> None:

@@ -208,7 +208,10 @@ def test_ranks_that_divide_experts(workers: Callable[[int], WorkerGroup], root: 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "overrides"),
-    [*((layout, ()) for layout in ("pp1", "pp2", "pp2xdp2", "tp2", *ZERO_LAYOUTS)), ("pp2", PACKED)],
+    [
+        *((layout, ()) for layout in ("pp1", "pp2", "pp2xdp2", "tp2", *ZERO_LAYOUTS)),
+        ("pp2", (*PACKED, "max_grad_norm=1.0")),
+    ],
 )
 def test_with_an_adapter_the_reference_is_the_model_without_it(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
