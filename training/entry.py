@@ -22,7 +22,7 @@ from interpreter import check_interpreter
 from training.checkpoint.run_folder import RunFolder
 from training.cli.command_line import asks_for_completion, check_command_line, clean_arguments, find_flag
 from training.cli.help import render_help
-from training.config.schema import register_schema
+from training.config.schema import find_output_dir, register_schema
 from training.distributed.host_share import set_allocator_defaults
 from training.distributed.launcher import end_with_launcher
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error, read_ranks
@@ -76,7 +76,7 @@ def continue_requeued(composed: DictConfig | None) -> list[str]:
     job, count = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT") or "0"
     if composed is None or job is None or count == "0":
         return []
-    output_dir = OmegaConf.select(composed, "output_dir", throw_on_resolution_failure=False)
+    output_dir = find_output_dir(composed)
     started = {} if output_dir is None else RunFolder(output_dir).read_started()
     has_begun = started.get("has_begun") and started.get("job") == job
     return ["overwrite_output_dir=false", "resume=auto"] if has_begun else []

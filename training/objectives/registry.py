@@ -41,9 +41,12 @@ def get_objective(config: RunConfig) -> Objective:
 
 
 def find_auxiliary(config: RunConfig) -> AuxiliaryModel | None:
-    """Return the frozen model that the run reads besides the one that it trains; None without one."""
-    found = (each for each in get_objective(config).list_active(config) if isinstance(each, AuxiliaryModel))
-    return next(found, None)
+    """Return the frozen model that the run reads besides the one that it trains; None without one. Raises UserError for
+    two."""
+    found = [each for each in get_objective(config).list_active(config) if isinstance(each, AuxiliaryModel)]
+    if len(found) > 1:
+        raise UserError(f"{found[0].key} and {found[1].key}: a run reads one frozen model; omit one of them")
+    return found[0] if found else None
 
 
 def choose_packing(config: RunConfig) -> Packing:
@@ -78,6 +81,7 @@ def check_objective(config: RunConfig) -> None:
     for modifier in MODIFIERS:
         if modifier.read(config):
             _check_modifier(modifier, config, objective)
+    find_auxiliary(config)
     check_metric_name(config)
 
 

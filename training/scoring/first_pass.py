@@ -1,6 +1,6 @@
 """The forward pass that comes before a step, or an evaluation, of an objective whose loss needs something of all of its
-samples (`Objective.pass_over`). It may be that of a frozen
-model that is in memory next to the one that is trained (`PassOver.auxiliary`).
+samples (`Objective.pass_over`). It may be that of a frozen model that is in memory next to the one that is trained
+(`PassOver.auxiliary`).
 
 It is an engine's evaluation: in eval mode, so without dropout, with the adapter on. What it finds stays on the
 devices, so the host does not wait for it.

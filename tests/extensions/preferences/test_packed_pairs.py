@@ -30,6 +30,7 @@ from support.pair_runs import REWARDS, evaluate_oracle, train_oracle
 from support.tiny import find_tokenized, save_tokenizer
 from support.workers import WorkerGroup
 
+from data.order import GlobalOrder
 from data.storage.rows import Rows
 from training.inputs.datasets import build_row_plan
 
@@ -140,6 +141,13 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(
     assert worst < BOUND, name
 
 
+def count_step_pairs(case: Case, steps: int) -> list[int]:
+    """Returns the pairs in the rows of each step."""
+    pairs = count_pairs(case)
+    order = GlobalOrder(len(pairs), case.config().global_batch_size, case.config().seed)
+    return [sum(pairs[row] for row in order.sample_ids(step)) for step in range(steps)]
+
+
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return start_runs(workers, root, tmp_path, build_case, *PACKED)
@@ -151,6 +159,9 @@ def test_a_run_continues_at_another_layout_and_is_evaluated(
 ) -> None:
     """The reference's log-probabilities are those of the answers alone, which a run that is not packed finds."""
     whole = run("whole", saved, "save_steps=3")
+    assert [line["samples_per_step"] for line in whole if "loss" in line] == count_step_pairs(
+        build_case(root, tmp_path, "pp1"), steps=6
+    )
     files = list((tmp_path / "cache").glob("*/reference-*/reference.bin"))
     ended = run("ended", resumed, f"resume={tmp_path}/whole/checkpoints/global_step3")
     check_continued(whole, ended, ("loss", "grad_norm", *REWARDS))
@@ -160,5 +171,6 @@ def test_a_run_continues_at_another_layout_and_is_evaluated(
     )
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
     alone = run("alone", resumed, "data.packing=false", "max_steps=1")
+    assert "samples_per_step" not in alone[1]
     assert list((tmp_path / "cache").glob("*/reference-*/reference.bin")) == files
     assert alone[0]["eval_loss"] == pytest.approx(whole[0]["eval_loss"], rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -205,6 +206,17 @@ def test_the_data_says_what_is_trained(kind: str) -> None:
 def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_objective(build_config(*overrides))
+
+
+def test_a_run_reads_one_frozen_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build_config("distill.teacher=a")
+    other = copy.copy(find_auxiliary(config))
+    assert other is not None
+    other.key = "mine.teacher"
+    objective = get_objective(config)
+    monkeypatch.setattr(objective, "modifiers", (*objective.modifiers, other))
+    with pytest.raises(UserError, match="^distill.teacher and mine.teacher: a run reads one frozen model; omit one"):
+        check_objective(config)
 
 
 def test_losses_of_routers_are_kept_where_there_are_any() -> None:
