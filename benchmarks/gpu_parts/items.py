@@ -37,8 +37,8 @@ class TransferCheck:
 @dataclass(frozen=True)
 class Variant:
     """A model whose speed is measured. shape: a key of `shapes.SHAPES`. choices: further overrides, of which the first
-    that fit by the plan are taken. traced: whether a further step is traced. times_longer: its rows than those of other
-    variants, of which a step has fewer, so that it has as many tokens."""
+    that fit by the plan are taken. traced: whether a further step is traced. times_longer: how many times the length
+    of other variants its rows have; a step has as many times fewer of them, so it has the same tokens."""
 
     shape: str
     overrides: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ class ClassificationConfig:
 
 @dataclass
 class LabelKeys:
-    """Further keys of `data`. The fields are those of a record."""
+    """Further keys of `data`. A key that ends in `_field` names a field of a record."""
 
     text_pair_field: str | None = None  # a second text after the first one (data=classification)
     words_field: str | None = None  # the words of a text (data=token_classification)
