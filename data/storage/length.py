@@ -126,7 +126,7 @@ def fit_group(
     """Fit the samples that stay together as `fit_sample` does; where one is dropped, drop all.
 
     shares_row: whether they have at most `max_seq_length` tokens together; where they have more, the longest ones are
-    too long. Raises `UserError` also where two answers are the same after they are cut.
+    too long. Raises `UserError` also where the first two are the same after they are cut.
     """
     fitted, counts, limit, most = [], LengthCounts(), "max_seq_length", f"max_seq_length={max_seq_length}"
     if shares_row and max_seq_length is not None:
@@ -149,7 +149,10 @@ def fit_group(
             )
         return [], counts
     if "label" not in fitted[0] and _has_same_tokens(fitted[0], fitted[1]):
-        raise UserError(f"{location}: the two answers are the same up to {most} tokens; raise it, or remove the record")
+        raise UserError(
+            f"{location}: the two texts that are compared are the same up to {most} tokens; raise it, or remove the "
+            "record"
+        )
     return fitted, counts
 
 

@@ -70,9 +70,9 @@ def build_case(
     return Case(root / f"tied{tied}", root / f"{file}.jsonl", workdir, num_stages, world_size, steps, overrides)
 
 
-def replace_by_mixture(case: Case, folder: Path) -> Case:
-    """Return the run with a mixture of experts, saved in `folder`."""
-    save_tokenizer(save_family(folder, "qwen3_moe"))
+def replace_model(case: Case, folder: Path, family: str = "qwen3_moe") -> Case:
+    """Return the run with a model of another family, by default a mixture of experts, saved in `folder`."""
+    save_tokenizer(save_family(folder, family))
     return replace(case, model=folder)
 
 

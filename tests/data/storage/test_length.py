@@ -131,5 +131,5 @@ def test_a_part_of_a_row_that_holds_the_prompt_alone() -> None:
         )
     late = build_answer(9)
     late["input_ids"][7] = late["labels"][7] = 50
-    with pytest.raises(UserError, match="the two answers are the same up to 6 of max_seq_length=12 tokens; raise it"):
+    with pytest.raises(UserError, match="compared are the same up to 6 of max_seq_length=12 tokens; raise it"):
         fit_group((late, build_answer(9)), "train.jsonl:12", TRUNCATE, 12, shares_row=True)

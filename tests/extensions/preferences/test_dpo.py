@@ -21,7 +21,7 @@ from support.objective_runs import (
     check_continued,
     check_equal,
     load_model,
-    replace_by_mixture,
+    replace_model,
     save_material,
     start_runs,
     train_answers,
@@ -103,7 +103,7 @@ def test_ranks_that_divide_experts(
 ) -> None:
     """The pass of the reference exchanges rows too."""
     case = build_case(root, tmp_path, layout, SMOOTHED, CLIPPED, "expert_parallel_size=2")
-    compare_steps(workers, replace_by_mixture(case, tmp_path / "model"))
+    compare_steps(workers, replace_model(case, tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from support.objective_runs import (
     compute_log_probability,
     find_dataset,
     load_model,
-    replace_by_mixture,
+    replace_model,
     save_material,
     start_runs,
     train_answers,
@@ -197,7 +197,7 @@ def test_three_sgd_steps_equal_the_paper(
 def test_ranks_that_divide_experts(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> None:
     """The pass before a step exchanges rows too."""
     case = build_case(root, tmp_path, "pp2xdp2", *WEIGHTS, "expert_parallel_size=2")
-    case = replace_by_mixture(case, tmp_path / "model")
+    case = replace_model(case, tmp_path / "model")
     result = merge(workers(case.world_size).run(train_answers, case))
     policy = load_model(case.model)
     oracle = train_oracle(case, policy, copy.deepcopy(policy))

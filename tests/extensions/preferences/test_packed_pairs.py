@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from support import objective_runs
 from support.adapters import make_adapter, to_peft_weights
 from support.cases import BOUND, CHECKPOINTED, CLIPPED, RING, Case, merge, worst_difference
-from support.families import save_family
 from support.objective_runs import (
     NUM_SAMPLES,
     PACKED_LAYOUTS,
@@ -21,13 +19,13 @@ from support.objective_runs import (
     check_equal,
     find_dataset,
     load_model,
-    replace_by_mixture,
+    replace_model,
     save_material,
     start_runs,
     train_answers,
 )
 from support.pair_runs import REWARDS, evaluate_oracle, train_oracle
-from support.tiny import find_tokenized, save_tokenizer
+from support.tiny import find_tokenized
 from support.workers import WorkerGroup
 
 from data.order import GlobalOrder
@@ -112,16 +110,16 @@ def test_three_sgd_steps_equal_the_paper(
 
 
 @full
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "task"),
+    [("qwen3_next", "orpo"), ("qwen3_moe", "orpo"), ("falcon_h1", "dpo"), ("mamba2", "simpo"), ("lfm2", "cpo")],
+)
 def test_no_state_passes_from_an_answer_to_the_next(
-    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str, task: str
 ) -> None:
-    case = build_case(root, tmp_path, "pp2", *TASKS["orpo"])
-    if family == "qwen3_moe":
-        compare_steps(workers, replace_by_mixture(case, tmp_path / "model"))
-        return
-    save_tokenizer(save_family(tmp_path / "model", family))
-    compare_steps(workers, replace(case, model=tmp_path / "model"))
+    """Linear attention, experts, state spaces next to attention and alone, short convolutions."""
+    case = build_case(root, tmp_path, "pp2", *TASKS[task])
+    compare_steps(workers, replace_model(case, tmp_path / "model", family))
 
 
 @full

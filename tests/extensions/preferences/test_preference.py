@@ -20,7 +20,7 @@ from data.sources.mixture import Mixture
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, count_rows, prepare_rows
 from data.storage.scores import Scores, find_scores, write_scores
-from data.storage.tokenized import TokenizedDataset
+from data.storage.tokenized import TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 from extensions.preferences.encoders import PreferenceEncoder
@@ -159,11 +159,48 @@ def test_both_answers_are_kept_or_neither(tmp_path: Path, tokenizer) -> None:
 def test_answers_that_differ_too_late(tmp_path: Path, tokenizer) -> None:
     late = {**RECORD, "chosen": "spider " * 40 + "yes", "rejected": "spider " * 40 + "no"}
     with pytest.raises(
-        UserError, match="pairs.jsonl:2: the two answers are the same up to max_seq_length=40 tokens; raise it"
+        UserError,
+        match="pairs.jsonl:2: the two texts that are compared are the same up to max_seq_length=40 tokens; raise it",
     ):
         tokenize(tmp_path, tokenizer, [RECORD, late], max_seq_length=40)
     path = tokenize(tmp_path, tokenizer, [RECORD, late], max_seq_length=40, on_bad_record=OnBadRecord.skip)
     assert count_rows(path, RowPlan(40, group_size=2)) == 1
+
+
+@pytest.mark.parametrize("shares_rows", [False, True], ids=["unpacked", "packed"])
+def test_what_becomes_of_pairs_that_cannot_be_trained_on(tmp_path: Path, tokenizer, shares_rows: bool) -> None:
+    """A pair longer than a row, an empty answer, equal answers, before and after they are cut: one line each. Packed,
+    the two answers have the row together."""
+    long = {**RECORD, "chosen": "yes " + "spider " * 70, "rejected": "no " + "spider " * 70}
+    late = {**RECORD, "chosen": "spider " * 70 + "yes", "rejected": "spider " * 70 + "no"}
+    bad = {
+        2: ({**RECORD, "chosen": " "}, "field 'chosen' is empty; fill it or remove the record"),
+        3: (
+            {**RECORD, "rejected": RECORD["chosen"]},
+            "fields 'chosen' and 'rejected' are the same, so nothing is pref",
+        ),
+        4: (
+            late,
+            f"are the same up to {'30 of ' * shares_rows}max_seq_length=60 tokens; raise it, or remove the record",
+        ),
+    }
+    for number, (record, message) in bad.items():
+        with pytest.raises(UserError) as caught:
+            tokenize(
+                tmp_path, tokenizer, [RECORD] * (number - 1) + [record], max_seq_length=60, shares_rows=shares_rows
+            )
+        lines = str(caught.value).splitlines()
+        assert len(lines) == 1 and f"pairs.jsonl:{number}: " in lines[0] and message in lines[0], lines
+    records = [RECORD, *(record for record, _ in bad.values()), long]
+    given = {"max_seq_length": 60, "shares_rows": shares_rows, "on_bad_record": OnBadRecord.skip}
+    path = tokenize(tmp_path, tokenizer, records, **given)
+    lengths = Rows(path, RowPlan(60, group_size=2), False, False).lengths.tolist()
+    assert lengths[2:] == ([30, 30] if shares_rows else [60, 60])
+    words = load_summary(path).describe()
+    assert "\n2 samples truncated\n" in words and "\n3 of 5 records skipped as bad, such as " in words, words
+    path = tokenize(tmp_path, tokenizer, records, length_policy=LengthPolicy.drop, **given)
+    words = load_summary(path).describe()
+    assert words.startswith("5 records; 2 samples, ") and "\n4 samples too long and dropped\n" in words, words
 
 
 def test_one_answer_is_not_a_pair(tmp_path: Path, tokenizer) -> None:
