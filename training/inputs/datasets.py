@@ -19,6 +19,7 @@ from data.options import Packing, ProblemType
 from data.order import VERSION as ORDER_VERSION
 from data.order import GlobalOrder
 from data.sample import Encoder
+from data.sources.records import resolve_sources
 from data.sources.selection import HoldOut, Selection, build_filter
 from data.storage.encoding import Encoding
 from data.storage.rows import GroupLengths, RowPlan, copy_rows, prepare_rows
@@ -106,8 +107,13 @@ def tokenize(
     """Tokenize all files, unless another process has, and return key of the files -> folder of tokenized samples.
 
     compares_bytes: of what is cached; one process of a host asks for it, once a run.
+    Raises UserError as `prepare_file` does; for a file that is missing before any other is tokenized.
     """
-    return {key: prepare_file(config, key, tokenizer, log, compares_bytes) for key in list_file_keys(config)}
+    keys = list_file_keys(config)
+    for key in keys:
+        for entry in parse_key(config, key).entries:
+            resolve_sources(entry, key)
+    return {key: prepare_file(config, key, tokenizer, log, compares_bytes) for key in keys}
 
 
 def check_ids(

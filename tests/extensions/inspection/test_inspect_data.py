@@ -73,6 +73,13 @@ def test_one_rank_does_it(config, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert capsys.readouterr().out == "" and not (tmp_path / "out").exists()
 
 
+def test_a_missing_evaluation_file_is_reported_before_anything_is_tokenized(config, tmp_path: Path) -> None:
+    config.eval_file = f"{tmp_path}/none.jsonl"
+    with pytest.raises(UserError, match=f"eval_file: no such file: {tmp_path}/none.jsonl; check the path"):
+        inspect_data(config, Ranks(0, 1, 0, 1))
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_stream_is_refused(tmp_path: Path) -> None:
     keys = ("data=pretrain", "data.streaming=true", "eval_file=null", "max_steps=1", "inspect_data=true")
     config = build_config(f"model_name_or_path={tmp_path}", "train_file=x.txt", f"output_dir={tmp_path}/out", *keys)
