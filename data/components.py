@@ -25,6 +25,7 @@ from filesystem import hash_ends, hash_file
 
 TARGET = "_target_"
 _ROOT = Path(__file__).parents[1]
+_OURS = ("data", "extensions", "models", "training")
 _HASHED_WHOLE = 2**26  # bytes of the largest file that is hashed whole: it may be the data themselves
 # Folders of Python and of installed packages, and those of this project that make no samples
 _INSTALLED = tuple(
@@ -109,6 +110,12 @@ def describe_component(spec: Mapping[str, Any], key: str = TARGET) -> list:
     """Return what the results of the component that `spec` names depend on beyond its fields: see `describe_code`.
     Raises `UserError` as `find_component` does."""
     return describe_code(find_component(spec.get(TARGET), key), spec, str(spec.get(TARGET)))
+
+
+def is_ours(thing: object) -> bool:
+    """Return whether the class of an object is one of this project, the extensions that come with it included. Values
+    that are stored of those are named by versions, which change where the values do; of a user's by `describe_code`."""
+    return type(thing).__module__.partition(".")[0] in _OURS
 
 
 def describe_code(thing: object, fields: object = (), name: str = "") -> list:

@@ -41,7 +41,8 @@ def iterate_dataset(
     dataset: Dataset, *, num_workers: int, pin_memory: bool = False, sampler: range | None = None
 ) -> Iterator[Any]:
     """Iterate over a data set in its order, or in that of the sampler, read ahead by worker processes. They are
-    started here, and end with the iterator. Raises UserError where they can have no queues."""
+    started here, and end with the iterator. num_workers: 0 reads in this process. Raises UserError where they can have
+    no queues."""
     loader = DataLoader(
         dataset,
         batch_size=None,

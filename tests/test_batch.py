@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
 import torch
+from test_structure import IMPORTS, ROOT
 
 from batch import Batch, Inputs, Targets
 from data.loading.columns import WHOLE_IDS
@@ -43,3 +46,14 @@ def test_all_tensors_move_together() -> None:
     assert len(tensors) == 4 + 4 + 2 + 1 and all(tensor.is_meta for tensor in tensors)
     middle = Batch(None, TARGETS).to(torch.device("cpu"))
     assert middle.inputs is None and middle.targets is not None and middle.targets.indices.tolist() == [0, 1]
+
+
+def test_all_that_reads_a_batch_is_checked_strictly() -> None:
+    mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    strict = [name for each in mypy["overrides"] if "disallow_any_generics" in each for name in each["module"]]
+    modules = {
+        source.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for source, imported in IMPORTS.items()
+        if source.startswith(tuple(mypy["files"])) and any(name.startswith("batch.") for name in imported)
+    }
+    assert len(modules) > 20 and {each for each in modules if not any(fnmatch(each, name) for name in strict)} == set()

@@ -43,7 +43,7 @@ from training.pipeline.stage_ranks import join_stage_ranks
 from training.pipeline.weight_sharding import WeightSharding
 from training.resolution.user_loss import build_run_loss
 from training.scoring.first_pass import Resident, build_first_pass
-from training.scoring.scored import compute_model_id, find_missing, score, share
+from training.scoring.scored import compute_model_id, describe_maker, find_missing, score, share
 from training.scoring.scorers import hold_reference
 from training.setup import Run, RunSetup
 
@@ -175,7 +175,8 @@ def prepare_auxiliary(run: Run, data: RankData) -> RankData:
     model_id = f"{_identify(own.source, own, ranks)}-{num_tokens}"
 
     def find(key: str, path: Path) -> Scores:
-        return find_scores(model.name, path, build_row_plan(config, key), columns, model_id, **model.settings(config))
+        settings = model.settings(config) | describe_maker(model)
+        return find_scores(model.name, path, build_row_plan(config, key), columns, model_id, **settings)
 
     def build_scorer(parallel: TensorParallel = NO_TP) -> Scorer:
         return model.build_scorer(config, LastStage(own.architecture, parallel), num_tokens)
@@ -228,10 +229,11 @@ def _prepare_reference(setup: RunSetup, engine: Engine, data: RankData) -> RankD
         return data
     datasets, columns = loaders.list_scored(config, data.datasets), setup.objective.scored
     model_id, plan = _identify(setup.reference, setup, ranks), RowPlan(config.max_seq_length)
+    made_by = describe_maker(setup.objective)
     stage = LastStage(setup.architecture, module.ranks.parallel, module.ranks.sequence_part)
     scorer = setup.objective.build_scorer(config, stage)
     found, missing = find_missing(
-        datasets, lambda _, path: find_scores("reference", path, plan, columns, model_id), ranks
+        datasets, lambda _, path: find_scores("reference", path, plan, columns, model_id, **made_by), ranks
     )
     if not missing:
         ranks.say(f"{scorer.what}: found next to the tokens ({model_id})")

@@ -23,7 +23,8 @@ class DataKind:
     lists_labels: a record has a list of labels, one for each of its words.
     not_packed, not_split, not_streamed: why data.packing=true, data.length_policy=split or data.streaming=true is
         refused; empty where it is not.
-    format_version: part of the names of the tokenized folders of this kind. Raise it whenever its encoder makes other
+    format_version: part of the names of the tokenized folders of a kind of this project; those of a user's extension
+        are named by its source. Raise it whenever its encoder makes other
         samples of the same records and options, or a default of an option changes; what was tokenized is then
         tokenized again. `tests/data/encoders/test_encoder_formats.py` fails where it should have been raised.
     """

@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, fields
 from enum import Enum
 from typing import Any
 
-from data.components import describe_code
+from data.components import describe_code, is_ours
 from data.encoders.chat import ChatEncoder
 from data.encoders.kind import DataKind
 from data.encoders.pretrain import PretrainEncoder
@@ -42,8 +42,8 @@ def describe_encoder(encoder: Encoder) -> list:
     """Return what the samples depend on that an encoder makes of given records with a given tokenizer, as JSON values.
 
     One of ours is named by its kind, the version of its format, and the options that differ from their defaults: not by
-    its source, so that moving it, or adding an option, changes no key. A user's own is named by its module, its fields
-    and its source, see `describe_code`.
+    its source, so that moving it, or adding an option, changes no key. A user's own, that of a kind in an extension of
+    theirs too, is named by its module, its fields and its source, see `describe_code`.
     """
     kind = find_own(encoder)
     if kind is None:
@@ -63,8 +63,9 @@ def describe_encoder_code(encoder: Encoder) -> list:
 
 
 def find_own(encoder: Encoder) -> DataKind | None:
-    """Return the kind of data whose encoder this is; None for a user's own."""
-    return next((kind for kind in KINDS.values() if kind.encoder is type(encoder)), None)
+    """Return the kind of data whose encoder this is; None for a user's own, that of an extension of theirs too."""
+    kinds = KINDS.values() if is_ours(encoder) else ()
+    return next((kind for kind in kinds if kind.encoder is type(encoder)), None)
 
 
 def _find_default(option: Field) -> Any:

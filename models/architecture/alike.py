@@ -62,7 +62,8 @@ def list_alike(layers: Sequence[Layer]) -> list[int]:
 
 
 def map_alike(function: Callable[[Layer], Any], layers: Sequence[Layer]) -> list[Any]:
-    """Return what a function of the layer's module returns for each layer, called once for those that are alike."""
+    """Return what `function` returns for each layer, in their order. It is called once for those that are alike, so its
+    result must follow from the layer's module alone."""
     alike = list_alike(layers)
     results = {index: function(layers[index]) for index in dict.fromkeys(alike)}
     return [results[index] for index in alike]

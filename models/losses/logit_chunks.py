@@ -30,8 +30,8 @@ ROWS = 128  # the targets of a chunk are a multiple of this: tensor cores work i
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The tokens `start` to `stop` of the vocabulary, which this rank's head holds. widest: the most of any rank. size:
-    tokens of the whole vocabulary.
+    """The tokens from `start` to before `stop` of the vocabulary, which this rank's head holds. widest: the most tokens
+    of any rank. size: tokens of the whole vocabulary. parallel: the ranks that share it.
     """
 
     start: int
@@ -41,13 +41,15 @@ class VocabularyShard:
     parallel: TensorParallel
 
     def locate(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the indices of tokens in this shard, 0 for others, and whether they are in it."""
+        """Return the indices of tokens in this shard, 0 for others, and whether they are in it; both in the shape of
+        `token_ids`, which count in the whole vocabulary."""
         is_here = (token_ids >= self.start) & (token_ids < self.stop)
         return (token_ids - self.start) * is_here, is_here
 
 
 def shard_vocabulary(config: PretrainedConfig, parallel: TensorParallel) -> VocabularyShard | None:
-    """Return this rank's shard of the vocabulary; None where it holds all of it."""
+    """Return this rank's shard of the vocabulary of a model; None where it holds all of it. parallel: the ranks that
+    share the model's head."""
     if parallel.size == 1:
         return None
     intervals = split_evenly(config.vocab_size, parallel.size)
@@ -57,7 +59,8 @@ def shard_vocabulary(config: PretrainedConfig, parallel: TensorParallel) -> Voca
 def compute_log_probabilities(
     hidden: torch.Tensor, weight: torch.Tensor, logit_softcap: float | None, sharing: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probabilities of the weight's tokens, [n, V], fp32 at least, and the tanh of capped logits."""
+    """Return the log-probabilities of the weight's tokens, [n, V], fp32 at least, and tanh(logits / cap), [n, V], of
+    capped logits, None of others. hidden: [n, D]. weight: [V, D]. logit_softcap: the cap; None without one."""
     logits, tanh_logits = F.linear(hidden, weight), None  # [n, V]
     if logit_softcap is not None:
         tanh_logits = torch.tanh(logits / logit_softcap)
@@ -75,7 +78,8 @@ def compute_log_probabilities(
 def choose_targets(
     log_probabilities: torch.Tensor, target_ids: torch.Tensor, sharing: VocabularyShard | None
 ) -> torch.Tensor:
-    """Return the log-probabilities of the targets, [n]."""
+    """Return the log-probabilities of the targets, [n]. log_probabilities: [n, V]. target_ids: int64 [n], in the whole
+    vocabulary."""
     if sharing is None:
         return log_probabilities.gather(1, target_ids.unsqueeze(1)).squeeze(1)
     index, is_here = sharing.locate(target_ids)
@@ -85,14 +89,15 @@ def choose_targets(
 
 
 def average_vocabulary(log_probabilities: torch.Tensor, sharing: VocabularyShard | None) -> torch.Tensor:
-    """Return the mean of each row over the whole vocabulary, [n]."""
+    """Return the mean of each row of log-probabilities [n, V] over the whole vocabulary, [n]."""
     if sharing is None:
         return log_probabilities.mean(dim=-1)
     return sum_over_ranks(log_probabilities.sum(dim=-1), sharing.parallel) / sharing.size
 
 
 def predict(log_probabilities: torch.Tensor, sharing: VocabularyShard | None) -> torch.Tensor:
-    """Return the most probable token of each row, of equal ones the first, int64 [n]."""
+    """Return the most probable token of each row of log-probabilities [n, V], of equal ones the first, int64 [n], as
+    the whole vocabulary counts it."""
     highest, token_ids = log_probabilities.max(dim=-1)
     if sharing is None:
         return token_ids
@@ -128,6 +133,7 @@ def differentiate_cap(grad_logits: torch.Tensor, tanh_logits: torch.Tensor | Non
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on a device whose chunks are those of a GPU: any but a CPU."""
     return tensor.device.type != "cpu"
 
 
@@ -137,13 +143,15 @@ def count_chunk_logits(on_gpu: bool) -> int:
 
 
 def list_chunks(hidden: torch.Tensor, weight: torch.Tensor, sharing: VocabularyShard | None) -> list[slice]:
-    """Return the chunks of targets, the same on all ranks that share the vocabulary, whatever their shards."""
+    """Return the chunks of targets, the same on all ranks that share the vocabulary, whatever their shards. hidden: the
+    states at all targets, [N, D]. weight: this rank's, [V, D]."""
     rows = count_chunk_rows(weight.shape[0] if sharing is None else sharing.widest, is_on_gpu(hidden))
     return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
 
 def count_chunk_rows(vocabulary: int, on_gpu: bool) -> int:
-    """Return the number of targets of a chunk."""
+    """Return the number of targets of a chunk, a multiple of `ROWS`. vocabulary: the tokens that a rank has logits
+    of."""
     return max(1, count_chunk_logits(on_gpu) // (vocabulary * ROWS)) * ROWS
 
 

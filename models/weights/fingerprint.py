@@ -47,7 +47,8 @@ def fingerprint_weights(source: WeightSource) -> str:
 
 
 def fingerprint_files(source: WeightSource) -> dict[Path, str]:
-    """Return the fingerprint of each file of a model: of its header, and of its tensors as in `fingerprint_weights`."""
+    """Return the fingerprint of each file of a model: of its header, and of its tensors as in `fingerprint_weights`.
+    Raises UserError as that does."""
     return {file: fingerprint_file(file) for file in source.files()}
 
 
@@ -57,7 +58,8 @@ def fingerprint_file(file: Path) -> str:
 
 
 def fingerprint_as_1_1(source: WeightSource) -> str:
-    """Return the fingerprint that version 1.1 stored, to compare with one of that form: equal ones prove less."""
+    """Return the fingerprint that version 1.1 stored, to compare with one of that form: equal ones prove less. Raises
+    UserError as `fingerprint_weights` does."""
     described = sorted(_describe_as_1_1(file) for file in source.files() if not _is_new_since_1_1(file))
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 

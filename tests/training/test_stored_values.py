@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
@@ -27,6 +28,7 @@ from data.storage.rows import RowPlan
 from data.streaming.shards import list_shards
 from masking import mask
 from models.architecture.lookup import build_layers
+from models.parallel.shard import NO_CP, NO_TP
 from models.weights.fingerprint import fingerprint_as_1_1, fingerprint_weights
 from models.weights.sources import open_weights
 from models.weights.vocabulary import open_tokenizer
@@ -34,7 +36,9 @@ from training import build
 from training.config.schema import DataConfig
 from training.distributed.ranks import SINGLE_PROCESS
 from training.inputs.datasets import build_encoding
-from training.objectives.registry import describe_objective
+from training.objectives.auxiliary import AuxiliaryModel
+from training.objectives.objective import Objective
+from training.objectives.registry import MODIFIERS, OBJECTIVES, describe_objective
 from training.pipeline.preparation import StageOptions
 from training.scoring import scored
 
@@ -73,6 +77,34 @@ def is_good(record):
     "own_rules/deeper": "LIMIT = 1\n",
     "own_lazy": "VALUE = 1\n",
 }
+EXTENSION = """
+from dataclasses import dataclass
+from own_rules import is_good
+from data.encoders.kind import DataKind
+from extensions.preferences.reference import REFERENCE
+from training.objectives.auxiliary import AuxiliaryModel
+from training.objectives.next_token import SFT
+from training.objectives.objective import Scorer
+
+@dataclass(frozen=True)
+class OwnEncoder:
+    text_field: str = "text"
+
+    def encode(self, record, location, tokenizer):
+        return {"input_ids": [1, 2], "labels": [1, is_good(record)]}
+
+class Mine(SFT):
+    name, scored = "mine", (REFERENCE,)
+    def build_scorer(self, config, stage):
+        return Scorer("mine", "rows", None, None, None)
+
+class Teacher(AuxiliaryModel):
+    name = "mine"
+    def scored(self, config):
+        return (REFERENCE,)
+
+KIND = DataKind("mine", OwnEncoder, task="sft")
+"""
 FILES = ("words.txt", "allowed.txt", "own_rules/listed.txt")
 
 
@@ -169,6 +201,61 @@ def test_any_file_of_a_users_code(own_code: Path, tokenizer: PreTrainedTokenizer
         assert describe() != before, name
         file.write_text(content)
         assert describe() == before, name
+
+
+@pytest.mark.parametrize("what", ["tokens", "reference", "auxiliary"])
+def test_the_code_of_a_users_extension(
+    own_code: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Its kinds of data and what scores them are found by their source; versions stand for the project's own alone."""
+    (own_code / "own_extension.py").write_text(EXTENSION)
+    mine = importlib.import_module("own_extension")
+    monkeypatch.setitem(KINDS, "mine", mine.KIND)
+    config = build_config("data.name=mine", "task=sft")
+
+    def describe() -> Any:
+        if what == "tokens":
+            return build_encoding(config, "train_file", tokenizer).compute_key([])
+        return find_made_scores(mine.Mine() if what == "reference" else mine.Teacher(), monkeypatch)
+
+    before = describe()
+    for name in ("own_extension.py", "own_rules/deeper.py"):
+        content = (own_code / name).read_text()
+        (own_code / name).write_text(content + "X = 2\n")
+        assert describe() != before, name
+        (own_code / name).write_text(content)
+        assert describe() == before, name
+    assert not any(scored.describe_maker(each) for each in (*OBJECTIVES.values(), *MODIFIERS))
+
+
+def find_made_scores(maker: Objective | AuxiliaryModel, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the settings by which a run asks for the scores of its reference, or of its auxiliary model."""
+    asked: list[dict[str, Any]] = []
+
+    def find(name: str, path: Path, plan: RowPlan, columns: Any, model_id: str, **settings: Any) -> None:
+        asked.append(settings)
+
+    def find_missing(datasets: Any, find: Any, ranks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        find("train_file", Path("tokens"))
+        return {}, {}
+
+    for name, value in (("find_scores", find), ("find_missing", find_missing), ("_identify", lambda *_: "0")):
+        monkeypatch.setattr(build, name, value)
+    config, architecture = build_config(), SimpleNamespace(vocab_size=1)
+    data: Any = SimpleNamespace(
+        datasets={"train_file": Path("tokens")}, ranks=SINGLE_PROCESS, add_scores=lambda scores: scores
+    )
+    setup: Any = SimpleNamespace(config=config, objective=maker, reference=object(), architecture=architecture)
+    if isinstance(maker, Objective):
+        stage_ranks = SimpleNamespace(parallel=NO_TP, sequence_part=NO_CP)
+        engine: Any = SimpleNamespace(module=SimpleNamespace(ranks=stage_ranks))
+        build._prepare_reference(setup, engine, data)
+    else:
+        own = SimpleNamespace(source=None, architecture=architecture)
+        setup.auxiliary = SimpleNamespace(model=maker, setup=own)
+        run: Any = SimpleNamespace(config=config, setup=setup)
+        build.prepare_auxiliary(run, data)
+    return asked[0]
 
 
 def test_a_file_that_a_field_names(own_code: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -57,20 +57,20 @@ class TrainerState:
 
     step: int  # optimizer steps done
     num_tokens: int  # seen so far, without padding
-    num_stages: int
-    dp_size: int
-    global_batch_size: int
-    micro_batch_size: int
-    num_samples: int
-    total_steps: int
+    num_stages: int  # of the layout that saved it; a resume may have another one
+    dp_size: int  # as num_stages: replicas of that layout
+    global_batch_size: int  # in what the order shuffles: samples, groups that stay together (pairs), or packed rows
+    micro_batch_size: int  # as num_stages, in the unit of global_batch_size
+    num_samples: int  # of train_file, in the same unit; 0 for a stream
+    total_steps: int  # the length of the learning rate schedule
     seed: int
-    precision: str = ""
-    optimizer: str = ""
+    precision: str = ""  # the key's value
+    optimizer: str = ""  # the optimizer and its state's form, by `describe_optimizer`
     data: dict[str, str] = field(default_factory=dict)  # what decides the loss: `describe_data`, `describe_objective`
     evaluation: dict[str, float] = field(default_factory=dict)  # of this step; empty where it was not evaluated
     evaluated_on: str = ""  # a hash of the evaluation files' tokens; empty where there is none, and before format 4
     best: Best | None = None  # of the evaluations so far
-    identity: dict[str, Identity] = field(default_factory=dict)  # of base model, reference model and tokenizer
+    identity: dict[str, Identity] = field(default_factory=dict)  # of tokenizer, base, reference, auxiliary model
     stream: dict[str, Any] = field(default_factory=dict)  # of a run that streams its data: shards and cursor
     extensions: list[str] = field(default_factory=list)  # of users, by name: those that the run was started with
     weights_only: bool = False  # `save_weights_only`: without the optimizer's state
@@ -103,7 +103,8 @@ def read_state(step_dir: Path) -> TrainerState:
 
 
 def record_evaluation(step_dir: Path, state: TrainerState) -> None:
-    """Record the evaluation of a step that is saved already: a signal had interrupted it, or it was not due then."""
+    """Record the evaluation of a step that is saved already: a signal had interrupted it, or it was not due then. It is
+    written next to the state, into `evaluation.json`. Raises OSError."""
     fields = asdict(state)
     found = {name: fields[name] for name in ("evaluation", "evaluated_on", "best")}
     write_atomically(step_dir / EVALUATION_NAME, json.dumps(found, indent=2) + "\n")

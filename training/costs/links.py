@@ -27,14 +27,14 @@ class Sent(dict[str, float]):
 
 
 def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware: Machine) -> float:
-    """Return the seconds to send `sent`, one axis after the other."""
+    """Return the seconds that a rank of a stage takes to send `sent`, one axis after the other, without latencies."""
     rates = {axis: find_bandwidth(axis, layout, stage_id, hardware) * GB for axis, nbytes in sent.items() if nbytes}
     return sum((sent[axis] / rate for axis, rate in rates.items()), start=0.0)
 
 
 def find_latency(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:
-    """Return the mean seconds of a step around a ring along an axis, without sending: of GPUs. Where g ranks of a group
-    are on each node, one step of g is between nodes."""
+    """Return the mean latency, in seconds, of one step around a stage's ring along an axis; 0 on CPUs, where it is not
+    counted. Where g ranks of a group are on each node, one step of g is between nodes."""
     if hardware.device is not Device.cuda:
         return 0.0
     num_links, _ = _count_links(axis, layout, stage_id, hardware.cards_per_node)

@@ -118,6 +118,11 @@ def _check_modifier(modifier: Modifier, config: RunConfig, objective: Objective)
             f"{modifier.key}={write_value(modifier.read(config))}: task={objective.name} does not read it, only "
             f"{fitting} do; give {modifier.key}={modifier.off}"
         )
+    if config.loss is not None:
+        raise UserError(
+            f"{modifier.key}={write_value(modifier.read(config))}: loss takes the place of the loss that it changes; "
+            f"omit loss, or give {modifier.key}={modifier.off}"
+        )
     modifier.check(config)
 
 

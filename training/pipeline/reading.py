@@ -32,9 +32,10 @@ _SAMPLES, _SAMPLE_BYTES = 16, 2**23  # of the files, by which their rate is meas
 
 @dataclass(frozen=True)
 class Share:
-    """The part of one rank. layers: the elements of each of its layers, by the layer's number in the model. held: bytes
-    of the host's memory while it reads the layer that takes most; on a CPU also those of all its weights. available:
-    bytes of the host's memory."""
+    """The part of one rank in what its host reads. host: the host's name. layers: the elements of each of the rank's
+    layers, by the layer's number in the model. held: bytes of the host's memory that the rank takes while it reads
+    the layer that takes most; on a CPU also those of all its weights. available: bytes of the host's memory that are
+    free."""
 
     host: str
     layers: Mapping[int, int]
@@ -53,7 +54,8 @@ def check_reading(
     """Check that hosts have the memory that reading takes, and state how long it takes where that is worth a line. All
     ranks call it, before any of them reads.
 
-    layers: of this rank, with its experts alone, on the meta device. dtype: of the weights in memory. Raises UserError,
+    layers: of this rank, with its experts alone, on the meta device. source: of the weights. ranks: those of this
+    rank's stage. adapter: the run's; None without one. dtype, device: of the weights in memory. Raises UserError,
     together on all ranks.
     """
     elements = {layer.index: sum(each.numel() for each in layer.module.parameters()) for layer in layers}
@@ -98,7 +100,8 @@ def _count_quantized(layer: StageLayer, names: Iterable[str], adapter: Adapter |
 
 
 def find_lack(shares: Sequence[Share]) -> UserError | None:
-    """Return the error for the first host whose memory does not suffice. shares: of all ranks."""
+    """Return the error for the first host whose memory does not suffice; None where all have enough. shares: of all
+    ranks."""
     for host in dict.fromkeys(share.host for share in shares):
         own = [share for share in shares if share.host == host]
         needed, available = sum(share.held for share in own), min(share.available for share in own)
@@ -127,7 +130,8 @@ def count_read(shares: Sequence[Share], num_bytes: int) -> float:
 
 
 def measure_rate(files: Sequence[Path]) -> float:
-    """Return the bytes per second at which this process reads samples, spread evenly over the files."""
+    """Return the bytes per second at which this process reads samples, spread evenly over the files, of which there is
+    one at least. Raises OSError."""
     ends = list(itertools.accumulate(file.stat().st_size for file in files))
     read, start = 0, time.perf_counter()
     for number in range(_SAMPLES):

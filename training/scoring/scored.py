@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batch import Targets
 from console import progress
+from data.components import describe_code, is_ours
 from data.loading.columns import NUMBERS
 from data.loading.loader import LoaderOptions, ScoringLoader
 from data.storage.scores import Scores, ScoresWriter, write_scores
@@ -57,6 +58,12 @@ def compute_model_id(
         return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     return broadcast_from_main(compute, ranks)
+
+
+def describe_maker(maker: object) -> dict[str, Any]:
+    """Return the code that makes scores, JSON values: an objective's, or that of a modifier with an auxiliary model;
+    empty for those of this project, whose `_VERSION` says when they make others."""
+    return {} if is_ours(maker) else {"code": describe_code(maker)}
 
 
 def _list_kernels(kernels: Kernels) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from errors import UserError
 from models.losses.cross_entropy import Loss, build_loss
 from models.losses.metric_sums import MetricSums
 from training.config.schema import RunConfig
-from training.objectives.objective import LastStage, Metrics, Objective, PassOver
+from training.objectives.objective import LastStage, Metrics, Modifier, Objective, PassOver
 from training.objectives.registry import (
     OBJECTIVES,
     check_objective,
@@ -216,6 +216,24 @@ def test_a_run_reads_one_frozen_model(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = get_objective(config)
     monkeypatch.setattr(objective, "modifiers", (*objective.modifiers, other))
     with pytest.raises(UserError, match="^distill.teacher and mine.teacher: a run reads one frozen model; omit one"):
+        check_objective(config)
+
+
+def test_a_key_of_an_extension_that_changes_the_loss_is_refused_with_a_users_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Mine(Modifier):
+        key = "mine.entropy"
+
+        def read(self, config: RunConfig) -> float:
+            return 0.5
+
+    config, mine = build_config("loss={_target_: my_losses.MyLoss}"), Mine()
+    check_objective(config)
+    monkeypatch.setattr(get_objective(config), "modifiers", (mine,))
+    monkeypatch.setattr("training.objectives.registry.MODIFIERS", (mine,))
+    message = r"^mine.entropy=0.5: loss takes the place of the loss .*; omit loss, or give mine.entropy=0$"
+    with pytest.raises(UserError, match=message):
         check_objective(config)
 
 
