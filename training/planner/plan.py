@@ -27,10 +27,10 @@ from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.links import Sent, compute_sending_seconds, find_bandwidth
 from training.costs.simulation import Pass, simulate
+from training.disk_space import CheckpointSize, estimate_size
 from training.distributed.topology import PIPE, Layout
 from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule
-from training.planner.disk import CheckpointSize, estimate_size
 from training.resolution.resolve import ResolvedRun
 
 _simulate = lru_cache(maxsize=64)(simulate)  # a search asks again with keys that change no pass
