@@ -3,7 +3,7 @@
     deepspeed --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2 [key=value ...]
 
 Hydra composes `conf/`, every mistake that can be found early is reported at once, and `training/run.py` does the rest;
-with `plan=true`, `training/planner/run.py`.
+with `plan=true`, `training/plan_command/run.py`.
 """
 
 from __future__ import annotations

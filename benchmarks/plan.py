@@ -161,7 +161,7 @@ def compare(run: Run, rounds: int, steps: int) -> Row:
 
 def plan(run: Run) -> Any:
     from training.costs.hardware import complete_hardware
-    from training.planner.run import ModelFolder, build_plan
+    from training.plan_command.run import ModelFolder, build_plan
     from training.resolution.resolve import resolve_model
     from training.resolution.target import Target
 

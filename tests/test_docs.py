@@ -39,7 +39,7 @@ from training.config.incompatible import CheckedConfig
 from training.config.schema import Init, register_schema, to_typed
 from training.config.validate import check_config
 from training.objectives.registry import check_objective
-from training.planner.run import check_world_size
+from training.plan_command.run import check_world_size
 from training.resolution.readers import check_read
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -46,9 +46,11 @@ TRAINING = (
     ("training.engine",),
     ("training.checkpoint", "training.scoring", "training.costs"),
     ("training.export_receiver",),
-    ("training.inputs", "training.cost_terms"),
+    ("training.inputs", "training.cost_terms", "training.disk_space"),
     ("training.resolution",),
+    ("training.layer_times",),
     ("training.planner",),
+    ("training.plan_command",),
     ("training.setup", "training.observability"),
     ("training.build", "training.host_files"),
     ("training.evaluations", "training.callbacks", "training.collector"),
@@ -298,6 +300,32 @@ def test_a_wrong_arrow_is_found() -> None:
 def test_no_module_imports_itself_through_others() -> None:
     assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
     assert find_circles(MODULE_IMPORTS) == []
+
+
+COST_MODEL = ("training/planner/", "training/costs/", "training/cost_terms/", "training/pipeline/partition.py")
+
+
+def find_identities(tree: ast.AST) -> list[str]:
+    """Returns calls of `id`, and comparisons by `is` with what is neither None nor a constant of a class or module."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "id":
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Compare):
+            pairs = zip(node.ops, node.comparators, strict=True)
+            others = [other for compared, other in pairs if isinstance(compared, (ast.Is, ast.IsNot))]
+            known = (other for other in others if re.fullmatch(r"None|\w+(\.\w+)+", ast.unparse(other)))
+            found += [ast.unparse(node)] if len(others) > len(list(known)) else []
+    return found
+
+
+def test_costs_are_known_by_their_values() -> None:
+    """Layers of one kind share a cost, and copies of it would be others: no object's identity says what it is."""
+    made_up = "a[id(b)]\nc is None\nd is not E.f\ng is h[0]\ni is j"
+    assert sorted(find_identities(ast.parse(made_up))) == ["g is h[0]", "i is j", "id(b)"]
+    sources = [source for source in SOURCES if source.startswith(COST_MODEL)]
+    found = {source: find_identities(ast.parse((ROOT / source).read_text())) for source in sources}
+    assert len(sources) > 20 and not {source: each for source, each in found.items() if each}
 
 
 def list_loads_of_code(tree: ast.AST) -> list[str]:

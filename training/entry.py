@@ -93,7 +93,7 @@ def import_work(is_plan: bool) -> Work:
     try:
         with quiet_imports(), ranks.phase(f"importing {packages}"):
             if is_plan:
-                from training.planner.run import run_plan  # without the engine
+                from training.plan_command.run import run_plan  # without the engine
 
                 atexit.register(gc.freeze)  # garbage collection would take a sixth of a plan's seconds
                 return run_plan

@@ -20,6 +20,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.checkpoint.timeline import announce_start, drop_shared, find_abandoned, record_start, set_aside
 from training.config.schema import Init, RunConfig, find_output_dir, to_typed
+from training.disk_space import check_room
 from training.distributed import process
 from training.distributed.ending import discard_earlier_end, record_end, record_end_in
 from training.distributed.interrupts import discard_requests, exit_code, leave_on_signals
@@ -46,7 +47,6 @@ from training.observability.metrics import Event, Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
 from training.observability.telemetry import Telemetry
-from training.planner.disk import check_room
 from training.planner.prediction import Prediction
 from training.scoring.first_pass import build_first_pass
 from training.setup import (

@@ -52,10 +52,10 @@ from training.distributed.process import (
 from training.distributed.ranks import Ranks
 from training.engine.deepspeed_internals import check_internals
 from training.inputs.datasets import build_order, build_row_plan, complete_labels, count_added_rows
+from training.layer_times import LayerTimes
 from training.objectives.auxiliary import AuxiliaryModel
 from training.objectives.registry import find_auxiliary
 from training.optim.optimizer import compiles_update
-from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
 from training.resolution.packages import check_packages, has_package
 from training.resolution.readers import check_read

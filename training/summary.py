@@ -14,6 +14,7 @@ from data.options import Packing
 from data.storage.file_report import describe_files
 from data.storage.rows import Rows
 from data.storage.tokenized import load_summary
+from formatting import render_bytes, render_count, render_seconds
 from models.adapters.options import AdapterName
 from models.adapters.targets import describe_targets
 from models.architecture.lookup import warn_of_length
@@ -27,6 +28,7 @@ from training.checkpoint.timeline import find_abandoned
 from training.config.schema import CheckpointMode, RunConfig
 from training.config.sources import list_evaluations
 from training.costs.hardware import GIB
+from training.disk_space import measure_passthrough, render_disk
 from training.inputs.cadence import describe_cadence
 from training.inputs.datasets import build_row_plan, list_entries
 from training.inputs.skipped_data import count_trained
@@ -34,8 +36,6 @@ from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, Reporter, describe_evaluation
 from training.optim.lr_schedule import warn_of_warmup
 from training.pipeline.schedules import build_schedule
-from training.planner.disk import measure_passthrough, render_disk
-from training.planner.formatting import render_bytes, render_count, render_seconds
 from training.planner.prediction import Prediction
 from training.setup import Run, RunSetup
 

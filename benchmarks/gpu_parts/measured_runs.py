@@ -197,7 +197,7 @@ def _resolve(hardware: str, overrides: Sequence[str]) -> tuple[Any, Any, Any]:
     """The config, model and machine of a plan."""
     from benchmarks.workload import compose_run
     from training.costs.hardware import complete_hardware
-    from training.planner.run import resolve_planned
+    from training.plan_command.run import resolve_planned
 
     config = compose_run(*overrides, f"hardware={hardware}")
     return config, resolve_planned(config), complete_hardware(config.hardware, config.precision, config.world_size)
@@ -205,7 +205,7 @@ def _resolve(hardware: str, overrides: Sequence[str]) -> tuple[Any, Any, Any]:
 
 def _fits(hardware: str, overrides: Sequence[str]) -> bool:
     from training.distributed.host_memory import measure_host_memory
-    from training.planner.run import build_plan
+    from training.plan_command.run import build_plan
 
     host_memory = measure_host_memory() / GIB  # of this host; the file assumes one
     config, model, machine = _resolve(hardware, [*overrides, f"hardware.host_memory={host_memory}"])
@@ -213,7 +213,7 @@ def _fits(hardware: str, overrides: Sequence[str]) -> bool:
 
 
 def _predict(hardware: str, overrides: Sequence[str], measured: float | None) -> Prediction:
-    from training.planner.run import build_plan
+    from training.plan_command.run import build_plan
 
     config, model, machine = _resolve(hardware, overrides)
 

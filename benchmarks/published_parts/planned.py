@@ -32,8 +32,8 @@ from training.config.schema import (
     load_hardware,
 )
 from training.costs.hardware import Machine, complete_hardware
+from training.plan_command.run import ModelFolder
 from training.planner.plan import Plan, plan_resolved
-from training.planner.run import ModelFolder
 from training.resolution.counts import LayerCounts
 from training.resolution.resolve import ResolvedModel, resolve_layout, resolve_model
 from training.resolution.target import Target

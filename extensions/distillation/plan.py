@@ -5,13 +5,13 @@ from __future__ import annotations
 from data.storage.scores import count_bytes
 from extensions.distillation.keys import DistillConfig
 from extensions.distillation.scores import list_teacher_columns
+from formatting import render_bytes, render_count, render_seconds
 from training.config.schema import RunConfig
 from training.cost_terms.cost_term import Stage
 from training.cost_terms.first_pass import count_working
 from training.cost_terms.loss import LossBytes
 from training.cost_terms.table import sum_memory
 from training.costs.hardware import GIB, Machine
-from training.planner.formatting import render_bytes, render_count, render_seconds
 from training.planner.plan import list_resolved_stages, plan_resolved
 from training.resolution.resolve import ResolvedRun
 

@@ -21,7 +21,7 @@ from console import pluralize
 from errors import UserError
 from filesystem import write_atomically
 from training.cli.plan_process import ask_plan
-from training.planner.command import change_keys
+from training.plan_command.layout_keys import change_keys
 
 FIRST_SLOTS = "first_slots"  # in output_dir
 Starter = Callable[[Sequence[str]], list[str]]

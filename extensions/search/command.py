@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from extensions.search.space import Candidate
 from training.config.schema import NOT_GIVEN
-from training.planner.command import change_keys
+from training.plan_command.layout_keys import change_keys
 
 OF_A_PLAN = ("plan", "world_size")  # keys that a run does not read
 GIVEN_BY_THE_USER = ("model_name_or_path", "train_file", "output_dir")  # keys without a default

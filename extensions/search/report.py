@@ -8,11 +8,11 @@ from types import MappingProxyType
 from errors import UserError
 from extensions.search.command import build_command, list_needs, render_command
 from extensions.search.space import VARIED, Candidate
+from formatting import render_cost, render_rows, render_seconds
 from training.costs.hardware import GIB
+from training.plan_command.report import describe_peak
 from training.planner.advice import Variant, render_value
-from training.planner.formatting import render_cost, render_rows, render_seconds
 from training.planner.plan import Plan
-from training.planner.report import describe_peak
 
 MARGIN = 0.1  # of tokens/s: of published runs, two layouts so near are often in the other order (docs/plan.md)
 

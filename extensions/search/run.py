@@ -16,14 +16,14 @@ from models.adapters.options import AdapterName
 from training.config.schema import RunConfig
 from training.costs.hardware import Machine, complete_hardware
 from training.inputs.estimates import count_steps, estimate_steps
-from training.planner.advice import ROUNDED, Changes, advise, apply_changes, render_changes
-from training.planner.run import (
+from training.plan_command.run import (
     check_world_size,
     describe_model,
     list_notes,
     plan_config,
     resolve_planned,
 )
+from training.planner.advice import ROUNDED, Changes, advise, apply_changes, render_changes
 from training.resolution.resolve import check_keys
 
 SHARED_AS = 3  # layouts of a search, whose ways to share are tried with other updates

@@ -151,7 +151,7 @@ def train_run(case: Case, rounds: int = 1) -> None:
     rounds: the number of times that its layers are timed for its plan, besides warming up. With a run's own number each
     rank would compute more micro-batches for that than in a few steps of its stage.
     """
-    from training.planner import layer_times
+    from training import layer_times
     from training.run import evaluate_only, train
     from training.setup import Run, check_run
 

@@ -12,9 +12,9 @@ from extensions.search.search import SHOWN, search_plans
 from extensions.search.space import Candidate, SharedModels
 from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import Machine, complete_hardware
-from training.planner import run
+from training.plan_command import run
+from training.plan_command.run import ModelFolder, build_plan, resolve_planned
 from training.planner.plan import Plan
-from training.planner.run import ModelFolder, build_plan, resolve_planned
 from training.resolution.resolve import ResolvedModel, resolve_model
 from training.resolution.target import Target
 

@@ -19,7 +19,7 @@ from training.planner import prediction  # noqa: E402
 
 # A worker runs many runs, and the machine stays the same: it is measured once, as are the files of conf/hardware read,
 # and the state of the sources.
-hardware._measure = cache(hardware._measure)
+hardware.measure_host = cache(hardware.measure_host)
 prediction.load_hardware = cache(prediction.load_hardware)
 environment._describe_source = cache(environment._describe_source)
 leave_flushing_to_the_system()

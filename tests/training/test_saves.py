@@ -19,8 +19,8 @@ from training.checkpoint.optimizer_state import FILE_PATTERN
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.config.schema import RunConfig
+from training.disk_space import CheckpointSize, count_disk_bytes
 from training.inputs.step_budget import find_finished
-from training.planner.disk import CheckpointSize, count_disk_bytes
 
 KEYS = ("max_steps=4", "eval_file=null", "logging_steps=1", "lr_scheduler_type=constant")
 

@@ -26,10 +26,10 @@ from models.architecture.unused import group_names
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import to_typed
+from training.disk_space import CheckpointSize, count_disk_bytes
 from training.distributed.ranks import SINGLE_PROCESS
 from training.export import prepare_folder
-from training.planner.disk import CheckpointSize, count_disk_bytes
-from training.planner.run import plan_run
+from training.plan_command.run import plan_run
 from training.setup import Run
 from training.summary import describe_unused
 

@@ -16,7 +16,7 @@ def compute_messages(stage: Stage) -> Memory:
     """Return the bytes in transfer: received for the next pass or the running one, and gradients that are being
     sent."""
     hidden, integers = stage.chunks[0].hidden_bytes, stage.chunks[0].integer_bytes
-    links = stage.schedule.list_links()
+    links = stage.run.schedule.list_links()
     gets = {kind for kind, _, stop in links if stop == stage.stage_id}
     sends = {kind for kind, start, _ in links if start == stage.stage_id}
     following = hidden + integers if UnitKind.forward in gets else hidden

@@ -24,7 +24,7 @@ from training.engine.deepspeed_config import choose_reduce_dtype
 from training.objectives.registry import count_rows
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, Group, build_activation_checkpointing
 from training.pipeline.schedule import Schedule
-from training.pipeline.schedules import build_schedule
+from training.pipeline.schedules import build_schedule, find_schedule
 
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
 # Of the integers that cross a boundary with hidden_states: position_ids int64, segment_ids int32
@@ -118,6 +118,13 @@ class PlannedRun:
     hardware: Machine
     auxiliary: Sequence[Stage] = ()  # the stages of a frozen model in memory next to these; empty without
     sums: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False)  # of `table.py`
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule; without times where its passes are not ordered by them, so that layouts with others have the
+        same one, whose states in flight are known."""
+        is_ordered = find_schedule(self.layout.schedule).splits_backward
+        return build_schedule(self.layout if is_ordered else replace(self.layout, pass_times=()))
 
     @cached_property
     def tokens_per_sample(self) -> int:
@@ -271,12 +278,9 @@ class Stage:
     indices: Sequence[range]  # of the layers of each chunk; under 1F1B all are one
 
     @cached_property
-    def schedule(self) -> Schedule:
-        return build_schedule(self.run.layout)
-
-    @cached_property
     def chunks(self) -> list[Chunk]:
-        numbers, last = self.schedule.list_chunks(self.stage_id), self.schedule.last_chunk
+        schedule = self.run.schedule
+        numbers, last = schedule.list_chunks(self.stage_id), schedule.last_chunk
         layers = [self.costs[indices.start : indices.stop] for indices in self.indices]
         return [
             Chunk(self.run, self.stage_id, number, indices, held, has_loss=number == last)
@@ -327,9 +331,8 @@ class Stage:
 
 def list_stages(run: PlannedRun, costs: Sequence[LayerCost], bounds: Sequence[int]) -> list[Stage]:
     """Return the stages of a run. costs: of the whole model. bounds: of its P x V chunks."""
-    schedule = build_schedule(run.layout)
     return [
-        Stage(run, stage_id, costs, [range(*bounds[chunk : chunk + 2]) for chunk in schedule.list_chunks(stage_id)])
+        Stage(run, stage_id, costs, [range(*bounds[chunk : chunk + 2]) for chunk in run.schedule.list_chunks(stage_id)])
         for stage_id in range(run.layout.num_stages)
     ]
 

@@ -70,10 +70,10 @@ def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
         freed = _count_recomputed(chunk) if n <= REDUCE_BUCKET else 0
         return max(0, held * in_bucket + max(0, copy_bytes * in_bucket - freed) - on_the_way)
     most = waiting = freed = 0
-    for layer in reversed(chunk.backward_layers):
+    for number, layer in reversed(list(enumerate(chunk.backward_layers))):
         waiting += layer.parameters.trained
         in_bucket = max(min(waiting, REDUCE_BUCKET), layer.parameters.largest_trained)
-        is_full = waiting >= REDUCE_BUCKET or layer is chunk.backward_layers[0]
+        is_full = waiting >= REDUCE_BUCKET or number == 0
         share = in_bucket / waiting if waiting else 1  # of the layer, that is done when the bucket is full
         taken = (held + is_full * copy_bytes) * in_bucket
         most = max(most, taken - on_the_way - freed - round(share * layer.bytes.saved))

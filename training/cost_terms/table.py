@@ -58,11 +58,11 @@ def sum_memory(stage: Stage) -> Memory:
     of layers is recomputed at a time."""
     once = _sum_once(STAGE_MEMORY, stage, Memory(host=HOST_BYTES_A_RANK))
     kept = [_sum_once(CHUNK_MEMORY, chunk, Kept()) for chunk in stage.chunks]
-    in_flight = stage.schedule.list_in_flight(stage.stage_id)
+    in_flight = stage.run.schedule.list_in_flight(stage.stage_id)
     activations = max(_sum_in_flight(counts, kept) for counts in in_flight)
     in_backward = max(
         _sum_in_flight(counts, kept) + kept[number].recomputation
-        for counts, number in stage.schedule.list_backward(stage.stage_id)
+        for counts, number in stage.run.schedule.list_backward(stage.stage_id)
     )
     return once + Memory(
         activations=activations,

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from errors import UserError
-from training.config.precision import DTYPES
 from training.config.schema import Device, HardwareConfig, Precision
-from training.distributed.host_memory import measure_host_memory
+from training.distributed.host_speed import measure_host
 
 GIB = 2**30
 GB = 10**9
 STREAM_RATE = 0.8  # of a data sheet's bandwidth, what kernels that move long rows reach
 UNMEASURED = ("price_per_hour", "multiprocessors")  # null for not known
-_MATRIX, _ROUNDS = 1024, 5
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size
     Raises UserError where no peak is known for the precision.
     """
     stated = list_stated(hardware)
-    measured = _measure(precision, world_size) if len({*stated, *UNMEASURED}) < len(vars(hardware)) else {}
+    measured = measure_host(precision, world_size) if len({*stated, *UNMEASURED}) < len(vars(hardware)) else {}
     machine = Machine(**{**measured, **{name: getattr(hardware, name) for name in stated}})
     if precision.value not in machine.peak_flops:
         raise UserError(
@@ -91,44 +83,3 @@ def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size
 def list_stated(hardware: HardwareConfig) -> set[str]:
     """Return the names of the fields that are not null."""
     return {name for name, value in vars(hardware).items() if value is not None}
-
-
-def _measure(precision: Precision, world_size: int) -> dict[str, Any]:
-    """Measure every field that can be null."""
-    cores = len(os.sched_getaffinity(0))
-    memory = measure_host_memory() / GIB
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, cores // world_size))
-    share = min(1.0, cores / world_size)  # more ranks than cores share them
-    try:
-        flops, copied = measure_matmul(DTYPES[precision]) * share, measure_copy() * share
-    finally:
-        torch.set_num_threads(threads)
-    return {
-        "cards_per_node": world_size, "memory": memory / world_size, "peak_flops": {precision.value: flops},
-        "memory_bandwidth": copied / GB, "intra_node_bandwidth": copied / GB, "inter_node_bandwidth": copied / GB,
-        "host_memory": memory, "host_memory_bandwidth": copied / GB * world_size, "host_link_bandwidth": copied / GB,
-    }  # fmt: skip
-
-
-def measure_matmul(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a square matrix product with torch's present number of threads: the best of a few."""
-    left, right = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
-    return 2 * _MATRIX**3 / _best_seconds(lambda: left @ right)
-
-
-def measure_copy() -> float:
-    """Return the bytes per second that a copy reads and writes, together."""
-    source = torch.zeros(8 * 2**20)  # 32 MiB, more than the caches of a core
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source))
-
-
-def _best_seconds(work: Callable[[], object]) -> float:
-    work()
-    seconds = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from training.config.schema import Device
@@ -37,7 +38,7 @@ def find_latency(axis: str, layout: Layout, stage_id: int, hardware: Machine) ->
     counted. Where g ranks of a group are on each node, one step of g is between nodes."""
     if hardware.device is not Device.cuda:
         return 0.0
-    num_links, _ = _count_links(axis, layout, stage_id, hardware.cards_per_node)
+    num_links, _ = _count_links(axis, replace(layout, pass_times=()), stage_id, hardware.cards_per_node)
     return NODE_LATENCY + ((NETWORK_LATENCY - NODE_LATENCY) / num_links if num_links else 0.0)
 
 
@@ -49,7 +50,7 @@ def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) 
     ring through each of them, with a g-th of the data. Stages, and `RING`, send to one rank. Where each rank of E sends
     all others data of its own, that for the E - g on other nodes goes over its own link, the rest inside the node.
     """
-    num_links, num_peers = _count_links(axis, layout, stage_id, hardware.cards_per_node)
+    num_links, num_peers = _count_links(axis, replace(layout, pass_times=()), stage_id, hardware.cards_per_node)
     inside = hardware.rate_to(num_peers)
     if num_links is None:
         return inside
@@ -61,7 +62,7 @@ def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) 
     return min(inside, ways * hardware.inter_node_bandwidth)
 
 
-@lru_cache(maxsize=2**12)  # each chunk asks, and so does each candidate of a search
+@lru_cache(maxsize=2**12)  # each chunk asks, and so does each candidate of a search; links do not depend on times
 def _count_links(axis: str, layout: Layout, stage_id: int, cards_per_node: int) -> tuple[int | None, int | None]:
     """Links that a group uses between its nodes, None where each is on one node; and ranks of its node that a rank
     sends to, None for none: the fewest of any group."""

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 
 from console import say
+from formatting import render_seconds
 from training.engine.engine import BACKWARD, FORWARD, WEIGHTS
 from training.observability.stage_timer import StageTimer
-from training.planner.formatting import render_seconds
 from training.planner.plan import Plan
 
 _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_LINES = 0.2, 30.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS
 from training.observability.stage_timer import EXCHANGE, Span
 from training.pipeline.schedule import Schedule, Unit
-from training.planner.timeline import Timeline, TimelineSpan, Work
+from training.plan_command.timeline import Timeline, TimelineSpan, Work
 
 _RECEIVES = ("RecvActivation", "RecvGrad")
 _IS_BACK = {"RecvActivation": False, "SendActivation": False, "RecvGrad": True, "SendGrad": True}

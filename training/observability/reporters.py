@@ -21,8 +21,8 @@ from training.observability.environment import describe_environment
 from training.observability.loggers import IsolatedReporter, build_loggers
 from training.observability.metrics import EventsFile, MetricsFile, ProgressBar, Reporter
 from training.observability.run_page import RunPage
+from training.plan_command.report import list_figures, render_plan
 from training.planner.prediction import Prediction
-from training.planner.report import list_figures, render_plan
 
 
 def open_reporters(

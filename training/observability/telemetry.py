@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from console import measure_width, pluralize, stream
+from formatting import render_rows, render_seconds
 from training.costs.hardware import GIB
 from training.distributed.topology import PIPE, Layout
 from training.observability.first_step import FirstStep
@@ -20,9 +21,8 @@ from training.observability.measured_timeline import measured_timeline
 from training.observability.metrics import Record
 from training.observability.stage_timer import RankTimes, Span, StageTimer
 from training.pipeline.schedules import build_schedule, find_schedule
-from training.planner.formatting import render_rows, render_seconds
+from training.plan_command.timeline import predicted_timeline
 from training.planner.prediction import Prediction
-from training.planner.timeline import predicted_timeline
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ class Telemetry:
         dist.all_gather_object(gathered, spans)
         if self._prediction is None:
             return
-        from training.planner.timeline_plot import draw_timelines  # matplotlib is slow to import, and few runs draw
+        from training.plan_command.timeline_plot import (
+            draw_timelines,  # matplotlib is slow to import, and few runs draw
+        )
 
         first_replica = self._layout.topology.groups(PIPE)[0]
         measured = measured_timeline([gathered[rank] for rank in first_replica], build_schedule(self._layout))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from training.planner.formatting import render_rows, render_seconds
+from formatting import render_rows, render_seconds
 
 Event = dict[str, Any]
 Interval = tuple[float, float]  # start, stop

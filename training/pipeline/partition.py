@@ -6,12 +6,11 @@ A split is given by its bounds, P x V + 1 layer indices of V chunks per stage: c
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -167,31 +166,28 @@ def balance_chunks(weights: Sequence[int], schedule: Schedule) -> list[int]:
     for as long as that is better. Optimal where decoder layers weigh the same and the others are few; all splits would
     be too many to try.
     """
-    prefix = list(accumulate(weights, initial=0))
-    held = [schedule.list_chunks(stage) for stage in range(schedule.num_stages)]
+    prefix = np.cumsum([0, *weights])
+    held = np.array([schedule.list_chunks(stage) for stage in range(schedule.num_stages)])  # [P, V]
     num_chunks = schedule.last_chunk + 1
-    shares = [schedule.target_fraction(chunk) for chunk in range(num_chunks)]
+    shares = np.array([schedule.target_fraction(chunk) for chunk in range(num_chunks)])
+    moves = np.array(list(combinations(range(num_chunks), 2)))  # between the first chunk and the second
+    numbers = np.arange(num_chunks + 1)
+    shifted = ((moves[:, :1] < numbers) & (numbers <= moves[:, 1:])).astype(int)  # bounds that a move shifts
 
-    def judge(bounds: Sequence[int]) -> tuple[list[int], list[float]]:
-        chunks = [prefix[stop] - prefix[start] for start, stop in pairwise(bounds)]
-        stages = [sum(chunks[number] for number in numbers) for numbers in held]
-        return sorted(stages, reverse=True), sorted(map(operator.truediv, chunks, shares), reverse=True)
+    def find_best(splits: Any) -> int:
+        chunks = np.diff(prefix[splits])  # [K, P x V] of K splits
+        stages = chunks[:, held].sum(axis=2)  # [K, P]
+        judged = np.hstack([-np.sort(-stages), -np.sort(-chunks / shares)])
+        return int(np.lexsort(judged.T[::-1])[0])  # of those that are as good the first
 
-    best = _balance_within(weights, num_chunks, None)
+    best = np.array(_balance_within(weights, num_chunks, None))
     while True:
-        moved = [
-            [*best[: first + 1], *(bound + step for bound in best[first + 1 : last + 1]), *best[last + 1 :]]
-            for first, last in combinations(range(num_chunks), 2)
-            for step in (-1, 1)
-        ]
-        better = min(
-            (bounds for bounds in moved if all(start < stop for start, stop in pairwise(bounds))),
-            key=judge,
-            default=best,
-        )
-        if judge(better) >= judge(best):
-            return best
-        best = better
+        moved = np.stack([best - shifted, best + shifted], axis=1).reshape(-1, len(numbers))
+        splits = np.vstack([best, moved[(np.diff(moved) > 0).all(axis=1)]])
+        found = find_best(splits)
+        if found == 0:
+            return list(map(int, best))
+        best = splits[found]
 
 
 def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int, num_chunks: int) -> list[int]:

@@ -22,7 +22,6 @@ from training.config.schema import (
     StateDtype,
 )
 from training.costs.hardware import GIB
-from training.planner.formatting import render_rows
 from training.planner.plan import Plan
 
 Changes = Mapping[str, Any]  # values by key: those of a group by `group.key`
@@ -128,17 +127,3 @@ def render_override(key: str, value: Any) -> str:
 def render_value(value: Any) -> str:
     """Return the value of a key as it is given on the command line."""
     return "null" if value is None else str(getattr(value, "value", value)).lower()
-
-
-def render_variants(plan: Plan, variants: Sequence[Variant], width: int | None = None) -> list[str]:
-    """Return the lines of a table: the run as it is, and each variant of it. width: as in `render_rows`."""
-    rows = [
-        (
-            f"{overrides}{'' if each.fits else ' (does not fit)'}",
-            f"{each.tokens_per_second:,.0f}",
-            f"{each.fullest.memory.peak / GIB:.1f}",
-            f"{each.host_bytes / GIB:,.0f}",
-        )
-        for overrides, each in (("this run", plan), *variants)
-    ]
-    return render_rows(("", "tokens/s", "peak GiB", "host GiB"), rows, width)

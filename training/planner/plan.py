@@ -27,10 +27,9 @@ from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.links import Sent, compute_sending_seconds, find_bandwidth
 from training.costs.simulation import Pass, simulate
+from training.disk_space import CheckpointSize, estimate_size
 from training.distributed.topology import PIPE, Layout
 from training.pipeline.schedule import Schedule
-from training.pipeline.schedules import build_schedule
-from training.planner.disk import CheckpointSize, estimate_size
 from training.resolution.resolve import ResolvedRun
 
 _simulate = lru_cache(maxsize=64)(simulate)  # a search asks again with keys that change no pass
@@ -91,7 +90,7 @@ class Plan:
 
     @property
     def schedule(self) -> Schedule:
-        return build_schedule(self.layout)
+        return self.run.schedule
 
     @cached_property
     def chunks(self) -> list[ChunkPlan]:
@@ -266,7 +265,7 @@ def _plan_stage(stage: Stage) -> StagePlan:
 
 
 def _plan_chunk(chunk: Chunk) -> ChunkPlan:
-    layout, schedule = chunk.run.layout, build_schedule(chunk.run.layout)
+    layout, schedule = chunk.run.layout, chunk.run.schedule
     to = schedule.find_stage(min(chunk.number + 1, schedule.last_chunk))
     # The link of two neighbours is named by the first of them; that from the last stage to the first by the last.
     from_stage = to if to == chunk.stage_id - 1 else chunk.stage_id

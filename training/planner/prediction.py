@@ -16,7 +16,7 @@ from training.cost_terms.table import HOST_BYTES_A_RANK
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.process import broadcast_from_main
 from training.distributed.ranks import Ranks
-from training.planner.layer_times import LayerTimes, apply_times, build_task, measure
+from training.layer_times import LayerTimes, apply_times, build_task, measure
 from training.planner.plan import Plan, compute_model_flops, plan_resolved
 from training.resolution.resolve import ResolvedRun
 

@@ -10,7 +10,7 @@ from support.configs import build_config
 
 from errors import UserError
 from training.costs.hardware import complete_hardware
-from training.planner.run import build_plan, place_auxiliary, plan_run, resolve_auxiliary, resolve_planned
+from training.plan_command.run import build_plan, place_auxiliary, plan_run, resolve_auxiliary, resolve_planned
 
 
 def test_the_pass_of_a_teacher_is_planned_at_its_own_layout(tmp_path: Path) -> None:

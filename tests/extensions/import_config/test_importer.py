@@ -23,7 +23,7 @@ from extensions.import_config.explain import explain, list_documented, read_rows
 from extensions.import_config.importer import PROJECTS, Imported, import_config, take_layout
 from training.cli.command_line import check_command_line
 from training.config.schema import RunConfig, register_schema
-from training.planner.run import plan_run
+from training.plan_command.run import plan_run
 
 # The first of each project
 SHORT = {project: name for name, (project, *_) in reversed(CONFIGS.items())}.values()

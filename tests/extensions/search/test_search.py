@@ -34,8 +34,8 @@ from training.config import incompatible
 from training.config.incompatible import INCOMPATIBLE, CheckedConfig, Feature, Pair, check_together
 from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import GIB
+from training.plan_command.run import build_plan, plan_run
 from training.planner.advice import SAVING, UNUSED
-from training.planner.run import build_plan, plan_run
 
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
 NEARLY = (

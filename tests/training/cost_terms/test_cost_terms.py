@@ -19,8 +19,8 @@ from training.costs.hardware import GB, GIB, Machine
 from training.costs.links import Sent
 from training.distributed.topology import DATA, TENSOR, Layout, Topology
 from training.pipeline.partition import balance
+from training.plan_command.report import render_plan, render_table
 from training.planner.plan import Plan, compute_plan
-from training.planner.report import render_plan, render_table
 
 M = 8
 GPU = Machine(

@@ -110,6 +110,15 @@ def test_zero_stage_2_holds_a_part_of_the_sums() -> None:
         assert state("zero_stage=2", "activation_checkpoint_interval=0", largest=20, saved=saved).buffers == beside
 
 
+def test_a_bucket_of_alike_layers_is_full_at_the_first_of_them() -> None:
+    last, alike = layer(0, n=1000, largest=0), layer(500, n=10, largest=0)
+    layout, keys = Layout(Topology.of(4), 1, 8), ("precision=bf16", "zero_stage=2", "activation_checkpoint_interval=0")
+    for first in (alike, replace(alike)):  # one object three times, and a copy of it
+        stage = Stage(PlannedRun(build_config(*keys), layout, 7, GPU), 0, [first, alike, alike, last], [range(4)])
+        # 1,030 gradients, and what is made of them, when two of the alike layers are freed, and the first one is too
+        assert compute_model_states(stage).buffers == (2 + 4) * 1030 - 3 * 500
+
+
 def test_zero_stage_2_offloaded_holds_its_part_of_the_sums_on_the_gpu() -> None:
     keys = ("zero_stage=2", "activation_checkpoint_interval=1")
     held, offloaded = state(*keys, largest=20), state(*keys, OFFLOADED, largest=20)

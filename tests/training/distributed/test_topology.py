@@ -12,7 +12,7 @@ from support.configs import build_config
 from errors import UserError
 from training.distributed.topology import CONTEXT, DATA, EXPERTS, PIPE, TENSOR, Layout, Topology, build_layout
 from training.pipeline.schedules import build_schedule
-from training.planner.run import check_world_size
+from training.plan_command.run import check_world_size
 
 
 def build(*overrides: str, world_size: int = 1, num_layers: int = 8, has_accelerator: bool = False) -> Layout:

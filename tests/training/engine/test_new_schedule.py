@@ -17,7 +17,7 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from training.costs.simulation import simulate
 from training.pipeline.schedule import OneForwardOneBackward, Schedule, Unit, UnitKind
 from training.pipeline.schedules import SCHEDULES
-from training.planner.run import plan_run
+from training.plan_command.run import plan_run
 
 MICRO_BATCHES = 4
 

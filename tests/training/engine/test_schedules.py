@@ -27,7 +27,7 @@ from support.cases import (
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
-from training.planner.layer_times import ROUNDS
+from training.layer_times import ROUNDS
 
 INTERLEAVED, ZERO_BUBBLE = "schedule=interleaved", "schedule=zero_bubble"
 BOTH = pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE], ids=["interleaved", "zero_bubble"])

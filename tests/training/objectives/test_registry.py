@@ -34,7 +34,7 @@ from training.objectives.registry import (
     get_objective,
     is_trained_on,
 )
-from training.planner.run import plan_run
+from training.plan_command.run import plan_run
 from training.resolution.user_loss import build_run_loss
 
 SCALE = 3.0

@@ -24,7 +24,7 @@ from training.observability.measured_timeline import measured_timeline
 from training.observability.stage_timer import MemoryPeak, RankTimes, Span
 from training.observability.telemetry import combine
 from training.pipeline.schedule import OneForwardOneBackward
-from training.planner.timeline import Work
+from training.plan_command.timeline import Work
 
 PAUSE = 0.1  # seconds added to each forward pass of stage 1: many times the duration of the pass itself
 MICRO_BATCHES = 4

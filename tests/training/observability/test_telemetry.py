@@ -21,8 +21,8 @@ from training.distributed.topology import Layout, Topology
 from training.observability.metrics import split_stages
 from training.observability.stage_timer import RankTimes
 from training.observability.telemetry import Telemetry, combine, render_summary
+from training.plan_command.report import render_plan
 from training.planner.prediction import Prediction, find_machine, predict
-from training.planner.report import render_plan
 from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target
 

@@ -27,7 +27,7 @@ from errors import UserError
 from models.generic.wrapped_proof import add_image_outputs
 from models.weights.sources import open_weights
 from training.config.schema import to_typed
-from training.planner.run import plan_run
+from training.plan_command.run import plan_run
 from training.summary import describe_wrapper
 
 SHORT = "mistral3"

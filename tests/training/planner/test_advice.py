@@ -11,11 +11,11 @@ from support.planned import describe_machine, plan_config
 
 from training.config.schema import RunConfig
 from training.costs.hardware import GIB
-from training.planner import run
-from training.planner.advice import Variant, advise, render_variants
+from training.plan_command import run
+from training.plan_command.report import render_variants, render_verdict
+from training.plan_command.run import resolve_planned
+from training.planner.advice import Variant, advise
 from training.planner.plan import Plan
-from training.planner.report import render_verdict
-from training.planner.run import resolve_planned
 
 KEYS = (
     "model=llama_7b",

@@ -10,7 +10,7 @@ from support.configs import build_config
 from support.planned import describe_machine, plan_config
 
 from training.config.schema import RunConfig
-from training.planner import run
+from training.plan_command import run
 from training.planner.longest import find_longest
 
 KEYS = (

@@ -16,8 +16,8 @@ from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.links import compute_sending_seconds
 from training.distributed.topology import Layout, Topology
+from training.plan_command.report import render_run, render_table
 from training.planner.plan import Plan, compute_model_flops, compute_plan
-from training.planner.report import render_run, render_table
 
 HARDWARE = Machine(
     name="round", device=Device.cpu, cards_per_node=4, memory=10, usable_memory=0.5,

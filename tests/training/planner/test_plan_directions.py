@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from support.configs import build_config
 
-from training.planner import run
-from training.planner.disk import count_disk_bytes
+from training.disk_space import count_disk_bytes
+from training.plan_command import run
 from training.planner.plan import Plan
 
 LINES = 6400

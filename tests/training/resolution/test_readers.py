@@ -24,7 +24,7 @@ from training.config.incompatible import CheckedConfig
 from training.config.key_table import list_types
 from training.config.schema import RunConfig
 from training.config.validate import check_config
-from training.planner.run import has_experts, plan_run
+from training.plan_command.run import has_experts, plan_run
 from training.resolution.readers import check_read, find_unread, list_readers
 
 PREFERENCES = ("data=preference", "train_file={root}/pairs.jsonl", "eval_file={root}/pairs.jsonl")
@@ -140,7 +140,7 @@ def test_a_run_reads_what_the_table_says(
 def test_a_plan_reads_nothing_that_the_table_denies(
     root: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.planner.run.advise", lambda *_: [])  # it tries other keys, as a search does
+    monkeypatch.setattr("training.plan_command.run.advise", lambda *_: [])  # it tries other keys, as a search does
     config = build_case(mode, root, tmp_path).config()
     with recording() as read:
         assert list(plan_run(config))

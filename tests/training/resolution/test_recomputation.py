@@ -15,7 +15,7 @@ from training import setup
 from training.config.schema import CheckpointMode, RunConfig
 from training.costs.hardware import GIB
 from training.distributed.ranks import Ranks
-from training.planner.run import plan_run
+from training.plan_command.run import plan_run
 from training.resolution.recomputation import CHOICES, MARGIN, Choice, choose_recomputation
 from training.setup import check_run
 

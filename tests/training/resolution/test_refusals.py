@@ -19,7 +19,7 @@ from training.config.incompatible import Pair, Scope, list_pairs
 from training.config.ranges import list_ranges
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
-from training.planner.run import resolve_planned
+from training.plan_command.run import resolve_planned
 from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target
 from training.setup import check_run

@@ -10,13 +10,13 @@ from typing import Any
 
 from console import pluralize
 from extension import list_plans
+from formatting import render_cost, render_count, render_rows, render_seconds
 from training.config.schema import CheckpointMode
 from training.costs.hardware import GIB
+from training.disk_space import render_disk
 from training.distributed.topology import EXPERTS
 from training.objectives.registry import find_auxiliary
-from training.planner.advice import Variant, render_variants
-from training.planner.disk import render_disk
-from training.planner.formatting import render_cost, render_count, render_rows, render_seconds
+from training.planner.advice import Variant
 from training.planner.plan import Plan, StagePlan, compute_plan
 
 COLUMNS = (
@@ -233,6 +233,20 @@ def render_verdict(
     if longest is not None:
         lines.append(f"longest sequences that fit, all else as it is: max_seq_length={longest}")
     return [*lines, *(["", heading, "", *render_variants(plan, advice, width)] if advice else [])]
+
+
+def render_variants(plan: Plan, variants: Sequence[Variant], width: int | None = None) -> list[str]:
+    """Return the lines of a table: the run as it is, and each variant of it. width: as in `render_rows`."""
+    rows = [
+        (
+            f"{overrides}{'' if each.fits else ' (does not fit)'}",
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.fullest.memory.peak / GIB:.1f}",
+            f"{each.host_bytes / GIB:,.0f}",
+        )
+        for overrides, each in (("this run", plan), *variants)
+    ]
+    return render_rows(("", "tokens/s", "peak GiB", "host GiB"), rows, width)
 
 
 def describe_peak(plan: Plan) -> tuple[str, str]:

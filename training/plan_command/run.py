@@ -29,20 +29,20 @@ from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import CheckedConfig
 from training.config.schema import NOT_GIVEN, RunConfig, to_typed
 from training.costs.hardware import Machine, complete_hardware
+from training.disk_space import measure_passthrough
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
 from training.distributed.topology import PIPE, Layout, name_sizes, read_sizes
 from training.inputs.datasets import count_added_rows, has_tokenizer
 from training.inputs.estimates import count_steps, estimate_scored, estimate_steps, find_model_folder
+from training.layer_times import profile_layers
 from training.objectives.auxiliary import AuxiliaryModel
 from training.objectives.registry import find_auxiliary
 from training.optim.lr_schedule import warn_of_warmup
+from training.plan_command.report import render_plan
+from training.plan_command.timeline import predicted_timeline
 from training.planner.advice import advise
-from training.planner.disk import measure_passthrough
-from training.planner.layer_times import profile_layers
 from training.planner.longest import find_longest
 from training.planner.plan import Plan, plan_resolved
-from training.planner.report import render_plan
-from training.planner.timeline import predicted_timeline
 from training.resolution.readers import check_read
 from training.resolution.resolve import ResolvedModel, ResolvedRun, check_keys, resolve_layout, resolve_model
 from training.resolution.target import Target
@@ -137,7 +137,9 @@ def _build_target(config: RunConfig, machine: Machine | None = None) -> Target:
 
 def save_picture(plan: Plan, config: RunConfig) -> Path:
     """Draws the schedule into output_dir. Raises UserError where that cannot be written."""
-    from training.planner.timeline_plot import draw_timelines  # matplotlib takes as long to import as all else here
+    from training.plan_command.timeline_plot import (
+        draw_timelines,  # matplotlib takes as long to import as all else here
+    )
 
     folder = RunFolder(config.output_dir if config.output_dir != NOT_GIVEN else "outputs/plan")
     folder.check_writable()

@@ -12,8 +12,8 @@ from training.costs.simulation import simulate
 from training.observability.measured_timeline import measured_timeline
 from training.observability.stage_timer import Span
 from training.pipeline.schedule import OneForwardOneBackward
-from training.planner.timeline import Timeline, TimelineSpan, Work
-from training.planner.timeline_plot import COLORS, MICRO_BATCHES_SHOWN, choose_windows, draw_timelines
+from training.plan_command.timeline import Timeline, TimelineSpan, Work
+from training.plan_command.timeline_plot import COLORS, MICRO_BATCHES_SHOWN, choose_windows, draw_timelines
 
 STAGES = 4
 

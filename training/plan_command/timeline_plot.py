@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot: it takes twice as long to import, and no window is opened
 from matplotlib.patches import Patch
 
-from training.planner.formatting import render_seconds
-from training.planner.timeline import Timeline, Work
+from formatting import render_seconds
+from training.plan_command.timeline import Timeline, Work
 
 COLORS = {
     Work.forward: "#4c8eda",

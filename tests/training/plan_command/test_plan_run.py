@@ -20,20 +20,20 @@ from transformers import PretrainedConfig
 from data.storage.rows import count_rows
 from errors import UserError
 from extension import list_conf_folders
+from formatting import render_rows, render_seconds
 from models.architecture.lookup import build_layers
 from models.layers.nf4 import NF4_BYTES, WORK_BYTES
 from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
 from training.inputs.datasets import build_row_plan, load_extended, prepare_file
 from training.inputs.estimates import estimate_num_rows, estimate_steps
-from training.planner.formatting import render_rows, render_seconds
-from training.planner.prediction import find_machine
-from training.planner.report import render_plan
-from training.planner.run import (
+from training.plan_command.report import render_plan
+from training.plan_command.run import (
     check_world_size,
     plan_run,
     resolve_planned,
 )
+from training.planner.prediction import find_machine
 from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target
 
@@ -72,10 +72,10 @@ def test_every_shipped_config_fits_the_gpus_that_it_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # test_layer_times.py times layers on this machine; here it is enough that the plan comes out
-    monkeypatch.setattr("training.planner.run.profile_layers", lambda run, machine: (run.costs, machine))
+    monkeypatch.setattr("training.plan_command.run.profile_layers", lambda run, machine: (run.costs, machine))
     if name not in PICTURED:
-        monkeypatch.setattr("training.planner.run.advise", lambda plan, layers, build: [])  # test_advice.py
-        monkeypatch.setattr("training.planner.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
+        monkeypatch.setattr("training.plan_command.run.advise", lambda plan, layers, build: [])  # test_advice.py
+        monkeypatch.setattr("training.plan_command.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
     config = with_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
     report = "\n".join(plan_run(config))
     assert "\nFITS: " in report and "whole run: " in report
@@ -303,7 +303,7 @@ def test_the_whole_run_is_what_the_run_trains(
     keys: tuple[str, ...], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a tokenizer: a record is a row."""
-    monkeypatch.setattr("training.planner.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
+    monkeypatch.setattr("training.plan_command.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
     (tmp_path / "train.jsonl").write_text("{}\n" * 120)
     given = ("model=llama_tiny", "plan=true", "world_size=1", "micro_batch_size=1", "global_batch_size=4")
     given += ("hardware=h100", "hardware.price_per_hour=3", "max_seq_length=64", "learning_rate=1e-5", "warmup_ratio=0")
@@ -331,7 +331,7 @@ def test_passes_before_training_are_in_time_and_price(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass over all rows once, whatever the steps, and over those of evaluation files."""
-    monkeypatch.setattr("training.planner.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
+    monkeypatch.setattr("training.plan_command.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
     for file, count in (("train", 12800), ("eval", 1280)):
         (tmp_path / f"{file}.jsonl").write_text("{}\n" * count)
     seconds, prices = [], []

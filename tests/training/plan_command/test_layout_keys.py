@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from training.planner.command import change_keys
+from training.plan_command.layout_keys import change_keys
 
 
 def test_keys_take_the_place_of_the_commands_own() -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from data.loading.row_lengths import RowLengths
 from training.costs.hardware import complete_hardware
 from training.distributed.ranks import read_ranks
-from training.planner.layer_times import LayerTimes, profile_layers
+from training.layer_times import LayerTimes, profile_layers
 from training.planner.prediction import time_layers
 from training.resolution.resolve import ResolvedRun, resolve_layout
 from training.resolution.target import Target

@@ -15,8 +15,8 @@ from training.checkpoint.best import Best, update_best
 from training.checkpoint.retention import Retention
 from training.config.criterion import Criterion
 from training.config.schema import RunConfig
+from training.disk_space import SPARE_BYTES, CheckpointSize, check_room, count_disk_bytes
 from training.inputs.cadence import is_due, steps_between
-from training.planner.disk import SPARE_BYTES, CheckpointSize, check_room, count_disk_bytes
 
 STEPS, STEPS_PER_EPOCH = 40, 10
 SIZE = CheckpointSize(weights=10, optimizer=60, passthrough=3)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError
+from formatting import render_bytes
 from models.adapters.options import AdapterName
 from models.storage.folders import check_disk_space
 from models.weights.passthrough import find_passthrough
@@ -14,7 +15,6 @@ from training.config.precision import DTYPES
 from training.config.schema import Precision, RunConfig
 from training.export_receiver import takes_steps
 from training.optim.optimizer import count_state_bytes
-from training.planner.formatting import render_bytes
 
 SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 

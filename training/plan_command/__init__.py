@@ -1,0 +1,1 @@
+"""`plan=...`: the command, the report of a plan, and the timeline of a step."""
