@@ -179,8 +179,9 @@ def build_published_config(model_type: str) -> PretrainedConfig:
     """A config of the size that is published. Raises what `transformers` raises where a family has none."""
     return AutoConfig.for_model(model_type, **PUBLISHED.get(model_type, {}))
 
-# config.json of zai-org/GLM-5.2, as copies of it in public repositories quote it: transformers derives indexer_types and
-# mlp_layer_types from what is here, and takes head_dim from qk_rope_head_dim
+
+# config.json of zai-org/GLM-5.2, as copies of it in public repositories quote it: transformers derives indexer_types
+# and mlp_layer_types from what is here, and takes head_dim from qk_rope_head_dim
 GLM_5_2: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",
