@@ -14,10 +14,12 @@ from torch import nn
 from transformers import AutoConfig
 
 from errors import UserError
+from models.adapters.quantized import list_held
 from models.architecture.lookup import build_layers, get_tensor_parallel_plan
 from models.layers import indexed_attention
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.documents import DocumentBounds
+from models.layers.frozen import FORMS
 from models.layers.indexed_attention import IndexedAttention, IndexedRows
 from models.layers.selection_cost import Selecting
 from models.sharding.context_parallel import check_sequences
@@ -133,12 +135,14 @@ def test_no_scores_are_made_where_all_visible_keys_are_selected(
 
 
 @EVERY_FAMILY
-def test_an_indexer_is_frozen_and_has_no_adapter(family: str) -> None:
+def test_an_indexer_is_frozen_has_no_adapter_and_is_not_quantized(family: str) -> None:
     layers = build_layers(build_family_config(family))
     index = 1
     module = layers[index].module_class(*layers[index].args)
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, _ in module.named_parameters() if ".indexer." in name} != set()
+    held = [name for form in FORMS for name in list_held(module, form)]
+    assert held and not any("indexer" in name for name in held)
     build_lora(layers, r=2).attach(module, index, layers[index])
     adapted = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     assert adapted and not any("indexer" in name for name in adapted)
