@@ -6,11 +6,13 @@ import re
 import shlex
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
 from support.configs import CONF, compose_config
+from support.published import GLM_5_2
 
 from training.cli.command_line import check_command_line
 from training.config.incompatible import CheckedConfig
@@ -18,6 +20,8 @@ from training.config.schema import RunConfig, register_schema, to_typed
 from training.config.validate import check_config
 from training.distributed.topology import build_layout
 from training.objectives.registry import check_objective
+from training.planner.run import ModelFolder
+from training.resolution.architecture import check_stated_fields
 from training.resolution.readers import check_read
 
 PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
@@ -110,3 +114,16 @@ def test_a_size_is_a_config_of_transformers(name: str) -> None:
     assert (
         sum(layer.module_class.__name__ == "DecoderLayer" for layer in build_layers(config)) == config.num_hidden_layers
     )
+
+
+def test_a_published_glm_5_2_is_the_size_that_ships(tmp_path: Path) -> None:
+    """A run compares each field of `conf/model/` with the folder's. Fields that `transformers` ignores change nothing,
+    and layers keep the pattern that follows from two of them."""
+    from models.weights.config_file import parse_config
+
+    config = parse_config(GLM_5_2, tmp_path / "config.json")
+    check_stated_fields(build("glm_5_2_lora_8xh200"), ModelFolder(tmp_path, config))
+    assert config.head_dim == config.qk_rope_head_dim == 64 and config.max_position_embeddings == 2**20
+    full = [index for index, kind in enumerate(config.indexer_types) if kind == "full"]
+    assert full == [0, 1, 2, *range(6, 78, 4)]
+    assert hasattr(config, "num_nextn_predict_layers") and not hasattr(config, "index_topk_freq")

@@ -36,10 +36,14 @@ def choose_trained(
 
 def check_freeze(freeze: Sequence[str], layers: Sequence[Layer]) -> None:
     """Raises UserError for a pattern that is not a valid regular expression or matches nothing, and for patterns that
-    leave nothing to train."""
+    leave nothing to train: buffers and indexers never are trained."""
     if not freeze:
         return
-    names = {layer.hf_prefix + name for layer in layers for name in layer.shapes()}
+    names, trainable = set[str](), set[str]()
+    for layer in layers:
+        module = layer.build_on_meta()
+        names |= {layer.hf_prefix + name for name in module.state_dict().keys() - layer.kept}
+        trainable |= {layer.hf_prefix + name for name, weight in module.named_parameters() if weight.requires_grad}
     frozen: set[str] = set()
     for pattern in freeze:
         try:
@@ -49,5 +53,5 @@ def check_freeze(freeze: Sequence[str], layers: Sequence[Layer]) -> None:
         if not matched:
             raise UserError(f"freeze: '{pattern}' matches no weight; they are named like '{min(names)}'")
         frozen |= matched
-    if names == frozen:
+    if trainable & names <= frozen:
         raise UserError(f"freeze={list(freeze)} leaves nothing to train")

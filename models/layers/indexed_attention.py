@@ -27,7 +27,7 @@ from models.layers import grouped_queries
 from models.layers.context import Activations, MicroBatchContext
 from models.layers.layer import leave_untrained
 from models.layers.packed_attention import VARLEN
-from models.layers.selection_cost import Selecting, SelectionCost
+from models.layers.selection_cost import Selecting, SelectionCost, mark_selection
 
 KERNELS = ("sdpa", VARLEN, "eager")  # that families of this attention can use; varlen where it is dense
 OBSTACLE = "its indexer selects the keys that a query attends to, and ranks do not share what it selects"
@@ -116,6 +116,7 @@ class IndexedAttention(Selecting, DeepseekV32Attention):
 
     @torch.compiler.disable  # a graph would have the operators of every chunk
     @torch.no_grad()
+    @mark_selection()
     def select(
         self, hidden_states: torch.Tensor, compressed: torch.Tensor, angles: Angles, rows: IndexedRows
     ) -> torch.Tensor:

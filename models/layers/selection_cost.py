@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +26,20 @@ class Selecting:
     """An attention module that may have an indexer, which no gradient flows through."""
 
     indexer: Any  # None in a layer that reuses an earlier one's selection
+    is_selecting = False  # of this class: whether keys are being selected
 
     def count_selection(self, num_rows: int, length: int, itemsize: int) -> SelectionCost | None:
         """Return the cost of a selection for rows of `length` tokens, one document each; None where
         attention is dense. itemsize: bytes of an element of activations."""
         raise NotImplementedError
+
+
+@contextmanager
+def mark_selection() -> Iterator[None]:
+    """Run what selects keys under this: no backward pass reads what it makes, so that
+    `activation_checkpoint_mode=selective` keeps none of it."""
+    Selecting.is_selecting = True
+    try:
+        yield
+    finally:
+        Selecting.is_selecting = False

@@ -46,6 +46,7 @@ from training.pipeline.activation_checkpoint import may_draw
 from training.pipeline.weight_gradients import list_deferred
 
 GROUPED_PRODUCT = "grouped_mm"  # of `models/experts/products.py`
+_LONGEST = 2**30  # tokens of a row
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def count_layers(
     compiles: bool = False,
     fuses: bool = False,
     fp32_routers: bool = False,
+    alike: Sequence[int] | None = None,
 ) -> list[LayerCost]:
     """Return the cost of each layer. Layers of one kind are counted once and share the result: those of one class, one
     set of shapes, one kind of attention and one choice of what is trained.
@@ -185,7 +187,8 @@ def count_layers(
     them has a part. adapter, freeze: as in training. ranks: the first of each group. splits_backward: whether the
     schedule puts off gradients of weights. compiles: whether neighbours that are no products become one kernel. fuses:
     whether parts of layers are fused kernels (`models/layers/fused_kernels.py`). fp32_routers: whether routers have
-    logits in fp32 (`models/experts/gate.py`).
+    logits in fp32 (`models/experts/gate.py`). alike: by layer the first one of its kind, by `find_kinds` of an earlier
+    count that differs in `batch` alone; None to find them, for which each layer is built.
     """
     # what is trained may depend on a layer's number and name
     is_by_layer = bool(freeze) or (adapter is not None and names_layers(adapter.config))
@@ -194,8 +197,10 @@ def count_layers(
     known: dict[tuple[int, torch.dtype], tuple[LayerCost, torch.dtype]] = {}
     costs: list[LayerCost] = []
     dtype = batch.dtype  # of the hidden states that a layer takes: those of mamba pass them on in fp32
-    for index, alike in enumerate(range(len(layers)) if is_by_layer else list_alike(layers)):
-        taken = alike, dtype
+    if alike is None:
+        alike = range(len(layers)) if is_by_layer else list_alike(layers)
+    for index, first in enumerate(alike):
+        taken = first, dtype
         if taken in known:
             cost, dtype = known[taken]
             costs.append(cost)
@@ -211,7 +216,8 @@ def count_layers(
             fuse_kernels(module)
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         recipe = (layer.module_class, layer.tied_key, layer.owns_weights, layer.is_further)
-        kind = (*recipe, _count_lent(module, part), _find_window(module, config), shapes, dtype)
+        lent = _count_lent(module, replace(part, seq_length=_LONGEST))  # so that kinds are those of any length
+        kind = (*recipe, lent, _find_window(module, config), shapes, dtype)
         if kind not in counted:
             width = find_input_width(layers, index, config.hidden_size)
             module.to(batch.dtype)  # the adapter too, as the engine does
@@ -220,6 +226,12 @@ def count_layers(
         cost, dtype = known[taken] = counted[kind]
         costs.append(cost)
     return costs
+
+
+def find_kinds(costs: Sequence[LayerCost]) -> list[int]:
+    """Return by layer the index of the first one of its kind. costs: by `count_layers`."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(cost), index) for index, cost in enumerate(costs)]
 
 
 @dataclass(frozen=True)

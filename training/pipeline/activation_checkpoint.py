@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from models.generic.parts import runs_backbone
 from models.layers.random_keys import find_random_key
+from models.layers.selection_cost import Selecting
 from training.config.schema import CheckpointMode, RunConfig
 from training.pipeline.activation_offload import ActivationOffload
 from training.pipeline.recomputation import recompute
@@ -136,5 +137,7 @@ def choose_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Check
 
 
 def is_kept(operator: Any) -> bool:
-    """Returns whether `selective` keeps the results of this operator of torch."""
+    """Returns whether `selective` keeps the results of this operator of torch, which is running."""
+    if Selecting.is_selecting:
+        return False
     return operator in KEPT_OPERATORS or getattr(operator, "namespace", "") in KEPT_NAMESPACES

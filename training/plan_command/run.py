@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         earlier |= {} if seconds is None else {f"for the {other.model.name}'s pass": seconds}
         yield text
     build = partial(plan_config, machine=machine, described=described)
+    fits = partial(fits_at, plan, model, machine, other)
     most = getattr(model.architecture, "max_position_embeddings", None)
     is_indexed = getattr(model.architecture, "index_topk", None) is not None  # whose cost depends most on the length
     yield render_plan(
@@ -104,9 +106,19 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         passthrough=find_passthrough_bytes(config),
         width=width,
         advice=advise(plan, model.layers, build),
-        longest=find_longest(plan, build, most) if is_indexed and most else None,
+        longest=find_longest(plan, fits, most) if is_indexed and most else None,
     )
     yield f"picture of the schedule: {save_picture(plan, config)}"
+
+
+def fits_at(
+    plan: Plan, model: ResolvedModel, machine: Machine, auxiliary: PlannedAuxiliary | None, length: int
+) -> bool:
+    """Return whether the run of a plan fits with rows of `length` tokens. model: of the plan, whose layers are those of
+    any length up to the positions that it has."""
+    with suppress(UserError):
+        return build_plan(replace(plan.run.config, max_seq_length=length), model, machine, auxiliary).fits
+    return False
 
 
 def list_notes(config: RunConfig, model: ResolvedModel) -> Iterator[str]:

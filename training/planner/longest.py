@@ -1,27 +1,18 @@
-"""The longest rows that fit: plans of a run again at other lengths."""
+"""The longest rows that fit: plans of a run again at other lengths, from the layers that were resolved once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
 
-from errors import UserError
-from training.config.schema import RunConfig
 from training.planner.plan import Plan
 
 _STEP = 1024  # tokens
 
 
-def find_longest(plan: Plan, build: Callable[[RunConfig], Plan], most: int) -> int | None:
+def find_longest(plan: Plan, fits: Callable[[int], bool], most: int) -> int | None:
     """Return the largest `max_seq_length` that fits, all other keys as they are, to 1,024 tokens or to an eighth of it;
-    None where not even 1,024 tokens fit. build: as in `advise`. most: the longest rows to look at."""
-
-    def fits(length: int) -> bool:
-        with suppress(UserError):
-            return build(replace(plan.run.config, max_seq_length=length)).fits
-        return False
-
+    None where not even 1,024 tokens fit. fits: whether the plan does at another length. most: the longest rows to look
+    at."""
     fitting, too_long = (plan.run.config.max_seq_length, None) if plan.fits else (0, plan.run.config.max_seq_length)
     while too_long is None and fitting < most:
         longer = min(2 * fitting, most)

@@ -179,7 +179,8 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
 def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> ResolvedRun:
     """Return `model` at the layout that the keys ask for.
 
-    config: that of the model, or one that differs in keys of the layout, of recomputation or of where state is kept.
+    config: that of the model, or one that differs in keys of the layout, of recomputation or of where state is kept; in
+    a plan in `max_seq_length` too.
     Raises UserError for keys that contradict each other, the ranks, or the model's layers.
     """
     num_layers = model.num_units

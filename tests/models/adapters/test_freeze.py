@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.families import build_family
+from support.families import build_family, build_family_config
 
 from errors import UserError
 from models.adapters.freeze import check_freeze
@@ -24,3 +24,12 @@ def test_invalid_freeze_patterns(freeze: list[str], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         check_freeze(freeze, LLAMA)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", [r"^(?!.*\.indexer\.)", r"^(?!.*(\.indexer\.|e_score_correction_bias))"])
+def test_indexers_and_buffers_are_never_trained(pattern: str) -> None:
+    """Patterns that leave nothing else leave nothing to train."""
+    layers = build_layers(build_family_config("deepseek_v32"))
+    with pytest.raises(UserError, match="leaves nothing to train"):
+        check_freeze([pattern], layers)
+    check_freeze([r"^(?!.*\.(indexer|o_proj)\.)"], layers)

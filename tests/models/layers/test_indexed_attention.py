@@ -7,20 +7,24 @@ from typing import Any
 import pytest
 import torch
 from support.adapters import build_lora
-from support.chain import BOUND, B, Chain, T, difference, positions, tokens
+from support.chain import BOUND, B, Chain, T, count_segments, difference, positions, tokens
 from support.families import build_family, build_family_config
 from support.packed_kernels import play_varlen
 from torch import nn
 from transformers import AutoConfig
 
 from errors import UserError
+from models.adapters.quantized import list_held
 from models.architecture.lookup import build_layers, get_tensor_parallel_plan
 from models.layers import indexed_attention
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.documents import DocumentBounds
+from models.layers.frozen import FORMS
 from models.layers.indexed_attention import IndexedAttention, IndexedRows
+from models.layers.selection_cost import Selecting
 from models.sharding.context_parallel import check_sequences
 from training.costs.trace import trace_passes
+from training.pipeline.activation_checkpoint import is_kept
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -131,12 +135,14 @@ def test_no_scores_are_made_where_all_visible_keys_are_selected(
 
 
 @EVERY_FAMILY
-def test_an_indexer_is_frozen_and_has_no_adapter(family: str) -> None:
+def test_an_indexer_is_frozen_has_no_adapter_and_is_not_quantized(family: str) -> None:
     layers = build_layers(build_family_config(family))
     index = 1
     module = layers[index].module_class(*layers[index].args)
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, _ in module.named_parameters() if ".indexer." in name} != set()
+    held = [name for form in FORMS for name in list_held(module, form)]
+    assert held and not any("indexer" in name for name in held)
     build_lora(layers, r=2).attach(module, index, layers[index])
     adapted = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     assert adapted and not any("indexer" in name for name in adapted)
@@ -151,6 +157,32 @@ def test_ranks_cannot_share_a_layer_or_a_sequence(family: str) -> None:
         get_tensor_parallel_plan(config)
     with pytest.raises(UserError, match=f"a '{family}' cannot share sequences: its indexer selects the keys that a qu"):
         check_sequences(config, "auto", 2, 1, 64)
+
+
+@EVERY_FAMILY
+def test_selective_keeps_nothing_of_a_selection(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of the indexer alone, in rows whose queries are scored in several chunks."""
+    chain = Chain(build_family(family))
+    embedding, layer = chain.stages[:2]
+    length, calls = 20, list[bool]()
+    position_ids = torch.arange(length).unsqueeze(0)
+    monkeypatch.setattr(indexed_attention, "_NUM_SCORES", 3 * chain.config.index_n_heads * length)
+    kept = list[torch.Size]()
+
+    class Noting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = function(*args, **(kwargs or {}))
+            if is_kept(function):
+                kept.append(made[0].shape if isinstance(made, tuple) else made.shape)
+            calls.append(Selecting.is_selecting)
+            return made
+
+    with Noting():
+        layer(embedding((tokens(length)[:1], position_ids, count_segments(position_ids))))
+    assert any(calls) and not Selecting.is_selecting and kept
+    config = chain.config
+    indexers = {config.index_n_heads, config.index_head_dim, config.index_n_heads * config.index_head_dim}
+    assert not [shape for shape in kept if shape[-1] in indexers]
 
 
 def build_published_layer(family: str, length: int) -> tuple[nn.Module, Any]:

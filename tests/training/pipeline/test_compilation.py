@@ -263,6 +263,22 @@ def test_layers_of_every_family(backend: Backend, name: str) -> None:
     assert backend.num_graphs <= 3 < len(layers)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("checkpointing", [None, RECOMPUTED, SELECTIVE], ids=["kept", "recomputed", "selective"])
+def test_layers_whose_queries_select_keys(
+    backend: Backend, name: str, checkpointing: ActivationCheckpointing | None
+) -> None:
+    """What selects keys runs as it is, and what is around it is compiled."""
+    config = build_family_config(name)
+    assert config.index_topk < T
+    layers = build_decoder_layers(config, checkpointing)
+    expected = differentiate(layers, config.hidden_size)
+    compile_layers(layers, rank=0)
+    compare(differentiate(layers, config.hidden_size), expected)
+    assert backend.num_graphs > 0
+
+
 def test_compiling_is_progress(backend: Backend) -> None:
     """So the watchdog does not take a rank that compiles for long for one that is stuck."""
     (layer,) = build(1)
