@@ -127,11 +127,15 @@ class Adapter:
         return list_held(module, self.form)
 
     def list_quantized(self, layers: Sequence[Layer]) -> list[str]:
-        """Return the prefixes of the layers whose projections and experts `attach` quantizes."""
-        if not self.in_4bit:
+        """Return the prefixes of the layers whose projections and experts are held in `form`; with its name, unless
+        that is nf4."""
+        if self.form is None:
             return []
+        ending = "" if self.in_4bit else f" in {self.form}"
         unsaved = [layer for layer in layers if not is_saved(layer, self.config)]
-        return [layer.hf_prefix for layer in unsaved if list_targets(layer.build_on_meta(), layer, self.config)]
+        return [
+            layer.hf_prefix + ending for layer in unsaved if list_targets(layer.build_on_meta(), layer, self.config)
+        ]
 
     def _fill_saved(self, module: nn.Module, layer: Layer, parallel: TensorParallel) -> None:
         """Load the initial weights of a module in `modules_to_save`."""
