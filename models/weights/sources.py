@@ -35,7 +35,7 @@ from models.storage.hub import split_revision
 from models.storage.manifest import find_wrong_size
 from models.storage.steps import LATEST_NAME, find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest
 from models.storage.tensor_files import load_json
-from models.weights.adapted import MergedAdapter
+from models.weights.adapted import AdapterFolder, MergedAdapter
 from models.weights.config_file import load_config
 from models.weights.edits import Edit, edit_weights
 from models.weights.fingerprint import check_base, read_base_fingerprint
@@ -155,17 +155,45 @@ def _open_adapted(
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}",
             error.ending,
         ) from None
-    expected = read_base_fingerprint(checkpoint.step_dir) if checkpoint else read_fingerprint(path)
-    if expected is not None and not trust_checkpoint:
-        check_base(base, expected, path)
-    if config_file.is_file():
-        base = edit_weights(base, _follow_run(base, load_config(path, trust_remote_code)[0]))
+    base = _complete_base(base, path, checkpoint and checkpoint.step_dir, trust_remote_code, trust_checkpoint)
     layers = build_layers(base.config, base.wrapper)
     tensors = restore_order(tensors, layers, lora)
     untied = [UntiedHead()] if has_own_head(tensors, layers) else []
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
     adapter = MergedAdapter(path, lora, read_adapter, [path / ADAPTER_CONFIG, *files], tensors.keys())
     return edit_weights(base, [*untied, adapter])
+
+
+def open_beside_adapter(
+    name_or_path: str,
+    folder: Path,
+    step_dir: Path | None,
+    trust_remote_code: bool = False,
+    trust_checkpoint: bool = False,
+) -> WeightSource:
+    """Open the base model of an adapter that is put on its layers, in place of merging it in: with the head and the
+    rows that the run has added which trained the adapter, and with the tokenizer and config.json of the adapter's
+    folder, where it has them.
+
+    name_or_path: of the base model, as in `open_weights`. folder: with adapter_config.json. step_dir: the training
+    checkpoint in `folder` that holds the adapter; None for a peft folder. Raises UserError as `open_weights` does."""
+    base = open_weights(name_or_path, trust_remote_code, trust_checkpoint)
+    base = _complete_base(base, folder, step_dir, trust_remote_code, trust_checkpoint)
+    return edit_weights(base, [AdapterFolder(folder)])
+
+
+def _complete_base(
+    base: WeightSource, folder: Path, step_dir: Path | None, trust_remote_code: bool, trust_checkpoint: bool
+) -> WeightSource:
+    """Return the base model of the adapter in `folder` with the edits of the run that trained the adapter, by the
+    config.json there. step_dir: see `open_beside_adapter`. Raises UserError for a model that the adapter was not
+    trained on, unless `trust_checkpoint`."""
+    expected = read_base_fingerprint(step_dir) if step_dir else read_fingerprint(folder)
+    if expected is not None and not trust_checkpoint:
+        check_base(base, expected, folder)
+    if not (folder / "config.json").is_file():
+        return base
+    return edit_weights(base, _follow_run(base, load_config(folder, trust_remote_code)[0]))
 
 
 def _follow_run(base: WeightSource, config: PretrainedConfig) -> list[Edit]:

@@ -153,7 +153,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
     parts = check_run_sequences(config, architecture, layers)
     check_expert_parallel(architecture, layers, config.expert_parallel_size)
     check_freeze(config.freeze, layers)
-    adapter = None if config.evaluate_only else _resolve_adapter(config, model, layers, target)
+    adapter = _resolve_adapter(config, model, layers, target)
     if not config.evaluate_only:
         check_parameter_groups(config, layers, adapter)
     routers = build_router_options(config.moe, architecture, layers)
