@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ from models.further.table import count_trained
 from models.heads.head import Labels
 from models.heads.table import find_head, list_labels
 from models.layers.rope_scaling import copy_positions
+from models.storage.folders import measure_free
 from models.storage.hub import split_revision
 from models.storage.manifest import find_wrong_size
 from models.storage.steps import LATEST_NAME, find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest
@@ -47,6 +50,7 @@ from models.weights.resized_vocab import ResizedVocabulary, with_rows
 from models.weights.source import WeightSource
 
 if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 # Patterns of the files to download besides weights: configs, and what a tokenizer or a processor needs
@@ -253,6 +257,8 @@ def _download(hub_id: str) -> Path:
         raise UserError(f"model_name_or_path '{hub_id}' is not a folder here, nor could it be a hub id; check the path")
     try:
         return _download_weights(name, revision)
+    except UserError:
+        raise
     except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
         if any(text in str(error) for text in _FULL):
             from huggingface_hub.constants import HF_HUB_CACHE
@@ -273,21 +279,18 @@ def _download_weights(name: str, revision: str | None) -> Path:
     the hub cannot be reached, it is the first format that the local cache holds. If there is none, the folder has no
     weights that a reader knows, and the reader reports that.
 
-    revision: a branch, a tag or a commit; None for the main branch. Raises the exceptions of `huggingface_hub`."""
+    revision: a branch, a tag or a commit; None for the main branch. Raises UserError where the disk has no room for
+    what is left to download, and the exceptions of `huggingface_hub`."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
     incomplete: LocalEntryNotFoundError | None = None
     for read, files, others in HUB_FORMATS:
+        wanted = {"allow_patterns": [*HUB_FILES, *files], "ignore_patterns": [*HUB_SUBFOLDERS, *others]}
+        with suppress(DryRunError):  # the hub cannot be reached, so that nothing is downloaded
+            _check_room(name, snapshot_download(name, revision=revision, dry_run=True, **wanted))
         try:
-            folder = Path(
-                snapshot_download(
-                    name,
-                    revision=revision,
-                    allow_patterns=[*HUB_FILES, *files],
-                    ignore_patterns=[*HUB_SUBFOLDERS, *others],
-                )
-            )
+            folder = Path(snapshot_download(name, revision=revision, **wanted))
         except LocalEntryNotFoundError as error:
             if getattr(error, "snapshot_path", None) is None:
                 raise
@@ -298,3 +301,17 @@ def _download_weights(name: str, revision: str | None) -> Path:
     if incomplete is not None:
         raise incomplete
     return folder  # with weights under other names, or without any, which its reader reports
+
+
+def _check_room(name: str, files: Sequence[DryRunFileInfo]) -> None:
+    """Check that the disk of the hub's cache has room for those of the files that are not in it. Raises UserError."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    needed = sum(file.file_size or 0 for file in files if file.will_download)
+    free = measure_free(Path(HF_HUB_CACHE).expanduser())
+    if needed > free:
+        raise UserError(
+            f"model_name_or_path '{name}': {needed / 1e9:.2f} GB are to be downloaded into {HF_HUB_CACHE}, whose disk "
+            f"has {free / 1e9:.2f} GB free; make room, or set HF_HOME to a folder on another disk",
+            Ending.DISK,
+        )
