@@ -47,7 +47,8 @@ class Adapter:
     tensors: initial weights, named as in a peft folder; without them peft's random ones, which depend on the seed and
     not on the layout. in_4bit: whether the projections and the stacks of experts of the layers that get adapters are
     quantized to 4 bits (nf4). kept: the form of their stacks of experts in the files, in which they stay, and their
-    projections where those have it; None for a run that dequantizes them.
+    projections where those have it; None for a run that dequantizes them. unkept: patterns of the projections that do
+    not have it.
     """
 
     config: LoraConfig
@@ -55,6 +56,7 @@ class Adapter:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     in_4bit: bool = False
     kept: str | None = None
+    unkept: tuple[str, ...] = ()
 
     @property
     def form(self) -> str | None:
@@ -86,7 +88,7 @@ class Adapter:
         is_meta = next(module.parameters()).is_meta
         held = kept or {}
         if is_meta and self.form is not None:
-            mark_quantized(module, self.form)
+            mark_quantized(module, self.list_frozen(module, layer), self.form)
         elif self.in_4bit:
             held = quantize(module, self.list_frozen(module, layer))
         replacements = hold(module, held)
@@ -124,7 +126,13 @@ class Adapter:
         experts, and its projections where the form is theirs too (of those in files some may not have it)."""
         if self.form is None or is_saved(layer, self.config) or not list_targets(module, layer, self.config):
             return ()
-        return list_held(module, self.form)
+        return tuple(name for name in list_held(module, self.form) if not self._is_unkept(layer.hf_prefix + name))
+
+    def _is_unkept(self, name: str) -> bool:
+        """Return whether a pattern names the module of a weight as `transformers` reads them: from its beginning to the
+        end of a name in it, or at its end."""
+        module = name.removesuffix(".weight")
+        return any(re.match(rf"(?:{each})(?:\.|$)", module) or module.endswith(each) for each in self.unkept)
 
     def list_quantized(self, layers: Sequence[Layer]) -> list[str]:
         """Return the prefixes of the layers whose projections and experts are held in `form`; with its name, unless

@@ -278,6 +278,7 @@ def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Laye
         is_part=model.wrapper is not None,
         head=head,
         form=model.form,
+        unconverted=model.unconverted,
     )
     if adapter is None:
         return None
