@@ -261,8 +261,10 @@ def _find_evaluated(config: RunConfig, resume_from: Path | None) -> Path | None:
     for a run that trains."""
     if not config.evaluate_only or config.adapter.name is AdapterName.none:
         return None
+    if resume_from is not None:
+        return resume_from.parent
     path = config.adapter.name_or_path
-    return resume_from.parent if resume_from is not None else path and Path(path).expanduser()
+    return Path(path).expanduser() if path else None
 
 
 def _open_resized(config: RunConfig, path: str) -> WeightSource:

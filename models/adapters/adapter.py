@@ -47,8 +47,8 @@ class Adapter:
     tensors: initial weights, named as in a peft folder; without them peft's random ones, which depend on the seed and
     not on the layout. in_4bit: whether the projections and the stacks of experts of the layers that get adapters are
     quantized to 4 bits (nf4). kept: the form of their stacks of experts in the files, in which they stay, and their
-    projections where those have it; None for a run that dequantizes them. unkept: patterns of the projections that do
-    not have it.
+    projections where those have it; None for a run that dequantizes them. unkept: names of modules that do not have it,
+    or the ends of their names.
     """
 
     config: LoraConfig
@@ -129,10 +129,9 @@ class Adapter:
         return tuple(name for name in list_held(module, self.form) if not self._is_unkept(layer.hf_prefix + name))
 
     def _is_unkept(self, name: str) -> bool:
-        """Return whether a pattern names the module of a weight as `transformers` reads them: from its beginning to the
-        end of a name in it, or at its end."""
+        """Return whether the module of a weight is one of those, is in one, or ends in such a name."""
         module = name.removesuffix(".weight")
-        return any(re.match(rf"(?:{each})(?:\.|$)", module) or module.endswith(each) for each in self.unkept)
+        return any(f"{module}.".startswith(f"{each}.") or module.endswith(each) for each in self.unkept)
 
     def list_quantized(self, layers: Sequence[Layer]) -> list[str]:
         """Return the prefixes of the layers whose projections and experts are held in `form`; with its name, unless

@@ -50,7 +50,7 @@ Read = Callable[[str], torch.Tensor]
 
 class Quantization(Protocol):
     """How a folder stores its tensors. form: its name in `FORMS` (`models/layers/frozen.py`); empty for unquantized
-    ones. unconverted: patterns of the modules that are not in it, by config.json; the files decide."""
+    ones. unconverted: names of modules that are not in it, by config.json; the files decide."""
 
     form: ClassVar[str]
 
@@ -308,10 +308,10 @@ def _get_block(quantization: dict[str, Any], file: Path) -> tuple[int, int] | No
 
 
 def _list_unconverted(quantization: dict[str, Any]) -> tuple[str, ...]:
-    """Return the patterns of modules that are not in fp8; what is not a list of names is no reason to refuse files that
+    """Return the names of modules that are not in fp8; what is not a list of names is no reason to refuse files that
     say themselves what they hold."""
-    patterns = quantization.get("modules_to_not_convert")
-    return tuple(each for each in patterns if isinstance(each, str)) if isinstance(patterns, list) else ()
+    names = quantization.get("modules_to_not_convert")
+    return tuple(each for each in names if isinstance(each, str)) if isinstance(names, list) else ()
 
 
 def _get_dtype(fields: dict[str, Any], file: Path) -> torch.dtype:

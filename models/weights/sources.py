@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
@@ -159,7 +159,8 @@ def _open_adapted(
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}",
             error.ending,
         ) from None
-    base = _complete_base(base, path, checkpoint and checkpoint.step_dir, trust_remote_code, trust_checkpoint)
+    step_dir = checkpoint.step_dir if checkpoint else None
+    base = _complete_base(base, path, step_dir, trust_remote_code, trust_checkpoint)
     layers = build_layers(base.config, base.wrapper)
     tensors = restore_order(tensors, layers, lora)
     untied = [UntiedHead()] if has_own_head(tensors, layers) else []
@@ -286,7 +287,7 @@ def _download_weights(name: str, revision: str | None) -> Path:
 
     incomplete: LocalEntryNotFoundError | None = None
     for read, files, others in HUB_FORMATS:
-        wanted = {"allow_patterns": [*HUB_FILES, *files], "ignore_patterns": [*HUB_SUBFOLDERS, *others]}
+        wanted: dict[str, Any] = {"allow_patterns": [*HUB_FILES, *files], "ignore_patterns": [*HUB_SUBFOLDERS, *others]}
         with suppress(DryRunError):  # the hub cannot be reached, so that nothing is downloaded
             _check_room(name, snapshot_download(name, revision=revision, dry_run=True, **wanted))
         try:

@@ -36,8 +36,8 @@ from training.distributed.ranks import raise_together
 
 # The fields that determine which samples come next and what a step does with them. The layout does not.
 _KEPT = ("global_batch_size", "num_samples", "seed", "precision", "optimizer")
-# Values of `describe_objective` and `describe_stream` that a state before format 7 lacks, or has in another form.
 IN_4BIT = "adapter.load_in_4bit"
+# Values of `describe_objective` and `describe_stream` that a state before format 7 lacks, or has in another form.
 _RECORDED_SINCE_7 = (
     IN_4BIT,
     "data.collator",
