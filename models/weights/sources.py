@@ -170,7 +170,7 @@ def _open_adapted(
 
 
 def open_beside_adapter(
-    name_or_path: str,
+    name_or_path: str | None,
     folder: Path,
     step_dir: Path | None,
     trust_remote_code: bool = False,
@@ -180,9 +180,11 @@ def open_beside_adapter(
     rows that the run has added which trained the adapter, and with the tokenizer and config.json of the adapter's
     folder, where it has them.
 
-    name_or_path: of the base model, as in `open_weights`. folder: with adapter_config.json. step_dir: the training
+    name_or_path: of the base model, as in `open_weights`; None for that which adapter_config.json names. folder: with
+    adapter_config.json. step_dir: the training
     checkpoint in `folder` that holds the adapter; None for a peft folder. Raises UserError as `open_weights` does."""
-    base = open_weights(name_or_path, trust_remote_code, trust_checkpoint)
+    named = _name_base(load_lora_config(folder)) if name_or_path is None else name_or_path
+    base = open_weights(named, trust_remote_code, trust_checkpoint)
     base = _complete_base(base, folder, step_dir, trust_remote_code, trust_checkpoint)
     return edit_weights(base, [AdapterFolder(folder)])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -23,7 +22,6 @@ from support.cases import (
     Case,
     mean_loss,
     merge,
-    relative_difference,
     train_case,
     train_oracle,
     train_run,
@@ -31,17 +29,15 @@ from support.cases import (
 )
 from support.families import save_family
 from support.model_folders import convert, export
-from support.quantized import save_fp8, save_int4, save_mxfp4
+from support.quantized import save_fp8, save_int4, save_mxfp4, save_rounded
 from support.runs import eval_dataset, read_metrics
 from support.tiny import save_records, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from convert2ckpt import main as convert2ckpt
-from models.adapters.targets import list_adaptable
-from models.architecture.lookup import build_layers
 
-functional = pytest.importorskip("bitsandbytes.functional")
+pytest.importorskip("bitsandbytes")
 IN_4_BITS = ("adapter=lora", "adapter.load_in_4bit=true")
 KEPT = ("adapter=lora", "adapter.keep_quantized=true")
 EP2 = "expert_parallel_size=2"
@@ -62,29 +58,6 @@ FULL = [
     ("glm4_moe", "ep2", (CHECKPOINTED,)),
     ("llama4_text", "pp2", SELECTIVE),
 ]
-
-
-def save_rounded(folder: Path, model_folder: Path) -> None:
-    """Save the model with the values that its projections, and each expert of its stacks, have in 4 bits."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    held = {
-        layer.hf_prefix + name
-        for layer in build_layers(deepcopy(model.config))
-        for parts in [list_adaptable(layer.build_on_meta())]
-        for name in (*(f"{projection}.weight" for projection in parts.projections), *parts.stacks)
-    }
-    for name, parameter in model.named_parameters():
-        if name in held:
-            weight = parameter.data
-            for matrix in weight if weight.ndim == 3 else [weight]:
-                # As one column: on a CPU bitsandbytes (0.50.2) gives blocks of others wrong scales
-                packed = functional.quantize_4bit(matrix.view(-1, 1), quant_type="nf4", compress_statistics=True)
-                rounded = functional.dequantize_4bit(*packed).view(matrix.shape)
-                assert relative_difference(rounded, matrix) > 0.01
-                matrix.copy_(rounded)
-            held.remove(name)
-    assert not held
-    model.save_pretrained(folder)
 
 
 def prepare(tmp_path: Path, family: str, form: str, **fields: int) -> tuple[Path, Path]:
