@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from data.encoders.chat import ChatEncoder
 from data.sample import IGNORE_INDEX
 from errors import UserError
+from models.adapters.adapter import Adapter
 from models.conversion.convert import convert_to_pipeline
 from models.layers.frozen import FrozenStack
 from models.storage.folders import PROMPT_TEMPLATE
+from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 from scripts import generate
 
@@ -110,7 +112,12 @@ def test_an_adapter_answers_on_weights_that_stay_quantized(
     key = "--load_in_4bit" if form == "nf4" else "--keep_quantized"
     built: list[PreTrainedModel] = []
     load = generate.load_on_frozen
-    monkeypatch.setattr(generate, "load_on_frozen", lambda *given: built.append(load(*given)) or built[0])
+
+    def keep_model(source: WeightSource, lora: Adapter) -> PreTrainedModel:
+        built.append(load(source, lora))
+        return built[0]
+
+    monkeypatch.setattr(generate, "load_on_frozen", keep_model)
     run(monkeypatch, "--model_name_or_path", str(adapter), key, "--prompt", PROMPT)
     text = expected(tmp_path, PROMPT + "\n", adapter)
     assert text and capsys.readouterr().out == f"> {PROMPT}\n{text}\n\n"

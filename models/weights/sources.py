@@ -181,8 +181,8 @@ def open_beside_adapter(
     folder, where it has them.
 
     name_or_path: of the base model, as in `open_weights`; None for that which adapter_config.json names. folder: with
-    adapter_config.json. step_dir: the training
-    checkpoint in `folder` that holds the adapter; None for a peft folder. Raises UserError as `open_weights` does."""
+    adapter_config.json. step_dir: the training checkpoint in `folder` that holds the adapter; None for a peft folder.
+    Raises UserError as `open_weights` does."""
     named = _name_base(load_lora_config(folder)) if name_or_path is None else name_or_path
     base = open_weights(named, trust_remote_code, trust_checkpoint)
     base = _complete_base(base, folder, step_dir, trust_remote_code, trust_checkpoint)

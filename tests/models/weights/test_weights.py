@@ -422,9 +422,14 @@ def replace_download(monkeypatch: pytest.MonkeyPatch, download: Callable[..., st
 
 def test_a_download_that_the_disk_has_no_room_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
+
+    def download(name: str, **_: object) -> str:
+        begun.append(name)
+        return "/nowhere"
+
     monkeypatch.setattr(sources, "measure_free", lambda folder: 689_000_000_000)
     for size in (689_000_000_000, 690_000_000_000):
-        replace_download(monkeypatch, lambda name, **_: begun.append(name) or "/nowhere", size)
+        replace_download(monkeypatch, download, size)
         if size > 689_000_000_000:
             message = "'org/name': 690.00 GB are to be downloaded into .*, whose disk has 689.00 GB free; make room, or"
             with pytest.raises(UserError, match=message) as caught:
