@@ -10,7 +10,8 @@ A prompt is formatted as in training: by the template in the folder's prompt_tem
 prompts were in `data.prompt_template`, else by the tokenizer's chat template. `--prompt_template` overrides both.
 `tools` and `chat_template_kwargs` of a record go to the chat template, as in training. `--keep_quantized` and
 `--load_in_4bit` put the adapter of a peft folder on its base model, which stays quantized as in training, in place of
-merging it in. `--speculative` lets the layers that predict further tokens draft, and reports how many of their drafts were right; the text is the same.
+merging it in. `--speculative` lets the layers that predict further tokens draft, and reports how many of their drafts
+were right; the text is the same.
 """
 
 from __future__ import annotations
