@@ -54,6 +54,8 @@ class RandomWeights:
     path = config_dir = Path("nowhere")
     wrapper = None
 
+    unconverted: tuple[str, ...] = ()
+
     def __init__(
         self, config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu", form: str = ""
     ) -> None:

@@ -8,8 +8,10 @@ peft folder.
 
 A prompt is formatted as in training: by the template in the folder's prompt_template.txt, which a run writes whose
 prompts were in `data.prompt_template`, else by the tokenizer's chat template. `--prompt_template` overrides both.
-`tools` and `chat_template_kwargs` of a record go to the chat template, as in training. `--speculative` lets the layers
-that predict further tokens draft, and reports how many of their drafts were right; the text is the same.
+`tools` and `chat_template_kwargs` of a record go to the chat template, as in training. `--keep_quantized` and
+`--load_in_4bit` put the adapter of a peft folder on its base model, which stays quantized as in training, in place of
+merging it in. `--speculative` lets the layers that predict further tokens draft, and reports how many of their drafts
+were right; the text is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +51,23 @@ from data.encoders.turns import find_stop_tokens  # noqa: E402
 from errors import UserError, exit_with_message  # noqa: E402
 from filesystem import check_new_file  # noqa: E402
 from interpreter import check_interpreter  # noqa: E402
-from models.architecture.lookup import build_layers  # noqa: E402
+from models.adapters.adapter import Adapter  # noqa: E402
+from models.adapters.build import build_adapter  # noqa: E402
+from models.adapters.folder import ADAPTER_WEIGHTS  # noqa: E402
+from models.adapters.options import AdapterName, AdapterOptions  # noqa: E402
+from models.adapters.quantized import make_placeholder, quantize  # noqa: E402
+from models.architecture.lookup import build_layers, choose_experts  # noqa: E402
 from models.further.layers import FurtherDecoderLayer  # noqa: E402
 from models.further.speculative import SpeculativeDecoder  # noqa: E402
 from models.heads.table import find_head  # noqa: E402
+from models.layers.frozen import FrozenStack  # noqa: E402
 from models.storage.folders import PROMPT_TEMPLATE  # noqa: E402
 from models.storage.tensor_files import load_json  # noqa: E402
 from models.weights.edits import edit_weights  # noqa: E402
 from models.weights.further import choose_further  # noqa: E402
+from models.weights.published import read_kept  # noqa: E402
 from models.weights.source import WeightSource, read_as_stored  # noqa: E402
-from models.weights.sources import open_weights  # noqa: E402
+from models.weights.sources import open_beside_adapter, open_weights  # noqa: E402
 from models.weights.vocabulary import add_end, open_tokenizer  # noqa: E402
 
 Messages = list[dict[str, Any]]
@@ -79,11 +88,7 @@ class Prompt:
 def load_model(source: WeightSource) -> PreTrainedModel:
     """Returns the Hugging Face model with the weights of `source` in their dtype, an adapter merged in. Of a wrapped
     model only the text model is loaded. Raises UserError for a model without an LM head or missing weights."""
-    if (head := find_head(source.config)) is not None:
-        raise UserError(
-            f"{source.path} is a {head.words} ({source.config.architectures[0]}): it writes no text; load it with "
-            f"{head.loaded_with}"
-        )
+    check_head(source)
     layers = build_layers(source.config, source.wrapper)
     source.check_complete(layers)
     tensors: dict[str, torch.Tensor] = {}
@@ -93,6 +98,20 @@ def load_model(source: WeightSource) -> PreTrainedModel:
         for name, tensor in read_as_stored(source, index, layers[index]).items():
             tensors |= {piece.hf_name: tensor[piece.index] for piece in alone.get_pieces(name)}
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    return build_model(source, tensors, dtype).to(choose_device())
+
+
+def check_head(source: WeightSource) -> None:
+    """Raises UserError for a model without an LM head."""
+    if (head := find_head(source.config)) is not None:
+        raise UserError(
+            f"{source.path} is a {head.words} ({source.config.architectures[0]}): it writes no text; load it with "
+            f"{head.loaded_with}"
+        )
+
+
+def build_model(source: WeightSource, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the Hugging Face model with these weights, on the CPU, and the source's own way to generate."""
     model: PreTrainedModel = (
         MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
         .from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype, trust_remote_code=False)
@@ -103,7 +122,39 @@ def load_model(source: WeightSource) -> PreTrainedModel:
         if chosen.eos_token_id is None:
             chosen.eos_token_id = model.generation_config.eos_token_id
         model.generation_config = chosen
-    return model.to(choose_device())
+    return model
+
+
+def load_on_frozen(source: WeightSource, adapter: Adapter) -> PreTrainedModel:
+    """Returns the Hugging Face model with frozen weights as a run of `adapter` holds them, quantized, and the adapter
+    on its layers. Raises UserError as `load_model` does."""
+    layers, device = build_layers(source.config, source.wrapper), choose_device()
+    check_head(source)
+    source.check_complete(layers)
+    dtype = next(iter(source.describe_layer(0, layers[0]).values())).dtype
+    source.config._experts_implementation = choose_experts(source.config, 1, dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    held: dict[int, dict[str, FrozenStack]] = {}
+    places = {index: alone for index, alone in enumerate(build_layers(source.config)) if not alone.is_further}
+    for index, alone in places.items():
+        if not alone.owns_weights:
+            continue
+        layer, module = layers[index], layers[index].build_on_meta()
+        names = adapter.list_frozen(module, layer)
+        kept = {} if adapter.in_4bit else read_kept(source, layer, names, dtype)
+        read = read_as_stored(source, index, replace(layer, kept=frozenset(kept)))
+        if adapter.in_4bit:
+            module.load_state_dict(read, assign=True)
+            kept = quantize(module, names)
+        read |= {name: make_placeholder(module.get_parameter(name).shape, dtype, torch.device("cpu")) for name in kept}
+        tensors |= {alone.hf_prefix + name: tensor for name, tensor in read.items()}
+        held[index] = {name: stack.to(device) for name, stack in kept.items()}
+    model = build_model(source, tensors, dtype)
+    as_held = replace(adapter, in_4bit=False, kept=adapter.form)
+    for index, kept in held.items():
+        module = model.get_submodule(places[index].hf_prefix.removesuffix("."))
+        as_held.attach(module, index, layers[index], kept=kept)
+    return model.to(device).eval()
 
 
 def load_further(source: WeightSource, model: PreTrainedModel) -> list[FurtherDecoderLayer]:
@@ -143,6 +194,7 @@ class Generator:
     """Generates answers to messages, or continues text.
 
     template_kwargs: what the chat template is called with in addition. speculative: whether further layers draft.
+    adapter: put on `source`, whose frozen weights stay quantized; None for a model of whole weights.
     Raises UserError for a model that cannot be loaded, for keywords without a chat template, and for sampling with
     drafts.
     """
@@ -155,6 +207,7 @@ class Generator:
         temperature: float,
         template_kwargs: dict[str, Any] | None = None,
         speculative: bool = False,
+        adapter: Adapter | None = None,
     ) -> None:
         self.tokenizer: PreTrainedTokenizerBase = open_tokenizer(source.path)
         self._template = prompt_template or find_template(source.path, self.tokenizer)
@@ -165,7 +218,7 @@ class Generator:
             raise UserError("--speculative decodes greedily; omit --temperature")
         if speculative:
             source = edit_weights(source, choose_further(source, trains=True))
-        self.model = load_model(source)
+        self.model = load_model(source) if adapter is None else load_on_frozen(source, adapter)
         self.decoder = SpeculativeDecoder(self.model, load_further(source, self.model)) if speculative else None
         if ignored := list_processing(self.model.generation_config) if speculative else []:
             print(f"--speculative ignores {', '.join(ignored)} of generation_config.json", file=sys.stderr)
@@ -304,6 +357,13 @@ def main() -> None:
         help="accept a checkpoint without a manifest.json, and an adapter with another base model than its own",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token")
+    frozen = parser.add_mutually_exclusive_group()
+    for key in ("load_in_4bit", "keep_quantized"):
+        frozen.add_argument(
+            f"--{key}",
+            action="store_true",
+            help=f"the base model of a peft folder stays quantized, as in a run with adapter.{key}=true",
+        )
     parser.add_argument(
         "--speculative",
         action="store_true",
@@ -322,6 +382,36 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
 
 
+def open_model(arguments: argparse.Namespace) -> tuple[WeightSource, Adapter | None]:
+    """Returns the weights, and the adapter that is put on them where they stay quantized. Raises UserError."""
+    name, trust = arguments.model_name_or_path, (arguments.trust_remote_code, arguments.trust_checkpoint)
+    if not (arguments.load_in_4bit or arguments.keep_quantized):
+        return open_weights(name, *trust), None
+    folder = Path(name).expanduser()
+    if arguments.speculative or not (folder / ADAPTER_WEIGHTS).is_file():
+        raise UserError(
+            "--load_in_4bit and --keep_quantized are for a peft folder, such as hf/ of a LoRA run, without "
+            "--speculative; omit them to merge an adapter into its base model"
+        )
+    source = open_beside_adapter(None, folder, None, *trust)
+    options = AdapterOptions(
+        name=AdapterName.lora,
+        name_or_path=name,
+        load_in_4bit=arguments.load_in_4bit,
+        keep_quantized=arguments.keep_quantized,
+    )
+    layers = build_layers(source.config, source.wrapper)
+    return source, build_adapter(
+        options,
+        layers,
+        seed=0,
+        base_name=str(source.path),
+        is_part=source.wrapper is not None,
+        form=source.form,
+        unconverted=source.unconverted,
+    )
+
+
 def generate(arguments: argparse.Namespace) -> None:
     template_kwargs = parse_template_kwargs(arguments.template_kwargs)
     prompts = [Prompt([{"role": "user", "content": prompt}]) for prompt in arguments.prompt]
@@ -329,7 +419,7 @@ def generate(arguments: argparse.Namespace) -> None:
         prompts += read_prompts(arguments.prompt_file)
         if arguments.output is not None and arguments.output.resolve() == arguments.prompt_file.resolve():
             raise UserError(f"--output {arguments.output} is the file of the prompts; give another one")
-    source = open_weights(arguments.model_name_or_path, arguments.trust_remote_code, arguments.trust_checkpoint)
+    source, adapter = open_model(arguments)
     generator = Generator(
         source,
         arguments.prompt_template,
@@ -337,6 +427,7 @@ def generate(arguments: argparse.Namespace) -> None:
         arguments.temperature,
         template_kwargs,
         arguments.speculative,
+        adapter,
     )
     if not prompts:
         generator.chat()

@@ -11,16 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.adapters import make_adapter
+from support.families import save_family
+from support.model_folders import convert, export
+from support.quantized import save_fp8, save_mxfp4, save_rounded, write_config
 from support.tiny import save_llama, save_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from data.encoders.chat import ChatEncoder
 from data.sample import IGNORE_INDEX
 from errors import UserError
+from models.adapters.adapter import Adapter
 from models.conversion.convert import convert_to_pipeline
+from models.layers.frozen import FrozenStack
 from models.storage.folders import PROMPT_TEMPLATE
+from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 from scripts import generate
 
@@ -78,6 +85,50 @@ def test_every_form_gives_the_text_of_the_model(
     run(monkeypatch, "--model_name_or_path", str(root / form), "--prompt", PROMPT)
     text = expected(root, PROMPT + "\n", root / "adapter" if form == "adapter" else None)
     assert text and capsys.readouterr().out == f"> {PROMPT}\n{text}\n\n"
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp4", "nf4"])
+def test_an_adapter_answers_on_weights_that_stay_quantized(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The oracle is peft on the dequantized values, which are in tmp_path/hf."""
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    if form == "nf4":
+        pytest.importorskip("bitsandbytes")
+        save_family(model, "qwen3_moe", num_hidden_layers=2)
+        save_rounded(tmp_path / "hf", model)
+    else:
+        {"fp8": save_fp8, "mxfp4": save_mxfp4}[form](model)
+        stored = load_file(model / "model.safetensors")
+        wide = {name: t.float() if t.dtype is torch.bfloat16 else t for name, t in stored.items()}
+        save_file(wide, model / "model.safetensors", metadata={"format": "pt"})
+        write_config(model, dtype="float32")
+        export(convert(model, tmp_path / "converted"), tmp_path / "hf")
+    make_adapter(adapter, tmp_path / "hf")
+    fields = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**fields, "base_model_name_or_path": str(model)}))
+    for folder in (adapter, tmp_path / "hf"):
+        save_tokenizer(folder)
+    key = "--load_in_4bit" if form == "nf4" else "--keep_quantized"
+    built: list[PreTrainedModel] = []
+    load = generate.load_on_frozen
+
+    def keep_model(source: WeightSource, lora: Adapter) -> PreTrainedModel:
+        built.append(load(source, lora))
+        return built[0]
+
+    monkeypatch.setattr(generate, "load_on_frozen", keep_model)
+    run(monkeypatch, "--model_name_or_path", str(adapter), key, "--prompt", PROMPT)
+    text = expected(tmp_path, PROMPT + "\n", adapter)
+    assert text and capsys.readouterr().out == f"> {PROMPT}\n{text}\n\n"
+    held = {each.form for part in built[0].modules() for each in vars(part).values() if isinstance(each, FrozenStack)}
+    assert held == {form}
+
+
+def test_weights_that_stay_quantized_need_an_adapter(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, given in (("hf", ()), ("adapter", ("--speculative",))):
+        with pytest.raises(SystemExit, match="--load_in_4bit and --keep_quantized are for a peft folder, such as hf/"):
+            run(monkeypatch, "--model_name_or_path", str(root / name), "--keep_quantized", *given)
 
 
 def test_a_build_for_gpus_answers_on_the_cpu_where_there_is_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

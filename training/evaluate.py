@@ -28,9 +28,9 @@ def evaluate_checkpoint(
 ) -> None:
     """Evaluate, print the record, and write it to `output_dir/evaluation.json`. All ranks call it, in a process group.
 
-    eval_file: the key, or in words what is evaluated instead. source: the folder of the weights. resume_from: the
-    training checkpoint, if the weights are from one. reporters: they get the record too, at the checkpoint's step;
-    empty on all ranks but the main one.
+    eval_file: the key, or in words what is evaluated instead. source: the folder of the weights, or of the adapter on
+    them. resume_from: the training checkpoint, if the weights are from one. reporters: they get the record too, at the
+    checkpoint's step; empty on all ranks but the main one.
     """
     result = evaluations.run()
     ranks.say(f"{source} on {eval_file}: {describe_evaluation(result)}")

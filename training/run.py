@@ -235,9 +235,10 @@ def evaluate_only(run: Run) -> int:
         metrics = get_objective(config).metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config, resident))
         watchdog.limit_collectives()
+        adapter = config.adapter.name_or_path if setup.adapter is not None and setup.resume_from is None else None
         with watchdog.following(engine.module):
             evaluate_checkpoint(
-                config.eval_file or "held out of train_file", evaluations, source=setup.source.path,
+                config.eval_file or "held out of train_file", evaluations, source=Path(adapter or setup.source.path),
                 resume_from=setup.resume_from, folder=folder, ranks=ranks, reporters=reporters,
             )  # fmt: skip
     return 0

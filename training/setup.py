@@ -30,11 +30,11 @@ from models.weights.new_head import choose_head
 from models.weights.random_weights import RandomWeights
 from models.weights.resized_vocab import ResizedVocabulary
 from models.weights.source import WeightSource
-from models.weights.sources import open_weights
+from models.weights.sources import open_beside_adapter, open_weights
 from models.weights.trained_adapter import check_same_adapter, read_trained_adapter
 from models.weights.vocabulary import fingerprint_tokenizer, resize_config
 from training.checkpoint.master_weights import MasterWeights
-from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
+from training.checkpoint.resume import Resumable, check_evaluated, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import Identity, read_state
 from training.checkpoint.timeline import find_abandoned
@@ -119,6 +119,8 @@ def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> R
         check_compiler(config, has_accelerator())
     folder = RunFolder(config.output_dir)
     resume = choose_resume(config.resume, folder)
+    if config.evaluate_only and config.resume is not None:
+        resume = resume or "latest"  # which is refused where there is none: the model alone was not asked for
     if resume not in (config.resume, "latest", None):
         ranks.say(f"resume=auto: the run in {folder.path} was to start from {resume}, and has saved nothing since")
         config = dataclasses.replace(config, resume=resume)
@@ -129,9 +131,11 @@ def check_run(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> R
     source = open_source(config, resume_from)
     setup = build_setup(config, source, ranks)
     check_flash_kernels(setup)
-    if not config.evaluate_only:
+    if setup.adapter is not None or not config.evaluate_only:  # without one, that of a checkpoint is merged in
         check_same_adapter(setup.adapter, resume_from, _find_saved_init(resume_from))
-    if setup.adapter is not None and resume_from is None:
+    if setup.adapter is not None and config.evaluate_only and resume_from is not None:
+        check_evaluated(read_state(resume_from), setup.adapter.in_4bit, config.resume_allow_changes)
+    if setup.adapter is not None and not config.evaluate_only and resume_from is None:
         check_own_base(config, source)
     reference = open_reference(setup, resume_from)
     setup = dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference, unread=unread)
@@ -246,11 +250,29 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
         rows = count_added_rows(config, parse_config(config.model, Path("conf/model")), "")
         fields = config.model | ({"vocab_size": rows} if rows else {})
         return RandomWeights(parse_config(fields, Path("conf/model")), config.seed)
+    trust = config.trust_remote_code, config.trust_checkpoint
+    if (folder := _find_evaluated(config, resume_from)) is not None:
+        return _resize(config, open_beside_adapter(weights_path(config), folder, resume_from, *trust))
     return _open_resized(config, _source_path(config, resume_from))
 
 
+def _find_evaluated(config: RunConfig, resume_from: Path | None) -> Path | None:
+    """Return the folder of the adapter that an evaluation puts on the layers; None where it merges one or has none, and
+    for a run that trains."""
+    if not config.evaluate_only or config.adapter.name is AdapterName.none:
+        return None
+    if resume_from is not None:
+        return resume_from.parent
+    path = config.adapter.name_or_path
+    return Path(path).expanduser() if path else None
+
+
 def _open_resized(config: RunConfig, path: str) -> WeightSource:
-    source = open_weights(path, config.trust_remote_code, config.trust_checkpoint)
+    return _resize(config, open_weights(path, config.trust_remote_code, config.trust_checkpoint))
+
+
+def _resize(config: RunConfig, source: WeightSource) -> WeightSource:
+    """Return the weights with a row for each token that the run adds."""
     rows = count_added_rows(config, source.config, str(source.path))
     return edit_weights(source, [ResizedVocabulary(resize_config(source, rows))] if rows else [])
 
@@ -368,9 +390,9 @@ def _find_saved_init(resume_from: Path | None) -> str:
 
 
 def _source_path(config: RunConfig, resume_from: Path | None) -> str:
-    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone: training continues with
-    the model that it started from, an evaluation has it merged in."""
-    adds_adapter = config.adapter.name is AdapterName.lora and not config.evaluate_only
+    """Return the place of this run's weights. The checkpoint of a LoRA run holds the adapter alone: with adapter=lora
+    it is put on the model that the run started from. An evaluation with adapter=none has it merged in."""
+    adds_adapter = config.adapter.name is AdapterName.lora
     return weights_path(config) if resume_from is None or adds_adapter else str(resume_from)
 
 

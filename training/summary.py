@@ -60,8 +60,7 @@ def show_start(
     facts |= describe_wrapper(setup.source) | describe_unused(setup.source, config)
     if (other := setup.auxiliary) is not None:
         facts[other.model.name] = f"{other.setup.architecture.model_type}, from {other.setup.source.path}"
-    if setup.adapter is not None:
-        facts["adapter"] = describe_targets(setup.layers, setup.adapter.config)
+    facts |= describe_adapter(setup)
     if warnings := list_warnings(setup, budget.total_steps):
         facts["warning"] = "; ".join(warnings)
     if budget.evaluations:
@@ -106,6 +105,7 @@ def show_evaluation(
         "model": _describe_model(setup),
         **describe_wrapper(setup.source),
         "data": _describe_evaluations(config, datasets, sizes),
+        **describe_adapter(setup),
         **describe_layout(setup, hosts),
         "precision": f"{config.precision.value}; attention {setup.architecture._attn_implementation}",
         "output": f"{config.output_dir}/evaluation.json",
@@ -169,6 +169,15 @@ def describe_unused(source: WeightSource, config: RunConfig) -> Facts:
         return {"not trained": f"{unused} stay in the base model"}
     fate = "are passed through unchanged" if config.export_unused else "are left out (export_unused=false)"
     return {"not trained": f"{unused} {fate}"}
+
+
+def describe_adapter(setup: RunSetup) -> Facts:
+    """Return what has adapters, and the form of the frozen weights where that is not the run's precision; empty without
+    an adapter."""
+    if setup.adapter is None:
+        return {}
+    targets, form = describe_targets(setup.layers, setup.adapter.config), setup.adapter.form
+    return {"adapter": targets if form is None else f"{targets}; frozen weights in {form}"}
 
 
 def _describe_epochs(budget: StepBudget, setup: RunSetup) -> str:

@@ -47,7 +47,8 @@ class Adapter:
     tensors: initial weights, named as in a peft folder; without them peft's random ones, which depend on the seed and
     not on the layout. in_4bit: whether the projections and the stacks of experts of the layers that get adapters are
     quantized to 4 bits (nf4). kept: the form of their stacks of experts in the files, in which they stay, and their
-    projections where those have it; None for a run that dequantizes them.
+    projections where those have it; None for a run that dequantizes them. unkept: names of modules that do not have it,
+    or the ends of their names.
     """
 
     config: LoraConfig
@@ -55,6 +56,7 @@ class Adapter:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     in_4bit: bool = False
     kept: str | None = None
+    unkept: tuple[str, ...] = ()
 
     @property
     def form(self) -> str | None:
@@ -86,7 +88,7 @@ class Adapter:
         is_meta = next(module.parameters()).is_meta
         held = kept or {}
         if is_meta and self.form is not None:
-            mark_quantized(module, self.form)
+            mark_quantized(module, self.list_frozen(module, layer), self.form)
         elif self.in_4bit:
             held = quantize(module, self.list_frozen(module, layer))
         replacements = hold(module, held)
@@ -124,14 +126,23 @@ class Adapter:
         experts, and its projections where the form is theirs too (of those in files some may not have it)."""
         if self.form is None or is_saved(layer, self.config) or not list_targets(module, layer, self.config):
             return ()
-        return list_held(module, self.form)
+        return tuple(name for name in list_held(module, self.form) if not self._is_unkept(layer.hf_prefix + name))
+
+    def _is_unkept(self, name: str) -> bool:
+        """Return whether the module of a weight is one of those, is in one, or ends in such a name."""
+        module = name.removesuffix(".weight")
+        return any(f"{module}.".startswith(f"{each}.") or module.endswith(each) for each in self.unkept)
 
     def list_quantized(self, layers: Sequence[Layer]) -> list[str]:
-        """Return the prefixes of the layers whose projections and experts `attach` quantizes."""
-        if not self.in_4bit:
+        """Return the prefixes of the layers whose projections and experts are held in `form`; with its name, unless
+        that is nf4."""
+        if self.form is None:
             return []
+        ending = "" if self.in_4bit else f" in {self.form}"
         unsaved = [layer for layer in layers if not is_saved(layer, self.config)]
-        return [layer.hf_prefix for layer in unsaved if list_targets(layer.build_on_meta(), layer, self.config)]
+        return [
+            layer.hf_prefix + ending for layer in unsaved if list_targets(layer.build_on_meta(), layer, self.config)
+        ]
 
     def _fill_saved(self, module: nn.Module, layer: Layer, parallel: TensorParallel) -> None:
         """Load the initial weights of a module in `modules_to_save`."""

@@ -54,13 +54,14 @@ def build_adapter(
     is_part: bool = False,
     head: Head | None = None,
     form: str = "",
+    unconverted: tuple[str, ...] = (),
 ) -> Adapter | None:
     """Build the adapter that `options` describe; None where they ask for none.
 
     seed: of the random matrices. base_name: the base model's name or path, which peft's config names. is_part: the
     layers belong to a wrapped model, which may have other modules of the same names. head: of the model in place of its
     LM head; it is trained and saved whole. form: of the quantized weights in the model's files, a name in `FORMS` of
-    `models/layers/frozen.py`; empty where there are none.
+    `models/layers/frozen.py`; empty where there are none. unconverted: names of modules that are not in that form.
     Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an
     adapter.
     """
@@ -84,7 +85,9 @@ def build_adapter(
         )
     if is_part:
         lora.target_modules = list_full_names(layers, lora)
-    return Adapter(lora, seed, tensors, options.load_in_4bit, form if options.keep_quantized else None)
+    if not options.keep_quantized:
+        return Adapter(lora, seed, tensors, options.load_in_4bit)
+    return Adapter(lora, seed, tensors, kept=form, unkept=unconverted)
 
 
 def _check_values(options: AdapterOptions) -> None:

@@ -178,7 +178,9 @@ def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_fingerprint(path: Path) -> str | None:
-    """Return the fingerprint of the base model in a peft folder that a run has exported; None in another."""
+    """Return the fingerprint of the base model in a peft folder that a run has exported; None in another folder."""
+    if not (path / ADAPTER_WEIGHTS).is_file():
+        return None
     return (open_safetensors(path / ADAPTER_WEIGHTS).metadata() or {}).get(BASE_FINGERPRINT)
 
 

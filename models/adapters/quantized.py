@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.adapters.targets import list_adaptable, list_projections
+from models.adapters.targets import list_adaptable
 from models.experts.frozen import count_chunk
 from models.experts.grouped import is_stack
 from models.layers import nf4
 from models.layers.frozen import FORMS, FrozenLinear, FrozenStack, count_stack_bytes
-from models.sharding.expert_parallel import list_stacks
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,11 @@ class QuantizedWeight:
     num_chunks: int = 1
 
 
-def mark_quantized(module: nn.Module, form: str) -> None:
-    """Mark the experts of a layer on the meta device, where nothing can be quantized, as held in a form, for
-    `list_quantized`; its projections too where they have that form."""
-    projections = list_projections(module).values() if FORMS[form].HAS_PROJECTIONS else ()
-    for part in (*projections, *list_stacks(module)):
-        part.frozen_form = form  # type: ignore[assignment]
+def mark_quantized(module: nn.Module, names: Iterable[str], form: str) -> None:
+    """Mark weights of a layer on the meta device, where nothing can be quantized, as held in a form, for
+    `list_quantized`."""
+    for name in names:
+        module.get_submodule(name.rpartition(".")[0]).frozen_form = form  # type: ignore[assignment]
 
 
 def list_quantized(module: nn.Module) -> list[QuantizedWeight]:

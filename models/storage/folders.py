@@ -203,14 +203,19 @@ def check_output_dir(
 
 def check_disk_space(output_dir: Path, needed: int) -> None:
     """Check that the disk of `output_dir` has `needed` bytes free. Raises UserError otherwise."""
-    existing = next(parent for parent in (output_dir.resolve(), *output_dir.resolve().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    free = measure_free(output_dir)
     if free < needed:
         raise UserError(
             f"output_dir {output_dir} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; "
             "make room or choose another",
             Ending.DISK,
         )
+
+
+def measure_free(folder: Path) -> int:
+    """Return the free bytes of the disk on which a folder is, or will be."""
+    existing = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
 
 
 def has_tokenizer(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The edit that merges an adapter into its base model."""
+"""The edits by which a base model gets an adapter: its folder alone, or its weights merged in."""
 
 from __future__ import annotations
 
@@ -27,27 +27,36 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 
-class MergedAdapter(Edit):
+class AdapterFolder(Edit):
+    """Gives a model the tokenizer and the config.json of an adapter that is put on its layers, and changes no weights.
+    They come before those of the model where the adapter's folder has them."""
+
+    order = EditOrder.ADAPTER
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find_folders(self, before: WeightSource) -> tuple[Path, Path]:
+        config_dir = self._folder if (self._folder / "config.json").is_file() else before.config_dir
+        return self._folder if has_tokenizer(self._folder) or self._folder == config_dir else before.path, config_dir
+
+
+class MergedAdapter(AdapterFolder):
     """Merges an adapter into a model, one layer at a time.
 
     Merged weights are read in fp32 or wider, so that they are rounded once, to the dtype in which they are used. They
     are described in the dtype of their base, in which they are written where no other is asked for.
     """
 
-    order = EditOrder.ADAPTER
     changes_experts = True
 
     def __init__(
         self, folder: Path, lora: LoraConfig, read_adapter: ReadAdapter, files: list[Path], names: Collection[str] = ()
     ) -> None:
-        """folder: of the adapter, whose tokenizer and config.json, where it has them, come before those of the model.
-        files: the adapter's own. names: the tensors of a peft folder."""
-        self._folder, self._lora, self._read_adapter, self._names = folder, lora, read_adapter, names
+        """folder: of the adapter. files: the adapter's own. names: the tensors of a peft folder."""
+        super().__init__(folder)
+        self._lora, self._read_adapter, self._names = lora, read_adapter, names
         self.files = files
-
-    def find_folders(self, before: WeightSource) -> tuple[Path, Path]:
-        config_dir = self._folder if (self._folder / "config.json").is_file() else before.config_dir
-        return self._folder if has_tokenizer(self._folder) or self._folder == config_dir else before.path, config_dir
 
     def check(self, edited: EditedWeights, layers: list[Layer]) -> None:
         check_all_taken(self._names, self._lora, layers)

@@ -86,6 +86,10 @@ class EditedWeights:
     def form(self) -> str:
         return "" if self._edit.changes_experts else self.before.form
 
+    @property
+    def unconverted(self) -> tuple[str, ...]:
+        return self.before.unconverted
+
     @cached_property
     def layers_before(self) -> list[Layer]:
         """The layers of the model before the edit."""

@@ -70,6 +70,11 @@ class HuggingFaceFolder:
         """The form of quantized tensors, a name in `FORMS` (`models/layers/frozen.py`); empty where there are none."""
         return self._quantization.form
 
+    @property
+    def unconverted(self) -> tuple[str, ...]:
+        """See `DescribedModel`."""
+        return self._quantization.unconverted
+
     def read_kept(self, layer: Layer, name: str) -> tuple[torch.Tensor, ...] | None:
         """See `models/weights/published.py`."""
         pieces, whole = self._get_pieces(layer, name), layer.build_on_meta().get_parameter(name).shape

@@ -32,6 +32,7 @@ class PipelineCheckpoint:
     a file whose bytes are not those of the manifest."""
 
     form = ""  # its layers are dequantized
+    unconverted: tuple[str, ...] = ()
 
     def __init__(self, path: Path, tag: str, trust_checkpoint: bool = False) -> None:
         """trust_checkpoint: accept a training checkpoint without a manifest. Raises UserError otherwise."""

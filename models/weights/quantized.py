@@ -50,9 +50,12 @@ Read = Callable[[str], torch.Tensor]
 
 class Quantization(Protocol):
     """How a folder stores its tensors. form: its name in `FORMS` (`models/layers/frozen.py`); empty for unquantized
-    ones."""
+    ones. unconverted: names of modules that are not in it, by config.json; the files decide."""
 
     form: ClassVar[str]
+
+    @property
+    def unconverted(self) -> tuple[str, ...]: ...
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
         """Return the names of the tensors that the stored ones make up. Raises UserError for scales under unknown
@@ -73,6 +76,7 @@ class Unquantized:
     """Tensors are stored unquantized."""
 
     form: ClassVar[str] = ""
+    unconverted: tuple[str, ...] = ()
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
         return set(stored)
@@ -87,12 +91,13 @@ class Unquantized:
 @dataclass(frozen=True)
 class Fp8:
     """fp8 matrices with scales. block: rows and columns per scale; None: one scale per matrix. path: the folder, for
-    messages."""
+    messages. unconverted: see `Quantization`."""
 
     form: ClassVar[str] = "fp8"
     path: Path
     dtype: torch.dtype
     block: tuple[int, int] | None
+    unconverted: tuple[str, ...] = ()
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
         names = set(stored)
@@ -158,6 +163,7 @@ class Mxfp4:
     form: ClassVar[str] = "mxfp4"
     path: Path
     dtype: torch.dtype
+    unconverted: tuple[str, ...] = ()  # which are projections, and those are never in this form
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
         parts = {name for name in stored if name.endswith((BLOCKS, SCALES))}
@@ -195,6 +201,7 @@ class Int4:
     form: ClassVar[str] = "int4"
     path: Path
     dtype: torch.dtype
+    unconverted: tuple[str, ...] = ()  # as of mxfp4
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
         for end, kind in _UNREAD.items():
@@ -250,7 +257,9 @@ def parse_quantization(fields: dict[str, Any], file: Path) -> Quantization:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == "fp8":
         _check_known(quantization, file, fmt=_FORMATS, expert_dtype=("fp8",))
-        return Fp8(file.parent, _get_dtype(fields, file), _get_block(quantization, file))
+        return Fp8(
+            file.parent, _get_dtype(fields, file), _get_block(quantization, file), _list_unconverted(quantization)
+        )
     if method == "mxfp4":
         return Mxfp4(file.parent, _get_dtype(fields, file))
     if method == "compressed-tensors":
@@ -296,6 +305,13 @@ def _get_block(quantization: dict[str, Any], file: Path) -> tuple[int, int] | No
     if not isinstance(block, list | tuple) or [type(size) for size in block] != [int, int] or min(block) < 1:
         raise UserError(f"{file}: {QUANTIZATION_CONFIG}.weight_block_size={block!r}: two sizes from 1 on, or null")
     return block[0], block[1]
+
+
+def _list_unconverted(quantization: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of modules that are not in fp8; what is not a list of names is no reason to refuse files that
+    say themselves what they hold."""
+    names = quantization.get("modules_to_not_convert")
+    return tuple(each for each in names if isinstance(each, str)) if isinstance(names, list) else ()
 
 
 def _get_dtype(fields: dict[str, Any], file: Path) -> torch.dtype:

@@ -22,6 +22,7 @@ class RandomWeights:
     """A `WeightSource` without files."""
 
     form = ""
+    unconverted: tuple[str, ...] = ()
 
     def __init__(self, config: PretrainedConfig, seed: int) -> None:
         self.path = self.config_dir = Path("random weights")

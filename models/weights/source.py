@@ -20,7 +20,8 @@ class DescribedModel(Protocol):
 
     path: the folder with the tokenizer if there is one, and usually config.json. config: of the text model. wrapper:
     the model that it is a part of; None where it is all of it. form: of the quantized weights in its files, a name in
-    `FORMS` of `models/layers/frozen.py`; empty where there are none.
+    `FORMS` of `models/layers/frozen.py`; empty where there are none. unconverted: names of modules that are not in
+    that form, by its config.json.
     """
 
     path: Path
@@ -29,6 +30,9 @@ class DescribedModel(Protocol):
 
     @property
     def form(self) -> str: ...
+
+    @property
+    def unconverted(self) -> tuple[str, ...]: ...
 
 
 class WeightSource(DescribedModel, Protocol):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
@@ -31,11 +33,12 @@ from models.further.table import count_trained
 from models.heads.head import Labels
 from models.heads.table import find_head, list_labels
 from models.layers.rope_scaling import copy_positions
+from models.storage.folders import measure_free
 from models.storage.hub import split_revision
 from models.storage.manifest import find_wrong_size
 from models.storage.steps import LATEST_NAME, find_damaged_latest, has_latest, is_step, list_checkpoints, read_latest
 from models.storage.tensor_files import load_json
-from models.weights.adapted import MergedAdapter
+from models.weights.adapted import AdapterFolder, MergedAdapter
 from models.weights.config_file import load_config
 from models.weights.edits import Edit, edit_weights
 from models.weights.fingerprint import check_base, read_base_fingerprint
@@ -47,6 +50,7 @@ from models.weights.resized_vocab import ResizedVocabulary, with_rows
 from models.weights.source import WeightSource
 
 if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 # Patterns of the files to download besides weights: configs, and what a tokenizer or a processor needs
@@ -155,17 +159,48 @@ def _open_adapted(
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}",
             error.ending,
         ) from None
-    expected = read_base_fingerprint(checkpoint.step_dir) if checkpoint else read_fingerprint(path)
-    if expected is not None and not trust_checkpoint:
-        check_base(base, expected, path)
-    if config_file.is_file():
-        base = edit_weights(base, _follow_run(base, load_config(path, trust_remote_code)[0]))
+    step_dir = checkpoint.step_dir if checkpoint else None
+    base = _complete_base(base, path, step_dir, trust_remote_code, trust_checkpoint)
     layers = build_layers(base.config, base.wrapper)
     tensors = restore_order(tensors, layers, lora)
     untied = [UntiedHead()] if has_own_head(tensors, layers) else []
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
     adapter = MergedAdapter(path, lora, read_adapter, [path / ADAPTER_CONFIG, *files], tensors.keys())
     return edit_weights(base, [*untied, adapter])
+
+
+def open_beside_adapter(
+    name_or_path: str | None,
+    folder: Path,
+    step_dir: Path | None,
+    trust_remote_code: bool = False,
+    trust_checkpoint: bool = False,
+) -> WeightSource:
+    """Open the base model of an adapter that is put on its layers, in place of merging it in: with the head and the
+    rows that the run has added which trained the adapter, and with the tokenizer and config.json of the adapter's
+    folder, where it has them.
+
+    name_or_path: of the base model, as in `open_weights`; None for that which adapter_config.json names. folder: with
+    adapter_config.json. step_dir: the training checkpoint in `folder` that holds the adapter; None for a peft folder.
+    Raises UserError as `open_weights` does."""
+    named = _name_base(load_lora_config(folder)) if name_or_path is None else name_or_path
+    base = open_weights(named, trust_remote_code, trust_checkpoint)
+    base = _complete_base(base, folder, step_dir, trust_remote_code, trust_checkpoint)
+    return edit_weights(base, [AdapterFolder(folder)])
+
+
+def _complete_base(
+    base: WeightSource, folder: Path, step_dir: Path | None, trust_remote_code: bool, trust_checkpoint: bool
+) -> WeightSource:
+    """Return the base model of the adapter in `folder` with the edits of the run that trained the adapter, by the
+    config.json there. step_dir: see `open_beside_adapter`. Raises UserError for a model that the adapter was not
+    trained on, unless `trust_checkpoint`."""
+    expected = read_base_fingerprint(step_dir) if step_dir else read_fingerprint(folder)
+    if expected is not None and not trust_checkpoint:
+        check_base(base, expected, folder)
+    if not (folder / "config.json").is_file():
+        return base
+    return edit_weights(base, _follow_run(base, load_config(folder, trust_remote_code)[0]))
 
 
 def _follow_run(base: WeightSource, config: PretrainedConfig) -> list[Edit]:
@@ -225,6 +260,8 @@ def _download(hub_id: str) -> Path:
         raise UserError(f"model_name_or_path '{hub_id}' is not a folder here, nor could it be a hub id; check the path")
     try:
         return _download_weights(name, revision)
+    except UserError:
+        raise
     except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
         if any(text in str(error) for text in _FULL):
             from huggingface_hub.constants import HF_HUB_CACHE
@@ -245,21 +282,18 @@ def _download_weights(name: str, revision: str | None) -> Path:
     the hub cannot be reached, it is the first format that the local cache holds. If there is none, the folder has no
     weights that a reader knows, and the reader reports that.
 
-    revision: a branch, a tag or a commit; None for the main branch. Raises the exceptions of `huggingface_hub`."""
+    revision: a branch, a tag or a commit; None for the main branch. Raises UserError where the disk has no room for
+    what is left to download, and the exceptions of `huggingface_hub`."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
     incomplete: LocalEntryNotFoundError | None = None
     for read, files, others in HUB_FORMATS:
+        wanted: dict[str, Any] = {"allow_patterns": [*HUB_FILES, *files], "ignore_patterns": [*HUB_SUBFOLDERS, *others]}
+        with suppress(DryRunError):  # the hub cannot be reached, so that nothing is downloaded
+            _check_room(name, snapshot_download(name, revision=revision, dry_run=True, **wanted))
         try:
-            folder = Path(
-                snapshot_download(
-                    name,
-                    revision=revision,
-                    allow_patterns=[*HUB_FILES, *files],
-                    ignore_patterns=[*HUB_SUBFOLDERS, *others],
-                )
-            )
+            folder = Path(snapshot_download(name, revision=revision, **wanted))
         except LocalEntryNotFoundError as error:
             if getattr(error, "snapshot_path", None) is None:
                 raise
@@ -270,3 +304,17 @@ def _download_weights(name: str, revision: str | None) -> Path:
     if incomplete is not None:
         raise incomplete
     return folder  # with weights under other names, or without any, which its reader reports
+
+
+def _check_room(name: str, files: Sequence[DryRunFileInfo]) -> None:
+    """Check that the disk of the hub's cache has room for those of the files that are not in it. Raises UserError."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    needed = sum(file.file_size or 0 for file in files if file.will_download)
+    free = measure_free(Path(HF_HUB_CACHE).expanduser())
+    if needed > free:
+        raise UserError(
+            f"model_name_or_path '{name}': {needed / 1e9:.2f} GB are to be downloaded into {HF_HUB_CACHE}, whose disk "
+            f"has {free / 1e9:.2f} GB free; make room, or set HF_HOME to a folder on another disk",
+            Ending.DISK,
+        )

@@ -22,6 +22,7 @@ ASKED_BY = {
     "data.chat_template": "data.chat_template=chatml",
     "data.collator": "data.collator={_target_: my.Collator}",
     "data.eval_fraction": "data.eval_fraction=0.1",
+    "adapter=lora without adapter.name_or_path and resume": "adapter=lora",
     "distill.teacher": "distill.teacher=a",
     "eval_file": "eval_file=a.jsonl",
     "freeze": "freeze=[norm]",

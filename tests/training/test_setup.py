@@ -127,6 +127,7 @@ def test_a_run_does_not_write_over_what_it_reads(
         config = build_config(*given, f"output_dir={output_dir}")
         with pytest.raises(UserError, match="the run would write over .*out/hf, where .* is; give another output_dir"):
             setups.check_run(config, SINGLE_PROCESS)
+    config.adapter.name = AdapterName.none
     setups.check_run(dataclasses.replace(config, evaluate_only=True, eval_file="eval.jsonl"), SINGLE_PROCESS)
 
 

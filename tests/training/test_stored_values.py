@@ -388,15 +388,16 @@ def test_all_that_the_reference_is_computed_with(own_code: Path, model: Path, mo
         attention: str = "sdpa",
         targets: tuple[str, ...] = ("q_proj",),
         four: bool = False,
+        kept: str | None = None,
         **changes: Any,
     ) -> str:
-        adapter = replace(build_lora(layers, target_modules=list(targets)), in_4bit=four)
+        adapter = replace(build_lora(layers, target_modules=list(targets)), in_4bit=four, kept=kept)
         config, architecture = build_config(*overrides), source.config
         architecture._attn_implementation = attention
         kernels = replace(build.choose_kernels(config, architecture), **changes)
         return scored.compute_model_id(source, config, kernels, adapter.list_quantized(layers), SINGLE_PROCESS)
 
-    in_4bit = ("adapter=lora", "adapter.load_in_4bit=true")
+    in_4bit, kept = ("adapter=lora", "adapter.load_in_4bit=true"), ("adapter=lora", "adapter.keep_quantized=true")
     plain = build.choose_kernels(build_config(), source.config)
     found = [
         identify(),
@@ -409,6 +410,8 @@ def test_all_that_the_reference_is_computed_with(own_code: Path, model: Path, mo
         identify("data.collator={_target_: own_entry.Collator}"),
         identify(*in_4bit, four=True),
         identify(*in_4bit, targets=("model.layers.1.self_attn.q_proj",), four=True),
+        identify(*kept, kept="fp8"),
+        identify(*kept, kept="int4"),
     ]
     assert len(set(found)) == len(found)
     for field in fields(plain):  # a field that is added too

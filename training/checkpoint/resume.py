@@ -36,9 +36,10 @@ from training.distributed.ranks import raise_together
 
 # The fields that determine which samples come next and what a step does with them. The layout does not.
 _KEPT = ("global_batch_size", "num_samples", "seed", "precision", "optimizer")
+IN_4BIT = "adapter.load_in_4bit"
 # Values of `describe_objective` and `describe_stream` that a state before format 7 lacks, or has in another form.
 _RECORDED_SINCE_7 = (
-    "adapter.load_in_4bit",
+    IN_4BIT,
     "data.collator",
     "loss",
     "the hash of encoder, tokenizer and their options",
@@ -201,6 +202,18 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
             "one, or continue anyway with resume_allow_changes=true"
         )
     return others + differing + notes
+
+
+def check_evaluated(saved: TrainerState, in_4bit: bool, allow_changes: bool = False) -> None:
+    """Check that an evaluation with the adapter of a checkpoint has the frozen weights that its run has had. in_4bit:
+    whether it has them in 4 bits. Raises UserError unless `allow_changes`."""
+    was_in_4bit = saved.data.get(IN_4BIT) == "true"
+    if was_in_4bit != in_4bit and saved.format >= 7 and not allow_changes:
+        was, now = (str(each).lower() for each in (was_in_4bit, in_4bit))
+        raise UserError(
+            f"resume: {IN_4BIT} was {was}, is {now}; give the same, or evaluate the adapter on the other weights with "
+            "resume_allow_changes=true"
+        )
 
 
 def _list_others(saved: TrainerState, run: TrainerState) -> list[str]:

@@ -154,6 +154,10 @@ LORA_DROPOUT = _with_lora(_above("adapter.lora_dropout", 0))
 DORA = _with_lora(has_value("adapter.use_dora", "true"))
 IN_4BIT = _with_lora(has_value("adapter.load_in_4bit", "true"))
 KEPT = _with_lora(has_value("adapter.keep_quantized", "true"))
+NEW_ADAPTER = Feature(
+    "adapter=lora without adapter.name_or_path and resume",
+    lambda run: LORA.holds(run) and not run.config.adapter.name_or_path and not run.config.resume,
+)
 STARTS_FROM_BASE = _with_lora(
     Feature(
         "adapter.init_lora_weights=pissa or olora",
@@ -385,6 +389,8 @@ TABLE: tuple[Row, ...] = (
         NO_EVALUATION: "there is nothing to evaluate; give eval_file",
         _given("callbacks"): "they are called while a run trains; give one of them",
         OVERWRITE: "it writes no checkpoint, and the existing ones would be deleted; give one of them",
+        NEW_ADAPTER: "a new adapter adds nothing to the model; "
+            "give resume or adapter.name_or_path, or adapter=none for the model alone",
     }),
     (_given("resume"), {OVERWRITE: "one continues a run, the other restarts it; give one of them"}),
     (_given("eval_steps"), {EVAL_EPOCHS: "both set the interval; give one of them"}),

@@ -191,7 +191,7 @@ def count_layers(
     count that differs in `batch` alone; None to find them, for which each layer is built.
     """
     # what is trained may depend on a layer's number and name
-    is_by_layer = bool(freeze) or (adapter is not None and names_layers(adapter.config))
+    is_by_layer = bool(freeze) or (adapter is not None and (bool(adapter.unkept) or names_layers(adapter.config)))
     part = replace(batch, seq_length=batch.seq_length // ranks.parts.size)
     counted: dict[Any, tuple[LayerCost, torch.dtype]] = {}
     known: dict[tuple[int, torch.dtype], tuple[LayerCost, torch.dtype]] = {}
@@ -215,7 +215,8 @@ def count_layers(
         if fuses:
             fuse_kernels(module)
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
-        recipe = (layer.module_class, layer.tied_key, layer.owns_weights, layer.is_further)
+        forms = tuple(getattr(part, "frozen_form", None) for part in module.modules())
+        recipe = (layer.module_class, layer.tied_key, layer.owns_weights, layer.is_further, forms)
         lent = _count_lent(module, replace(part, seq_length=_LONGEST))  # so that kinds are those of any length
         kind = (*recipe, lent, _find_window(module, config), shapes, dtype)
         if kind not in counted:

@@ -187,6 +187,7 @@ class ModelFolder:
     config: PretrainedConfig
     wrapper: Wrapper | None = None
     form: str = ""
+    unconverted: tuple[str, ...] = ()
 
 
 def describe_model(config: RunConfig, group: str = "model") -> ModelFolder:
@@ -215,7 +216,8 @@ def describe_model(config: RunConfig, group: str = "model") -> ModelFolder:
         )
     if has_tokenizer(config, str(folder)):
         architecture.vocab_size = count_added_rows(config, architecture, str(folder)) or architecture.vocab_size
-    return ModelFolder(folder, architecture, wrapper, parse_quantization(fields, folder).form)
+    stored = parse_quantization(fields, folder)
+    return ModelFolder(folder, architecture, wrapper, stored.form, stored.unconverted)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
     parts = check_run_sequences(config, architecture, layers)
     check_expert_parallel(architecture, layers, config.expert_parallel_size)
     check_freeze(config.freeze, layers)
-    adapter = None if config.evaluate_only else _resolve_adapter(config, model, layers, target)
+    adapter = _resolve_adapter(config, model, layers, target)
     if not config.evaluate_only:
         check_parameter_groups(config, layers, adapter)
     routers = build_router_options(config.moe, architecture, layers)
@@ -279,6 +279,7 @@ def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Laye
         is_part=model.wrapper is not None,
         head=head,
         form=model.form,
+        unconverted=model.unconverted,
     )
     if adapter is None:
         return None

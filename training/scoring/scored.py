@@ -47,8 +47,8 @@ def compute_model_id(
     """Return a hash of the weights, by content, and of all that decides what they make of tokens. All ranks call it;
     the main rank reads the files.
 
-    kernels: with which it computes. special: the layers in 4 bits, and the parameters that stay in fp32 in a model
-    of 16 bits. Raises UserError.
+    kernels: with which it computes. special: the layers that are held quantized, and the parameters that stay in fp32
+    in a model of 16 bits. Raises UserError.
     """
 
     def compute() -> str:

@@ -274,8 +274,10 @@ def test_a_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_path: Pa
     model = AutoModelForSequenceClassification.from_pretrained(merged, dtype=torch.float32)
     assert model.config.id2label == dict(enumerate(NAMES))
     check_record(ended[-1], evaluate(model, dataset, 0, "single_label_classification"))
-    run("evaluated", "pp2", "evaluate_only=true", f"resume={tmp_path}/ended/checkpoints")
-    check_record(json.loads((tmp_path / "evaluated" / "evaluation.json").read_text()), expected)
+    own = f"resume={tmp_path}/ended/checkpoints"
+    for given in ((own,), (own, "adapter=lora", "adapter.r=4"), ("adapter=lora", f"adapter.name_or_path={hf}")):
+        run("evaluated", "pp2", "evaluate_only=true", *given)
+        check_record(json.loads((tmp_path / "evaluated" / "evaluation.json").read_text()), expected)
 
 
 @pytest.mark.full

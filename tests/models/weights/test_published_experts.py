@@ -24,6 +24,7 @@ from models.weights.edits import Edit, EditedWeights
 from models.weights.published import read_kept
 from models.weights.source import WeightSource
 from models.weights.sources import open_weights
+from training.costs.cost import MicroBatchShape, count_layers
 
 NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 LAST = 4  # of the decoder layers
@@ -154,7 +155,7 @@ def test_options() -> None:
     options = AdapterOptions(name=AdapterName.lora, keep_quantized=True)
     adapter = build_adapter(options, mixture, seed=3, base_name="model", form="fp8")
     assert adapter is not None and (adapter.form, adapter.in_4bit) == ("fp8", False)
-    assert not adapter.list_quantized(mixture)  # it computes what a run does that dequantizes them on reading
+    assert adapter.list_quantized(mixture)[0] == f"{mixture[1].hf_prefix} in fp8"
     with pytest.raises(UserError, match="adapter.keep_quantized=true: model holds no weights in fp8, mxfp4 or int4"):
         build_adapter(options, mixture, seed=3, base_name="model")
     assert build_adapter(options, dense, seed=3, base_name="model", form="fp8") is not None
@@ -173,3 +174,28 @@ def test_the_plan_counts_the_bytes_of_blocks_of_the_published_size(form: str, tm
     layer, source = open_layer(tmp_path)
     for stack in read_kept(source, layer, list_held(layer.build_on_meta(), form), torch.bfloat16).values():
         assert stack.nbytes == count_stack_bytes(form, stack.shape)
+
+
+def test_the_plan_counts_projections_in_bf16_that_the_folder_does_not_have_in_fp8(tmp_path: Path) -> None:
+    """As its config.json says, which a plan has without the files."""
+    stored = save_fp8(tmp_path, block=(128, 128), hidden_size=256, moe_intermediate_size=128)
+    name = f"model.layers.{LAST - 2}.self_attn.o_proj"
+    stored[f"{name}.weight"] = stored[f"{name}.weight"].bfloat16()
+    del stored[f"{name}.weight_scale_inv"]
+    save_file(stored, tmp_path / "model.safetensors")
+    quantization = FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", name]}
+    write_config(tmp_path, quantization_config=quantization)
+    source = open_weights(str(tmp_path))
+    layers = build_layers(source.config)
+    options = AdapterOptions(name=AdapterName.lora, keep_quantized=True)
+    adapter = build_adapter(
+        options, layers, seed=3, base_name="model", form=source.form, unconverted=source.unconverted
+    )
+    costs = count_layers(layers, source.config, MicroBatchShape(1, 8, torch.bfloat16), adapter=adapter)
+    found = []
+    for index in (LAST - 1, LAST):
+        layer = layers[index]
+        kept = read_kept(source, layer, list_held(layer.build_on_meta(), "fp8"), torch.bfloat16)
+        found.append(sum(stack.nbytes for stack in kept.values()))
+        assert costs[index].parameters.quantized_bytes == found[-1]
+    assert found[0] < found[1]

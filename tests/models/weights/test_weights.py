@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import DryRunFileInfo
 from huggingface_hub._tree_cache import TREE_CACHE_FORMAT_VERSION
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig
@@ -405,6 +407,39 @@ def test_a_full_disk_is_no_wrong_name(error: Exception, monkeypatch: pytest.Monk
     assert caught.value.ending is Ending.DISK
 
 
+def replace_download(monkeypatch: pytest.MonkeyPatch, download: Callable[..., str], size: int = 0) -> None:
+    """Replace `snapshot_download`, which is first asked for what it would download: a file of `size` bytes that is
+    there, and one that is not."""
+
+    def snapshot_download(name: str, dry_run: bool = False, **options: Any) -> Any:
+        if not dry_run:
+            return download(name, **options)
+        found = DryRunFileInfo("0" * 40, size, "a.safetensors", "", is_cached=False, will_download=True)
+        return [found, replace(found, is_cached=True, will_download=False)]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+def test_a_download_that_the_disk_has_no_room_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def download(name: str, **_: object) -> str:
+        begun.append(name)
+        return "/nowhere"
+
+    monkeypatch.setattr(sources, "measure_free", lambda folder: 689_000_000_000)
+    for size in (689_000_000_000, 690_000_000_000):
+        replace_download(monkeypatch, download, size)
+        if size > 689_000_000_000:
+            message = "'org/name': 690.00 GB are to be downloaded into .*, whose disk has 689.00 GB free; make room, or"
+            with pytest.raises(UserError, match=message) as caught:
+                sources._download("org/name")
+            assert caught.value.ending is Ending.DISK
+        else:
+            sources._download("org/name")
+    assert begun == ["org/name"] * len(sources.HUB_FORMATS)
+
+
 def test_folders_of_a_hub_model_are_not_downloaded(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """gpt-oss is there three times, in other programs' formats too."""
     files = ["config.json", "model-00001-of-00002.safetensors", "original/model.safetensors", "metal/model.bin"]
@@ -414,7 +449,7 @@ def test_folders_of_a_hub_model_are_not_downloaded(originals: dict[str, Path], m
         downloaded.extend(filter_repo_objects(files, **patterns))
         return str(originals["hf"])
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    replace_download(monkeypatch, snapshot_download)
     read_everything(Path("openai/gpt-oss-20b"))
     assert downloaded == files[:2]
 
@@ -443,7 +478,7 @@ def test_one_format_of_a_hub_model_is_downloaded(
             (tmp_path / name).touch()
         return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    replace_download(monkeypatch, snapshot_download)
     sources._download("org/name")
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(["config.json", *wanted])
 
@@ -489,7 +524,7 @@ def test_a_revision_of_a_hub_model_is_asked_for(originals: dict[str, Path], monk
         asked.append((hub_id, revision))
         return str(originals["hf"])
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    replace_download(monkeypatch, snapshot_download)
     for name in ("org/name", "org/name@v1.0", "org/name@refs/pr/3"):
         open_weights(name)
     assert asked == [("org/name", None), ("org/name", "v1.0"), ("org/name", "refs/pr/3")]

@@ -229,10 +229,6 @@ def test_a_lora_run_exports_and_merges(run, root: Path, tmp_path: Path, num_stag
     )  # adapters alone
 
     base = AutoModelForCausalLM.from_pretrained(root / "tiedFalse")
-    run("whole", num_stages, num_stages, *SOME_ADAPTERS, "evaluate_only=true", "resume=latest")
-    assert json.loads((whole / "evaluation.json").read_text())["eval_loss"] == pytest.approx(
-        reported, rel=1e-5
-    )  # with the adapter merged in
     before = mean_loss(base, eval_dataset(root))[0]
     assert abs(mean_loss(PeftModel.from_pretrained(base, whole / "hf"), eval_dataset(root))[0] - reported) < 1e-4
     assert before - reported > 0.01  # the adapter does something
@@ -242,6 +238,32 @@ def test_a_lora_run_exports_and_merges(run, root: Path, tmp_path: Path, num_stag
             convert2ckpt_main("--to_hf", "--model_name_or_path", str(whole / source), "--output_dir", str(merged)) == 0
         )
         assert abs(mean_loss(AutoModelForCausalLM.from_pretrained(merged), eval_dataset(root))[0] - reported) < 1e-4
+
+
+@pytest.mark.parametrize(("trained", "evaluated"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+def test_an_adapter_is_evaluated_on_its_base_at_another_layout(run, root: Path, trained: int, evaluated: int) -> None:
+    """Put on the base model or merged into it, from the checkpoint or the export; and a new one is refused."""
+    whole = run("whole", trained, trained, *SOME_ADAPTERS)
+    reported = read_metrics(whole)[-1]["eval_loss"]
+
+    def evaluate(*overrides: str) -> float:
+        out = run("evaluated", evaluated, evaluated, "evaluate_only=true", "micro_batch_size=4", *overrides)
+        return json.loads((out / "evaluation.json").read_text())["eval_loss"]
+
+    checkpoint, folder = f"resume={whole}/checkpoints", f"adapter.name_or_path={whole}/hf"
+    assert evaluate(*SOME_ADAPTERS, checkpoint) == pytest.approx(reported, rel=1e-6)
+    with pytest.raises(AssertionError, match="adapter.r was 4, is 6"):
+        evaluate(*SOME_ADAPTERS, checkpoint, "adapter.r=6")
+    assert evaluate("adapter=none", checkpoint) == pytest.approx(reported, rel=BOUND)
+    base = AutoModelForCausalLM.from_pretrained(root / "tiedFalse")
+    before = mean_loss(base, eval_dataset(root))[0]
+    expected = mean_loss(PeftModel.from_pretrained(base, whole / "hf"), eval_dataset(root))[0]
+    assert evaluate("adapter=lora", folder) == pytest.approx(expected, rel=BOUND)
+    assert before - expected > 0.01  # the adapter does something
+    with pytest.raises(AssertionError, match="a new adapter adds nothing to the model; give resume or adapter.name_"):
+        evaluate("adapter=lora")
+    with pytest.raises(AssertionError, match="resume=latest: there is no checkpoint at "):
+        evaluate("adapter=lora", "resume=auto")
 
 
 @pytest.mark.full

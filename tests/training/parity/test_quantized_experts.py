@@ -3,8 +3,8 @@ against peft on the plain Hugging Face model with the dequantized values; and th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -22,7 +22,6 @@ from support.cases import (
     Case,
     mean_loss,
     merge,
-    relative_difference,
     train_case,
     train_oracle,
     train_run,
@@ -30,17 +29,15 @@ from support.cases import (
 )
 from support.families import save_family
 from support.model_folders import convert, export
-from support.quantized import save_fp8, save_int4, save_mxfp4
+from support.quantized import save_fp8, save_int4, save_mxfp4, save_rounded
 from support.runs import eval_dataset, read_metrics
 from support.tiny import save_records, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from convert2ckpt import main as convert2ckpt
-from models.adapters.targets import list_adaptable
-from models.architecture.lookup import build_layers
 
-functional = pytest.importorskip("bitsandbytes.functional")
+pytest.importorskip("bitsandbytes")
 IN_4_BITS = ("adapter=lora", "adapter.load_in_4bit=true")
 KEPT = ("adapter=lora", "adapter.keep_quantized=true")
 EP2 = "expert_parallel_size=2"
@@ -61,29 +58,6 @@ FULL = [
     ("glm4_moe", "ep2", (CHECKPOINTED,)),
     ("llama4_text", "pp2", SELECTIVE),
 ]
-
-
-def save_rounded(folder: Path, model_folder: Path) -> None:
-    """Save the model with the values that its projections, and each expert of its stacks, have in 4 bits."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    held = {
-        layer.hf_prefix + name
-        for layer in build_layers(deepcopy(model.config))
-        for parts in [list_adaptable(layer.build_on_meta())]
-        for name in (*(f"{projection}.weight" for projection in parts.projections), *parts.stacks)
-    }
-    for name, parameter in model.named_parameters():
-        if name in held:
-            weight = parameter.data
-            for matrix in weight if weight.ndim == 3 else [weight]:
-                # As one column: on a CPU bitsandbytes (0.50.2) gives blocks of others wrong scales
-                packed = functional.quantize_4bit(matrix.view(-1, 1), quant_type="nf4", compress_statistics=True)
-                rounded = functional.dequantize_4bit(*packed).view(matrix.shape)
-                assert relative_difference(rounded, matrix) > 0.01
-                matrix.copy_(rounded)
-            held.remove(name)
-    assert not held
-    model.save_pretrained(folder)
 
 
 def prepare(tmp_path: Path, family: str, form: str, **fields: int) -> tuple[Path, Path]:
@@ -210,6 +184,85 @@ def test_a_run_resumes_at_another_layout_and_exports(workers: Callable[[int], Wo
     loss = mean_loss(merged, eval_dataset(tmp_path))[0]
     assert loss == pytest.approx(mean_loss(PeftModel.from_pretrained(base, whole / "hf"), eval_dataset(tmp_path))[0])
     assert loss != pytest.approx(reported, rel=1e-4)  # of the run's experts, which are rounded
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "trained", "evaluated"),
+    [
+        ("qwen3_moe", "nf4", "pp2", "ep2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("qwen3_moe", "nf4", "pp1", "pp2"),
+                ("deepseek_v3", "fp8", "pp2", "pp1"),
+                ("deepseek_v3", "fp8", "pp1", "ep2xpp2"),
+                ("deepseek_v3", "int4", "ep2", "pp2"),
+                ("gpt_oss", "mxfp4", "pp2", "ep2"),
+                ("gpt_oss", "mxfp4", "pp1", "pp2"),
+            )
+        ),
+    ],
+)
+def test_an_evaluation_has_the_weights_that_were_trained_on(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, family: str, form: str, trained: str, evaluated: str
+) -> None:
+    """At another layout, from the checkpoint and from the export."""
+    model_folder, rounded_folder = prepare(tmp_path, family, form)
+    save_records(tmp_path / "eval.jsonl", 11, seed=1)
+    records = save_records(tmp_path / "train.jsonl", 22)
+    keys = (f"tokenizer_name_or_path={tmp_path}/tokenizer", f"eval_file={tmp_path}/eval.jsonl", "max_grad_norm=1")
+    held = IN_4_BITS if form == "nf4" else KEPT
+
+    def run(name: str, layout: str, *overrides: str) -> Path:
+        num_stages, world_size = LAYOUTS[layout]
+        given = (*keys, f"output_dir={tmp_path}/{name}", *overrides, *((EP2,) if "ep2" in layout else ()))
+        workers(world_size).run(train_run, Case(model_folder, records, tmp_path, num_stages, world_size, 3, given))
+        return tmp_path / name
+
+    def evaluate(*overrides: str) -> float:
+        out = run("evaluated", evaluated, "evaluate_only=true", *overrides)
+        return json.loads((out / "evaluation.json").read_text())["eval_loss"]
+
+    whole = run("whole", trained, *held)
+    reported, checkpoint = read_metrics(whole)[-1]["eval_loss"], f"resume={whole}/checkpoints"
+    assert evaluate(*held, checkpoint) == pytest.approx(reported, rel=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(rounded_folder, dtype=torch.float32)
+    before = mean_loss(model, eval_dataset(tmp_path))[0]
+    expected = mean_loss(PeftModel.from_pretrained(model, whole / "hf"), eval_dataset(tmp_path))[0]
+    assert evaluate(*held, f"adapter.name_or_path={whole}/hf") == pytest.approx(expected, rel=BOUND)
+    assert before - expected > 0.001  # the adapter does something
+    if form == "nf4":
+        with pytest.raises(AssertionError, match="adapter.load_in_4bit was true, is false; give the same, or evaluate"):
+            evaluate("adapter=lora", checkpoint)
+        merged = evaluate("adapter=none", checkpoint)
+        assert evaluate("adapter=lora", checkpoint, "resume_allow_changes=true") == pytest.approx(merged, rel=BOUND)
+        assert merged != pytest.approx(reported, rel=1e-4)  # its base is not rounded
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("save", "held"), [(save_fp8, KEPT), (save_mxfp4, KEPT), (save_fp8, IN_4_BITS)])
+def test_an_evaluation_in_bf16_rounds_as_the_run_does(
+    save: Callable[..., object], held: tuple[str, ...], workers: Callable[[int], WorkerGroup], tmp_path: Path
+) -> None:
+    """An adapter that is merged in is rounded with the weights."""
+    model_folder = tmp_path / "model"
+    save(model_folder)
+    save_tokenizer(model_folder)
+    save_records(tmp_path / "eval.jsonl", 11, seed=1)
+    records = save_records(tmp_path / "train.jsonl", 22)
+    keys = ("precision=bf16", f"eval_file={tmp_path}/eval.jsonl", f"output_dir={tmp_path}/whole")
+
+    def run(*overrides: str) -> None:
+        workers(2).run(train_run, Case(model_folder, records, tmp_path, 2, 2, 3, (*keys, *overrides)))
+
+    def evaluate(*overrides: str) -> float:
+        run(*overrides, "evaluate_only=true", "resume=latest")
+        return json.loads((tmp_path / "whole" / "evaluation.json").read_text())["eval_loss"]
+
+    run(*held)
+    reported = read_metrics(tmp_path / "whole")[-1]["eval_loss"]
+    assert evaluate(*held) == reported
+    assert evaluate("adapter=none") != reported
 
 
 @pytest.mark.full
