@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +35,32 @@ FIRST_TOKEN = 3  # those before it are often special
 MIN_TOKENS = 8  # of a sample
 
 
-def prepare_material(config: RunConfig, num_ranks: int, small: PretrainedConfig) -> Path:
-    """Return the folder with model, adapter and tokens of a proof, next to the tokenized data; the first process of a
-    host that needs it writes it. config: the user's. small: the config of the small model."""
-    probe = derive_config(config, num_ranks, Path())
-    plan = build_row_plan(probe, "train_file")
-    rows = probe.micro_batch_size * probe.gradient_accumulation_steps * num_ranks
+def find_material(config: RunConfig, num_ranks: int, small: PretrainedConfig) -> Path:
+    """Return the folder with model, adapter and tokens of a proof, next to the tokenized data. config: the user's.
+    small: the config of the small model."""
+    plan, rows = _plan_rows(config, num_ranks)
     state = (VERSION, small.to_json_string(use_diff=False), repr(plan), rows, repr(config.adapter), config.data.name)
-    key = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
-    folder = Path(config.data.cache_dir).expanduser() / "proofs" / key
+    return Path(config.data.cache_dir).expanduser() / "proofs" / hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+
+def write_material(folder: Path, config: RunConfig, num_ranks: int, small: PretrainedConfig) -> None:
+    """Write the folder of `find_material`, unless another process has. Called before the ranks join: in a process group
+    `transformers` saves on rank 0 alone."""
+    plan, rows = _plan_rows(config, num_ranks)
     with lock_folder(folder, lambda text: None):
         if not folder.is_dir():
             temporary = make_temporary(folder)
             save_model(temporary, small, config.adapter)
             save_tokens(temporary / "tokens", plan, rows, small.vocab_size, find_kind(config.data.name).concatenates)
             publish_folder(temporary, folder)
-    return folder
+
+
+def _plan_rows(config: RunConfig, num_ranks: int) -> tuple[RowPlan, int]:
+    """Return how samples make rows, and how many a step has at most."""
+    derived = derive_config(config, num_ranks, Path())
+    assert derived.micro_batch_size is not None and derived.gradient_accumulation_steps is not None
+    rows = derived.micro_batch_size * derived.gradient_accumulation_steps * num_ranks
+    return build_row_plan(derived, "train_file"), rows
 
 
 def save_model(folder: Path, small: PretrainedConfig, options: AdapterOptions) -> None:

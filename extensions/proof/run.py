@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from console import show_panel
 from errors import UserError
 from extensions.proof.certificate import check_passed, compare, list_facts, save_certificate
-from extensions.proof.material import prepare_material
+from extensions.proof.material import find_material, write_material
 from extensions.proof.plain import DPO, LOSSES, compute_step
 from extensions.proof.small_run import derive_config, shrink_model
 from extensions.proof.staged import take_step
@@ -93,11 +93,14 @@ def _check_dpo(keys: Any) -> None:
 def prove_small(config: RunConfig, architecture: PretrainedConfig, small: PretrainedConfig, ranks: Ranks) -> None:
     """Join the ranks, take the step, and compare. config, architecture: the user's. small: the small model's config.
     Raises UserError, together on all ranks."""
-    with ranks.phase("making a small model and tokens"):
-        material = prepare_material(config, ranks.world_size, small)
-    run = build_small_run(config, material, ranks)
+    material = find_material(config, ranks.world_size, small)
+    if ranks.local_rank == 0:
+        with ranks.phase("making a small model and tokens"):
+            write_material(material, config, ranks.world_size, small)
     with leave_on_signals(ranks):
         join_ranks(ranks)
+    with exit_on_user_error(ranks, reports=ranks.is_main):
+        run = build_small_run(config, material, ranks)
     watchdog = build_watchdog(run)
     with leave_on_signals(ranks, watchdog.leave), watchdog:
         run = agree_on_setup(run)
