@@ -1,14 +1,11 @@
-"""The outcome of a proof: how far loss and gradients of the stages are from those of plain transformers, on the screen,
-in `output_dir`/proof.json, and in what later runs of the same config record of themselves.
-"""
+"""The outcome of a proof: how far loss and gradients of the stages are from those of plain transformers, on the screen
+and in `output_dir`/proof.json."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,16 +15,14 @@ from transformers import PretrainedConfig
 from console import pluralize
 from errors import UserError
 from extensions.proof.plain import PlainStep
-from extensions.proof.small_run import describe_keys
+from extensions.proof.recorded import FILE, describe_proven
 from extensions.proof.staged import StagedStep
 from filesystem import write_atomically
 from models.generic.proof import BOUND, find_difference
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
 from training.observability.environment import describe_environment
-from training.planner.run import describe_model
 
-FILE = "proof.json"  # in output_dir
 Certificate = dict[str, Any]  # the content of the file
 
 
@@ -129,24 +124,3 @@ def save_certificate(
     folder.path.mkdir(parents=True, exist_ok=True)
     write_atomically(folder.path / FILE, json.dumps(certificate, indent=2) + "\n")
     return folder.path / FILE
-
-
-def describe_proven(
-    config: RunConfig, architecture: PretrainedConfig, num_ranks: int, environment: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what a proof is of, ready for JSON: the keys that it takes over, the model's config, and the code."""
-    model = hashlib.sha256(architecture.to_json_string(use_diff=False).encode()).hexdigest()[:16]
-    code = {"packages": environment["packages"], "git": environment["git"]}
-    return {"keys": describe_keys(config, num_ranks), "model": model, **code}
-
-
-def find_certificate(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
-    """Return, by the name `proof`, the proof in `output_dir` that is one of a run with this config, started on these
-    hosts; nothing where there is none, it has failed, or it is of another config, model or version of the code."""
-    file = RunFolder(config.output_dir).path / FILE
-    with suppress(OSError, ValueError, KeyError, TypeError, UserError):
-        certificate = json.loads(file.read_text())
-        proven = describe_proven(config, describe_model(config).config, len(hosts), describe_environment(hosts))
-        if certificate["passed"] and certificate["proven"] == json.loads(json.dumps(proven)):
-            return {"proof": certificate}
-    return {}

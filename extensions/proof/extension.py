@@ -9,7 +9,7 @@ from extension import Extension
 EXTENSION = Extension(
     folder=Path(__file__).parent,
     actions={"proof": "extensions.proof.run:prove"},
-    facts="extensions.proof.certificate:find_certificate",
+    facts="extensions.proof.recorded:find_certificate",
     commands={"trainer_base_ds_mp.py -cn NAME proof=true": "a small model at this layout against plain transformers"},
     refusals="extensions.proof.refusals:ROWS",
 )

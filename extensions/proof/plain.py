@@ -21,6 +21,8 @@ from training.config.schema import RunConfig
 from training.inputs.datasets import build_order, build_row_plan
 from training.objectives.registry import get_objective
 
+DPO = "dpo"  # the objective
+
 
 @dataclass(frozen=True)
 class PlainStep:
@@ -111,7 +113,6 @@ def yield_dpo(model: nn.Module, documents: Sequence[Document], config: RunConfig
         yield -F.logsigmoid(beta * (chosen - rejected)) / num_pairs
 
 
-DPO = "dpo"
 # Objective -> what yields the terms of its loss, one after the other, so that the graph of one is freed before the next
 LOSSES: dict[str, Callable[[nn.Module, Sequence[Document], RunConfig], Iterator[torch.Tensor]]] = {
     "sft": yield_next_token,

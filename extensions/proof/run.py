@@ -17,6 +17,7 @@ from extensions.proof.material import find_material, write_material
 from extensions.proof.plain import DPO, LOSSES, compute_step
 from extensions.proof.small_run import derive_config, shrink_model
 from extensions.proof.staged import take_step
+from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import CheckedConfig, write_value
 from training.config.schema import RunConfig
 from training.distributed import process
@@ -40,9 +41,11 @@ def prove(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> None:
     with ranks.phase("checking the run and reading the model's config"):
         described = describe_model(config).config
         run = check_run(config, ranks, given)
-        small = shrink_model(run)
-    folder = Path(config.output_dir)
-    log = folder / "logs" / f"proof_rank_{ranks.rank}.log"
+        with explain_small():
+            small = shrink_model(run)
+    folder = RunFolder(config.output_dir)
+    folder.check_writable()
+    log = folder.path / "logs" / f"proof_rank_{ranks.rank}.log"
     process.redirect_output_to_log(log, ranks)
     with exit_on_user_error(ranks, log=log), refuse_exits():
         prove_small(run.config, described, small, ranks)

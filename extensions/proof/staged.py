@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,7 @@ def gather_trained(engine: Engine, group: dist.ProcessGroup | None) -> set[str]:
     return set(_merge(own, group))
 
 
-def _merge(own: dict, group: dist.ProcessGroup | None) -> dict:
-    gathered: list = [None] * dist.get_world_size()
+def _merge(own: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    gathered: list[dict[str, Any] | None] = [None] * dist.get_world_size()
     dist.gather_object(own, gathered if dist.get_rank() == 0 else None, dst=0, group=group)
     return {name: value for part in gathered if part is not None for name, value in part.items()}

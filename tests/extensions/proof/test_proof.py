@@ -22,8 +22,8 @@ from data.loading import loader
 from errors import UserError
 from extension import OWN_FOLDERS, collect_facts
 from extensions.hub.model_card import render_card
-from extensions.proof.certificate import FILE
 from extensions.proof.material import find_material, write_material
+from extensions.proof.recorded import FILE
 from extensions.proof.run import build_small_run, check_run, prove_small
 from extensions.proof.small_run import shrink_model
 from training.checkpoint.run_folder import RunFolder
