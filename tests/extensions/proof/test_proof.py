@@ -17,6 +17,7 @@ from support.configs import build_config
 from support.launching import run_deepspeed
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
+from transformers import AutoConfig
 
 from data.loading import loader
 from errors import UserError
@@ -26,6 +27,7 @@ from extensions.proof.material import find_material, write_material
 from extensions.proof.recorded import FILE
 from extensions.proof.run import build_small_run, check_run, prove_small
 from extensions.proof.small_run import shrink_model
+from models.generic.shrink import SmallSizes, shrink
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
@@ -136,7 +138,7 @@ def test_a_wrong_denominator_is_found(workers: Callable[[int], WorkerGroup], tmp
 def test_what_has_no_counterpart_is_refused(key: str, message: str, tmp_path: Path) -> None:
     lora = ("adapter=lora",) if key.startswith("adapter.") else ()
     with pytest.raises(UserError, match=re.escape(message)):
-        check_run(compose(tmp_path, tmp_path, *lora, key), Ranks(0, 1, 0, 1), ())
+        check_run(compose(tmp_path, tmp_path, *lora, *key.split()), Ranks(0, 1, 0, 1), ())
 
 
 def test_a_variant_of_dpo_is_refused(tmp_path: Path) -> None:
@@ -154,17 +156,30 @@ def test_a_key_that_a_small_model_cannot_have_is_named_as_its_own(tmp_path: Path
         build_small_run(run.config, folder, ranks)
 
 
+def test_a_small_model_has_what_many_ranks_divide() -> None:
+    sizes = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8}
+    small = shrink(AutoConfig.for_model("llama", **sizes), SmallSizes(num_layers=32, width=4))
+    assert (small.num_hidden_layers, small.hidden_size, small.head_dim) == (32, 256, 16)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (16, 8)
+    mixture = AutoConfig.for_model("qwen3_moe", num_experts=128)
+    assert [shrink(mixture, SmallSizes(num_experts=each)).num_experts for each in (8, 16)] == [8, 16]
+
+
 # An extension that makes the gradients of each micro-batch wrong
-WRONG = """
+WRONG = {
+    "extension.py": """
 from pathlib import Path
-from data.loading import loader
 from extension import Extension
-EXTENSION = Extension(folder=Path(__file__).parent)
-collate = loader._collate
+EXTENSION = Extension(folder=Path(__file__).parent, modifiers="wrong.denominators:MODIFIERS")
+""",
+    "denominators.py": """
+from data.loading import loader
+MODIFIERS, collate = (), loader._collate
 def collate_wrong(*arguments, denominators, **options):
     return collate(*arguments, denominators=[2 * each for each in denominators], **options)
 loader._collate = collate_wrong
-"""
+""",
+}
 
 
 @pytest.mark.full
@@ -177,7 +192,8 @@ def test_a_command_proves_itself_and_its_run_says_so(tmp_path: Path, monkeypatch
         f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "max_steps=2", "schedule=zero_bubble",
     ]  # fmt: skip
     (tmp_path / "wrong").mkdir()
-    (tmp_path / "wrong/extension.py").write_text(WRONG)
+    for name, text in WRONG.items():
+        (tmp_path / "wrong" / name).write_text(text)
     with monkeypatch.context() as patched:
         patched.setenv(OWN_FOLDERS, str(tmp_path / "wrong"))
         failed = run_deepspeed([*words, "proof=true"], tmp_path)
