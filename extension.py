@@ -67,6 +67,10 @@ class Extension:
     # is true. The function takes the config, the ranks (`Ranks`, before they join), and the keys that the command line
     # gives; it may raise UserError: {"mine_only": "mine.run:run"} is `mine_only=true`
     actions: Mapping[str, str] = field(default_factory=dict)
+    # "module:function" of what a run records of itself in run.json before its first step. The function takes the config
+    # and the host of each rank, and returns a mapping, ready for JSON, from names to mappings; where one of these has a
+    # `summary`, a model card shows it
+    facts: str = ""
     # Values of the key `plan` beyond true and false -> "module:function". The function takes the config and the width
     # of the screen in characters (None for no limit), and yields texts as soon as it knows them; it may raise
     # UserError. A line `use: ...` is the command of the layout that it proposes, or its keys alone, KEY=VALUE
@@ -226,6 +230,15 @@ def name_parts(parts: Iterable[Any], words: str) -> dict[str, Any]:
         if named.setdefault(part.name, part) is not part:
             raise UserError(f"{OWN_FOLDERS}: there are two {words} '{part.name}'; give one of them another name")
     return named
+
+
+def collect_facts(*described: Any) -> dict[str, Any]:
+    """Return what extensions record of a run, by name. described: the run, as `Extension.facts` takes it."""
+    found: dict[str, Any] = {}
+    for extension in load_extensions():
+        if extension.facts:
+            found |= load_part(extension.facts)(*described)
+    return found
 
 
 def list_model_files() -> list[str]:

@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         *("llama_8b_dpo_pp4", "llama_8b_orpo_pp4", "training.objectives.preference"),
         *("data.encoders.preference", "data.storage.mismatched", "models.losses.pairs"),
     ),
+    "proof": ("proof",),
     "retrieval": (
         *("embedding", "embedding.", "rerank", "rerank."),
         *("data.query_field", "data.positive_field", "data.negatives_field", "data.num_negatives"),

@@ -212,6 +212,7 @@ MINE = {
             model_files=("mine.json",),
             receiver="mine.receiver:Mine",
             actions={"mine_only": "mine.plan:count"},
+            facts="mine.plan:describe",
             plans={"mine": "mine.plan:plan"},
             flags={"--mine_alone": "mine.plan:run"},
             options={"--mine": "adds a word to each start", "--mine_word WORD": "which one"},
@@ -324,6 +325,8 @@ MINE = {
         def run(script, arguments, config_name):
             print(f"mine runs {script.name} {' '.join(arguments)} {config_name}")
             return 3
+        def describe(config, hosts):
+            return {"mine": {"summary": f"{config.num_stages} stages on {len(hosts)} ranks"}}
         def count(config, ranks, given):
             print(f"mine counts {config.num_stages} stages, {'mine_only' in given}")
     """,
@@ -597,6 +600,7 @@ SEAMS: dict[str, Callable[[Life], bool]] = {
     "heads": lambda life: life.described.splitlines()[-1:] == ["model of mine"],
     "model_files": lambda life: life.read("kind/checkpoints/mine.json") == life.read("kind/hf/mine.json") == "prompt",
     "actions": lambda life: life.acted.splitlines()[-1:] == ["mine counts 2 stages, True"],
+    "facts": lambda life: json.loads(life.read("out/run.json"))["facts"]["mine"]["summary"] == "2 stages on 2 ranks",
     "flags": lambda life: life.in_place == "mine runs trainer_base_ds_mp.py --mine_alone -cn mine_tiny base\n",
     "options": lambda life: "--mine_word WORD" in life.supervisor,
     "starter": lambda life: "started with given" in life.restarted,

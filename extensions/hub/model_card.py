@@ -69,6 +69,7 @@ def render_card(run: RunFolder, folder: Path, history: RunHistory, repo_id: str,
         ("licence of the base", license or "not stated where it was read from; see the base model"),
         *_describe_training(config, history, done),
         *_describe_machine(facts),
+        *((name, fact["summary"]) for name, fact in facts.get("facts", {}).items() if "summary" in fact),
     ]
     kind = "A LoRA adapter (peft) for" if is_adapter else "A fine-tuned model, from"
     intro = f"{kind} `{base}`." if base else "A model trained from scratch."

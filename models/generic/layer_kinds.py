@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-_NUM_LAYERS, _MOST = 4, 8  # at least, and where layers of a kind come in periods
+MIN_LAYERS, _MOST = 4, 8  # at least, and where layers of a kind come in periods
 _PERIODS = re.compile(r".*(_period|_interval|_step|_every_n_layers|_pattern|group_size)")
 _OFFSETS = re.compile(r".*_layer_offset")
 # Layers before this one are of one kind, the others of another
@@ -23,8 +23,9 @@ _NUMBERS = re.compile(
 )
 
 
-def choose_layers(config: PretrainedConfig) -> list[int]:
-    """Return the indices of the layers that a small model needs, in ascending order."""
+def choose_layers(config: PretrainedConfig, least: int = MIN_LAYERS) -> list[int]:
+    """Return the indices of the layers that a small model needs, in ascending order. least: their number, where the
+    model has as many."""
     number, fields = config.num_hidden_layers, config.to_dict()
     kinds = [[_describe(name, value, index, number) for name, value in fields.items()] for index in range(number)]
     first = {kinds.index(kind) for kind in kinds}
@@ -33,7 +34,7 @@ def choose_layers(config: PretrainedConfig) -> list[int]:
         for name, value in fields.items()
         if isinstance(value, int) and _PERIODS.fullmatch(name) and value <= _MOST
     ]
-    return sorted(first | set(range(min(number, max([_NUM_LAYERS, *periods])))))
+    return sorted(first | set(range(min(number, max([least, *periods])))))
 
 
 def _describe(name: str, value: Any, index: int, number: int) -> Any:

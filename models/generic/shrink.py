@@ -9,6 +9,7 @@ import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +17,17 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from errors import UserError
 from models.experts.sizes import NUM_CHOSEN, NUM_EXPERTS
-from models.generic.layer_kinds import choose_layers, cut_layers
+from models.generic.layer_kinds import MIN_LAYERS, choose_layers, cut_layers
 
 _HIDDEN, _NUM_HEADS, _HEAD_DIM, _VOCAB = 64, 4, 16, 320
 _NUM_POSITIONS = 256  # more than the rows of any proof have, even where the model itself has fewer
 _LENGTH = 24  # of the rows of a proof: windows and chunks have to be shorter
 _SCALE = 0.2  # of initial weights: scores and logits away from zero, so that every operation on them shows
 
+# Fields that are as wide as hidden states
+_WIDTHS = re.compile("hidden_size|d_model|n_embd|emb_dim|embedding_dim|dim_model|lru_width|mamba_d_ssm")
 # Pattern of a field's name -> its small value, for integers above 1
 _SIZES: dict[str, int] = {
-    r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|dim_model": _HIDDEN,
-    r"lru_width": _HIDDEN,
     r"moe_.*intermediate_size|.*expert.*(intermediate_size|ffn_hidden_size)|shared_intermediate_size": 32,
     r"intermediate_size.*|.*_ffn_dim|ffn_(dim|hidden_size)|feed_forward_size|n_inner|d_inner|dff|dim_ff": 64,
     r".*intermediate_size": 64,
@@ -37,7 +38,6 @@ _SIZES: dict[str, int] = {
     r"q_lora_rank": 24,
     r"moe_hidden_size": 48,
     r".*state_size|.*d_state|linear_.*head_dim|mamba_(head_?dim|d_head)": _HEAD_DIM,
-    r"mamba_d_ssm": _HIDDEN,
     r"index_topk": 5,
     r"index_n_heads": 32,  # with few, many scores are 0, and equal
     r".*index_topk_blocks": 2,
@@ -67,7 +67,20 @@ _STATE_SPACE_HEADS = (
 _KEPT = (re.compile(""), _HEAD_SIZES, re.compile(".*(head|group).*"))
 
 
-def shrink(config: PretrainedConfig) -> PretrainedConfig:
+@dataclass(frozen=True)
+class SmallSizes:
+    """The least sizes of a small model that ranks divide; none exceeds that of the model which it stands for.
+
+    num_layers: without those that it has more of to have each kind. width: hidden states and heads are so many times
+    64, and 4.
+    """
+
+    num_layers: int = MIN_LAYERS
+    width: int = 1
+    num_experts: int = 8
+
+
+def shrink(config: PretrainedConfig, sizes: SmallSizes = SmallSizes()) -> PretrainedConfig:
     """Return a small config with the features of `config`: a layer of each kind, and the same fields except for sizes.
 
     Some sizes depend on each other in ways that only the family knows. So several small configs are tried, and the
@@ -79,7 +92,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     reasons = []
     for keep in _KEPT:
         try:
-            small = _shrink(config, keep)
+            small = _shrink(config, keep, sizes)
             model, input_ids = build_small(copy.deepcopy(small))
             with torch.no_grad():
                 model(input_ids, use_cache=False)
@@ -99,10 +112,10 @@ def restore_dropout(small: PretrainedConfig, config: PretrainedConfig) -> Pretra
     return restored
 
 
-def _shrink(config: PretrainedConfig, keep: re.Pattern[str]) -> PretrainedConfig:
+def _shrink(config: PretrainedConfig, keep: re.Pattern[str], sizes: SmallSizes) -> PretrainedConfig:
     """Return a small config. keep: names of fields that are left as they are."""
-    fields = cut_layers(config, choose_layers(config))
-    small = _fit_state_space(_Sizes(config.to_dict(), keep).shrink(fields))
+    fields = cut_layers(config, choose_layers(config, sizes.num_layers))
+    small = _fit_state_space(_Sizes(config.to_dict(), keep, sizes).shrink(fields))
     for rope in (small.get("rope_parameters"), small.get("rope_scaling")):
         if rope and (sections := rope.get("mrope_section") or _find_sections(type(config)(**small))):
             scale = _get_head_dim(small) / _get_head_dim(config.to_dict())
@@ -139,13 +152,13 @@ def _shrink_sections(sections: Sequence[int], scale: float) -> list[int]:
 class _Sizes:
     """The small sizes of one config, some of which must keep their ratio to others."""
 
-    def __init__(self, fields: Mapping[str, Any], keep: re.Pattern[str]) -> None:
-        self._keep = keep
+    def __init__(self, fields: Mapping[str, Any], keep: re.Pattern[str], least: SmallSizes) -> None:
+        self._keep, self._width = keep, least.width
         counts = (fields.get(name) for name in _QUERY_HEADS)
         self._num_heads = next((count for count in counts if isinstance(count, int)), 0)
         sizes = {size for name, size in fields.items() if isinstance(size, int) and _is_head_size(name, size)}
         self._num_sizes, self._unit = len(sizes), math.gcd(*sizes)
-        self._num_experts = max(8, 4 * (fields.get("n_group") or fields.get("num_expert_group") or 1))
+        self._num_experts = max(least.num_experts, 4 * (fields.get("n_group") or fields.get("num_expert_group") or 1))
         groups = fields.get("topk_group") or 1
         self._num_chosen = 2 if groups == 1 else groups + 1  # so that groups leave out some that would be chosen
         self._hidden_size = fields.get("hidden_size") or _HIDDEN
@@ -171,13 +184,16 @@ class _Sizes:
     def _shrink_size(self, name: str, value: int) -> int:
         if _HEAD_COUNTS.fullmatch(name):  # as many as query heads, fewer, or more
             most = self._num_heads or value
-            return min(value, 2 if value < most else _NUM_HEADS if value == most else 2 * _NUM_HEADS)
+            small = 2 if value < most else _NUM_HEADS if value == most else 2 * _NUM_HEADS
+            return min(value, self._width * small)
         if _is_head_size(name, value):  # in the same ratio as before to the other sizes of heads
             return value // self._unit * (_HEAD_DIM if self._num_sizes == 1 else _HEAD_DIM // 2)
         if name == "attention_hidden_size":  # a multiple of the other one
-            return value * _HIDDEN // self._hidden_size
+            return value * self._width * _HIDDEN // self._hidden_size
         if _EMBEDDING_SIZES.fullmatch(name):  # one that equals the hidden size needs no projection
-            return min(value, _HIDDEN if value == self._hidden_size else _HIDDEN // 2)
+            return min(value, self._width * _HIDDEN if value == self._hidden_size else _HIDDEN // 2)
+        if _WIDTHS.fullmatch(name):
+            return min(value, self._width * _HIDDEN)
         if _POSITIONS.fullmatch(name):
             return _NUM_POSITIONS
         if name in _EXPERTS:

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from data.storage.file_report import shorten_source
 from data.storage.tokenized import load_summary
+from extension import collect_facts
 from filesystem import write_atomically
 from masking import mask
 from training.checkpoint.run_folder import RunFolder
@@ -38,6 +39,8 @@ def open_reporters(
     """Write what is known of a training run before its first step to run.json, and open its reporters. datasets:
     key -> tokenized folder. hosts: the host of each rank."""
     known = describe_run(config, hosts) | {"data": describe_data(datasets)}
+    if facts := collect_facts(config, hosts):
+        known |= {"facts": facts}
     if prediction.is_known:  # else the times of the plan are those of another machine
         trained = count_trained(0, budget.last_step, config.skip_data_intervals)
         text = render_plan(prediction.plan, trained)

@@ -1,0 +1,47 @@
+"""The proof of a run's own config, which the run records of itself.
+
+Each run that trains asks for it, so what takes long to import waits until there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from training.checkpoint.run_folder import RunFolder
+from training.config.schema import RunConfig
+from training.observability.environment import describe_environment
+
+FILE = "proof.json"  # in output_dir
+
+
+def find_certificate(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
+    """Return, by the name `proof`, the proof in `output_dir` that is one of a run with this config, started on these
+    hosts; nothing where there is none, it has failed, or it is of another config, model or version of the code."""
+    file = RunFolder(config.output_dir).path / FILE
+    if not file.is_file():
+        return {}
+    from training.planner.run import describe_model
+
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a file that is damaged, and UserError
+        certificate = json.loads(file.read_text())
+        proven = describe_proven(config, describe_model(config).config, len(hosts), describe_environment(hosts))
+        if certificate["passed"] and certificate["proven"] == proven:
+            return {"proof": certificate}
+    return {}
+
+
+def describe_proven(
+    config: RunConfig, architecture: PretrainedConfig, num_ranks: int, environment: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a proof is of, ready for JSON: the keys that it takes over, the model's config, and the code."""
+    from extensions.proof.small_run import describe_keys
+
+    model = hashlib.sha256(architecture.to_json_string(use_diff=False).encode()).hexdigest()[:16]
+    code = {"packages": environment["packages"], "git": environment["git"]}
+    return {"keys": describe_keys(config, num_ranks), "model": model, **code}
