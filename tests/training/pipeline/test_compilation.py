@@ -269,7 +269,7 @@ def test_layers_of_every_family(backend: Backend, name: str) -> None:
 def test_layers_whose_queries_select_keys(
     backend: Backend, name: str, checkpointing: ActivationCheckpointing | None
 ) -> None:
-    """What selects keys runs as it is, and what is around it is compiled."""
+    """A selection of keys runs uncompiled, and the operators around it are compiled."""
     config = build_family_config(name)
     assert config.index_topk < T
     layers = build_decoder_layers(config, checkpointing)
