@@ -1,4 +1,4 @@
-"""What a proof reads, made at random and the same on every host: a small model, an adapter of it, and tokens."""
+"""Makes the small model of a proof, an adapter of it, and tokens: at random, and the same on every host."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def save_model(folder: Path, small: PretrainedConfig, options: AdapterOptions) -
         lora.init_lora_weights = False
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            get_peft_model(model, lora).save_pretrained(folder / "adapter")
+            get_peft_model(model, lora).save_pretrained(str(folder / "adapter"))
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

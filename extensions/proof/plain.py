@@ -107,7 +107,7 @@ def yield_dpo(model: nn.Module, documents: Sequence[Document], config: RunConfig
     rejected answer of a pair. The reference is the model as it is, without its adapter."""
     beta, num_pairs = getattr(config, DPO).beta, len(documents) // 2
     for pair in zip(documents[::2], documents[1::2], strict=True):
-        with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+        with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():
             references = [score_tokens(model, document) for document in pair]
         chosen, rejected = (reference - score_tokens(model, document) for document, reference in zip(pair, references))
         yield -F.logsigmoid(beta * (chosen - rejected)) / num_pairs

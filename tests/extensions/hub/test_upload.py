@@ -190,13 +190,15 @@ def test_the_model_card_of_an_adapter_on_a_local_model_names_neither_a_repositor
     adapter = {"name": "lora", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     config = FACTS["config"] | {"model_name_or_path": str(base), "adapter": adapter}
     config |= {"num_stages": 4, "metric_for_best_model": "eval_loss"}
-    run_folder.facts.write_text(json.dumps(FACTS | {"config": config, "data": {}}))
+    facts = {"mine": {"summary": "as an extension says", "figure": 1}, "other": {"figure": 2}}
+    run_folder.facts.write_text(json.dumps(FACTS | {"config": config, "data": {}, "facts": facts}))
     run_folder.completed.write_text(json.dumps({"step": 3, "best_step": 2, "best_metric": 1.25}))
     (run_folder.export / "adapter_config.json").write_text("{}")
     text = render_card(run_folder, run_folder.export, read_history(run_folder), "me/mine", None)
     header = read_header(text)
     assert header["library_name"] == "peft" and not header.keys() & {"base_model", "license"}
     assert "| exported | step 2, the best by eval_loss (1.2500) |" in text and "| layout | 4 stages, 1 replica," in text
+    assert "| mine | as an extension says |\n" in text and "other" not in text
     assert "| adapter | r 8, alpha 16, on all-linear |" in text and "not stated where it was read from" in text
     assert 'Streamed from `["hf:org/chats?split=train", "mine.jsonl"]`' in text
 

@@ -115,7 +115,7 @@ def test_a_wrong_denominator_is_found(workers: Callable[[int], WorkerGroup], tmp
     ("key", "message"),
     [
         (
-            "evaluate_only=true",
+            "evaluate_only=true eval_file=x",
             "proof=true does not go together with evaluate_only=true: it compares the gradients of ",
         ),
         ("moe.aux_loss_coef=0.1", "moe.aux_loss_coef or moe.z_loss_coef > 0: transformers has another formula"),
