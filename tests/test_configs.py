@@ -20,7 +20,7 @@ from training.config.schema import RunConfig, register_schema, to_typed
 from training.config.validate import check_config
 from training.distributed.topology import build_layout
 from training.objectives.registry import check_objective
-from training.planner.run import ModelFolder
+from training.plan_command.run import ModelFolder
 from training.resolution.architecture import check_stated_fields
 from training.resolution.readers import check_read
 

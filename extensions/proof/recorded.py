@@ -26,7 +26,7 @@ def find_certificate(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
     file = RunFolder(config.output_dir).path / FILE
     if not file.is_file():
         return {}
-    from training.planner.run import describe_model
+    from training.plan_command.run import describe_model
 
     with suppress(OSError, ValueError, KeyError, TypeError):  # a file that is damaged, and UserError
         certificate = json.loads(file.read_text())

@@ -25,7 +25,7 @@ from training.distributed.interrupts import leave_on_signals
 from training.distributed.process import has_accelerator
 from training.distributed.ranks import Ranks, exit_on_user_error, raise_together, refuse_exits
 from training.objectives.registry import get_objective
-from training.planner.run import describe_model
+from training.plan_command.run import describe_model
 from training.resolution.readers import check_read
 from training.resolution.resolve import ResolvedRun, check_keys, resolve
 from training.resolution.target import Target

@@ -32,7 +32,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
 from training.observability.run_page import read_history
-from training.planner.run import describe_model
+from training.plan_command.run import describe_model
 
 BATCH = ("micro_batch_size=2", "global_batch_size=16", "max_seq_length=256")
 
