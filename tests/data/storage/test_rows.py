@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data.storage.mismatched import MISMATCHED
 
 from data.collator import unshift_targets
 from data.encoders.sft import SFTEncoder
@@ -22,6 +21,7 @@ from data.storage.rows import RowPlan, Rows, compute_fill, count_rows, prepare_r
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
+from extensions.preferences.mismatched import MISMATCHED
 
 LENGTH = 48
 PLAN = RowPlan(LENGTH, Packing.BEST_FIT)
