@@ -64,9 +64,12 @@ def compute_step(config: RunConfig, folder: Path, global_batch_size: int, device
 
 def load_model(folder: Path) -> nn.Module:
     """Return the plain model of a proof, with the adapter if there is one. Its experts are computed one by one."""
-    config = AutoConfig.from_pretrained(folder / "model")
+    place = folder / "model"
+    config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     config._experts_implementation = "eager"
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder / "model", config=config, dtype=torch.float32)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        place, config=config, dtype=torch.float32, trust_remote_code=False
+    )
     if (folder / "adapter").is_dir():
         from peft import PeftModel  # it takes seconds
 
