@@ -208,8 +208,9 @@ def test_the_code_of_a_users_extension(
     own_code: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Its kinds of data and what scores them are found by their source; versions stand for the project's own alone."""
-    (own_code / "own_extension.py").write_text(EXTENSION)
-    mine = importlib.import_module("own_extension")
+    file = own_code / "own_extension.py"
+    file.write_text(EXTENSION)
+    mine = importlib.import_module(file.stem)
     monkeypatch.setitem(KINDS, "mine", mine.KIND)
     config = build_config("data.name=mine", "task=sft")
 

@@ -178,7 +178,7 @@ def count_layers(
     compiles: bool = False,
     fuses: bool = False,
     fp32_routers: bool = False,
-    alike: Sequence[int] | None = None,
+    alike: list[int] | None = None,
 ) -> list[LayerCost]:
     """Return the cost of each layer. Layers of one kind are counted once and share the result: those of one class, one
     set of shapes, one kind of attention and one choice of what is trained.
@@ -187,23 +187,23 @@ def count_layers(
     them has a part. adapter, freeze: as in training. ranks: the first of each group. splits_backward: whether the
     schedule puts off gradients of weights. compiles: whether neighbours that are no products become one kernel. fuses:
     whether parts of layers are fused kernels (`models/layers/fused_kernels.py`). fp32_routers: whether routers have
-    logits in fp32 (`models/experts/gate.py`). alike: by layer the first one of its kind, by `find_kinds` of an earlier
-    count that differs in `batch` alone; None to find them, for which each layer is built.
+    logits in fp32 (`models/experts/gate.py`). alike: by layer the first one of its kind, as an earlier count that
+    differs in `batch` alone has found them; an empty list gets them from this count. To find them each layer is built.
     """
     # what is trained may depend on a layer's number and name
     is_by_layer = bool(freeze) or (adapter is not None and (bool(adapter.unkept) or names_layers(adapter.config)))
     part = replace(batch, seq_length=batch.seq_length // ranks.parts.size)
-    counted: dict[Any, tuple[LayerCost, torch.dtype]] = {}
-    known: dict[tuple[int, torch.dtype], tuple[LayerCost, torch.dtype]] = {}
+    counted: dict[Any, tuple[LayerCost, torch.dtype, int]] = {}  # and the first layer of a kind
+    known: dict[tuple[int, torch.dtype], tuple[LayerCost, torch.dtype, int]] = {}
     costs: list[LayerCost] = []
+    found: list[int] = []
     dtype = batch.dtype  # of the hidden states that a layer takes: those of mamba pass them on in fp32
-    if alike is None:
-        alike = range(len(layers)) if is_by_layer else list_alike(layers)
-    for index, first in enumerate(alike):
+    for index, first in enumerate(alike or (range(len(layers)) if is_by_layer else list_alike(layers))):
         taken = first, dtype
         if taken in known:
-            cost, dtype = known[taken]
+            cost, dtype, same = known[taken]
             costs.append(cost)
+            found.append(same)
             continue
         layer = layers[index]
         module = layer.build_on_meta()
@@ -223,16 +223,13 @@ def count_layers(
             width = find_input_width(layers, index, config.hidden_size)
             module.to(batch.dtype)  # the adapter too, as the engine does
             built = _BuiltLayer(layer, module, config, part, ranks, index == 0, width, dtype, splits_backward, compiles)
-            counted[kind] = built.count(), built.output_dtype
-        cost, dtype = known[taken] = counted[kind]
+            counted[kind] = built.count(), built.output_dtype, index
+        cost, dtype, same = known[taken] = counted[kind]
         costs.append(cost)
+        found.append(same)
+    if alike is not None:
+        alike[:] = found
     return costs
-
-
-def find_kinds(costs: Sequence[LayerCost]) -> list[int]:
-    """Return by layer the index of the first one of its kind. costs: by `count_layers`."""
-    first: dict[int, int] = {}
-    return [first.setdefault(id(cost), index) for index, cost in enumerate(costs)]
 
 
 @dataclass(frozen=True)

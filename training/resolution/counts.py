@@ -14,7 +14,7 @@ from models.layers.layer import Layer
 from models.parallel.shard import ContextParallel, ExpertParallel, LayerRanks, TensorParallel
 from training.config.precision import DTYPES
 from training.config.schema import RouterDtype, RunConfig
-from training.costs.cost import LayerCost, MicroBatchShape, count_layers, find_kinds
+from training.costs.cost import LayerCost, MicroBatchShape, count_layers
 from training.distributed.topology import Layout
 from training.objectives.registry import count_rows
 from training.pipeline.schedules import find_schedule
@@ -46,7 +46,7 @@ class LayerCounts:
         self._config, self._architecture, self._adapter, self._parts = config, architecture, adapter, parts
         self._rebuild, self.fuses = rebuild, fuses
         self._count = cache(self._count_costs)
-        self._kinds: list[int] | None = None  # by layer the first one of its kind, once they were counted
+        self._kinds: list[int] = []  # by layer the first one of its kind, once they were counted
 
     @cached_property
     def _counted(self) -> Sequence[Layer]:
@@ -66,7 +66,7 @@ class LayerCounts:
         """Return the cost of each layer. rows: rows of a micro-batch. seq_length: as in `count_costs`. splits_backward:
         whether the schedule defers the gradients of weights."""
         config = self._config
-        costs = count_layers(
+        return count_layers(
             self._counted,
             self._architecture,
             MicroBatchShape(rows, seq_length, DTYPES[config.precision], is_packed=packs_rows(config)),
@@ -83,5 +83,3 @@ class LayerCounts:
             fp32_routers=config.moe.router_dtype is RouterDtype.fp32,
             alike=self._kinds,
         )
-        self._kinds = self._kinds or find_kinds(costs)
-        return costs
