@@ -10,6 +10,6 @@ EXTENSION = Extension(
     folder=Path(__file__).parent,
     actions={"proof": "extensions.proof.run:prove"},
     facts="extensions.proof.recorded:find_certificate",
-    commands={"trainer_base_ds_mp.py -cn NAME proof=true": "a small model at this layout against plain transformers"},
+    commands={"trainer_base_ds_mp.py -cn NAME proof=true": "gradients of this layout, proven"},
     refusals="extensions.proof.refusals:ROWS",
 )

@@ -22,17 +22,15 @@ EXISTING_ADAPTER = Feature(
     "adapter.name_or_path",
     lambda run: run.config.adapter.name is AdapterName.lora and bool(run.config.adapter.name_or_path),
 )
-ROUTER_LOSSES = Feature(
-    "moe.aux_loss_coef or moe.z_loss_coef > 0",
-    lambda run: bool(run.config.moe.aux_loss_coef or run.config.moe.z_loss_coef),
-)
+AUXILIARY_LOSS = Feature("moe.aux_loss_coef > 0", lambda run: run.config.moe.aux_loss_coef > 0)
+Z_LOSS = Feature("moe.z_loss_coef > 0", lambda run: run.config.moe.z_loss_coef > 0)
 ROWS: tuple[Row, ...] = (
     (has_value("proof", "true"), {
         EVALUATE_ONLY: "it compares the gradients of a run that trains; give evaluate_only=false",
         USER_LOSS: "there is no second implementation of it; give loss=null to prove the layout",
         COLLATOR: "it makes its own rows; omit data.collator to prove the layout",
-        ROUTER_LOSSES: "transformers has another formula for them; "
-            "give moe.aux_loss_coef=0 moe.z_loss_coef=0 to prove the rest",
+        AUXILIARY_LOSS: "transformers has another formula for it; give moe.aux_loss_coef=0 to prove the rest",
+        Z_LOSS: "transformers has no such loss; give moe.z_loss_coef=0 to prove the rest",
         FURTHER_TOKENS: "transformers has no loss of further tokens; give mtp.loss_coef=0 to prove the rest",
         EMBEDDING_NOISE: "the noise is drawn in each pass; give neftune_noise_alpha=0 to prove the rest",
         LORA_DROPOUT: "what is dropped is drawn in each pass; give adapter.lora_dropout=0 to prove the rest",

@@ -118,7 +118,10 @@ def test_a_wrong_denominator_is_found(workers: Callable[[int], WorkerGroup], tmp
             "evaluate_only=true eval_file=x",
             "proof=true does not go together with evaluate_only=true: it compares the gradients of ",
         ),
-        ("moe.aux_loss_coef=0.1", "moe.aux_loss_coef or moe.z_loss_coef > 0: transformers has another formula"),
+        (
+            "moe.aux_loss_coef=0.1",
+            "moe.aux_loss_coef > 0: transformers has another formula for it; give moe",
+        ),
         ("mtp.loss_coef=0.1", "mtp.loss_coef=0.1: transformers has no loss of further tokens; give mtp.loss_coef=0"),
         ("neftune_noise_alpha=5", "neftune_noise_alpha=5.0: the noise is drawn in each pass; give"),
         ("adapter.load_in_4bit=true", "adapter.load_in_4bit=true: the plain model is in fp32; give"),
