@@ -9,11 +9,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from training.checkpoint.run_folder import RunFolder
+from training.config.incompatible import CheckedConfig, check_together
 from training.config.schema import RunConfig
 from training.observability.environment import describe_environment
 
@@ -22,14 +24,19 @@ FILE = "proof.json"  # in output_dir
 
 def find_certificate(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
     """Return, by the name `proof`, the proof in `output_dir` that is one of a run with this config, started on these
-    hosts; nothing where there is none, it has failed, or it is of another config, model or version of the code."""
+    hosts; nothing where there is none, it has failed, or it is of another config, model or version of the code, and for
+    a run with what `proof=true` refuses, such as a loss of its own: the proof is without that."""
     file = RunFolder(config.output_dir).path / FILE
     if not file.is_file():
         return {}
+    from extensions.proof.run import check_provable
     from training.plan_command.run import describe_model
 
+    asked: dict[str, Any] = {"proof": True}
     with suppress(OSError, ValueError, KeyError, TypeError):  # a file that is damaged, and UserError
         certificate = json.loads(file.read_text())
+        check_together(CheckedConfig(replace(config, **asked)))
+        check_provable(config)
         proven = describe_proven(config, describe_model(config).config, len(hosts), describe_environment(hosts))
         if certificate["passed"] and certificate["proven"] == proven:
             return {"proof": certificate}

@@ -100,6 +100,12 @@ def test_a_layout_has_the_gradients_of_transformers(
     assert collect_facts(config, hosts) == {"proof": found}
     others = (replace(config, zero_stage=2), replace(config, model=config.model | {"hidden_act": "gelu"}))
     assert [collect_facts(each, hosts) for each in others] == [{}, {}] and collect_facts(config, [*hosts, "b"]) == {}
+    unproven = (
+        {"neftune_noise_alpha": 5.0},
+        {"loss": {"_target_": "mine.Loss"}},
+        {"mtp": replace(config.mtp, loss_coef=0.1)},
+    )
+    assert [collect_facts(replace(config, **each), hosts) for each in unproven] == [{}, {}, {}]
 
 
 def test_a_wrong_denominator_is_found(workers: Callable[[int], WorkerGroup], tmp_path: Path, cache: Path) -> None:
