@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.sample import IGNORE_INDEX
 from data.storage.rows import Rows, list_rows
+from errors import UserError
+from training.config.incompatible import write_value
 from training.config.schema import RunConfig
 from training.inputs.datasets import build_order, build_row_plan
 from training.objectives.registry import get_objective
 
 DPO = "dpo"  # the objective
+MODIFIERS = ("label_smoothing",)  # the keys that change a loss and are in its plain counterpart
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,36 @@ class Document:
     @property
     def num_targets(self) -> int:
         return int((self.labels != IGNORE_INDEX).sum())
+
+
+def check_provable(config: RunConfig) -> None:
+    """Raise UserError for an objective, or a key that changes its loss, that plain transformers is not compared with
+    here. What the run's other keys exclude is in `refusals.py`."""
+    objective = get_objective(config)
+    if objective.name not in LOSSES:
+        raise UserError(
+            f"proof=true: there is no plain loss of task={objective.name} to compare with, only of "
+            f"{', '.join(LOSSES)}; to prove the layout alone give data=sft"
+        )
+    if objective.name == DPO:
+        _check_dpo(getattr(config, DPO))
+    for modifier in objective.list_active(config):
+        if modifier.key not in MODIFIERS:
+            raise UserError(
+                f"proof=true: there is no plain loss with {modifier.key}={write_value(modifier.read(config))} to "
+                f"compare with; give {modifier.key}={modifier.off} to prove the rest"
+            )
+
+
+def _check_dpo(keys: Any) -> None:
+    """Raise UserError for a variant of the loss. keys: the group `dpo`."""
+    plain = type(keys)(beta=keys.beta)
+    for each in fields(keys):
+        if getattr(keys, each.name) != getattr(plain, each.name):
+            raise UserError(
+                f"proof=true: there is no plain loss with dpo.{each.name}={write_value(getattr(keys, each.name))} to "
+                f"compare with; give dpo.{each.name}={write_value(getattr(plain, each.name))} to prove the rest"
+            )
 
 
 def compute_step(config: RunConfig, folder: Path, global_batch_size: int, device: torch.device) -> PlainStep:

@@ -29,7 +29,7 @@ def find_certificate(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
     file = RunFolder(config.output_dir).path / FILE
     if not file.is_file():
         return {}
-    from extensions.proof.run import check_provable
+    from extensions.proof.plain import check_provable
     from training.plan_command.run import describe_model
 
     asked: dict[str, Any] = {"proof": True}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -14,25 +12,22 @@ from console import show_panel
 from errors import UserError
 from extensions.proof.certificate import check_passed, compare, list_facts, save_certificate
 from extensions.proof.material import find_material, write_material
-from extensions.proof.plain import DPO, LOSSES, compute_step
+from extensions.proof.plain import check_provable, compute_step
 from extensions.proof.small_run import derive_config, shrink_model
 from extensions.proof.staged import take_step
 from training.checkpoint.run_folder import RunFolder
-from training.config.incompatible import CheckedConfig, write_value
+from training.config.incompatible import CheckedConfig
 from training.config.schema import RunConfig
 from training.distributed import process
 from training.distributed.interrupts import leave_on_signals
 from training.distributed.process import has_accelerator
 from training.distributed.ranks import Ranks, exit_on_user_error, raise_together, refuse_exits
-from training.objectives.registry import get_objective
 from training.plan_command.run import describe_model
 from training.resolution.readers import check_read
 from training.resolution.resolve import ResolvedRun, check_keys, resolve
 from training.resolution.target import Target
 from training.run import agree_on_setup, build_watchdog, join_ranks
 from training.setup import Run, build_setup, find_run_machine, open_source
-
-MODIFIERS = ("label_smoothing",)  # the keys that change a loss and are in its plain counterpart
 
 
 def prove(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> None:
@@ -61,36 +56,6 @@ def check_run(config: RunConfig, ranks: Ranks, given: Collection[str]) -> Resolv
     check_provable(config)
     machine = find_run_machine(config, ranks) if has_accelerator() else None
     return resolve(config, describe_model(config), Target(ranks.world_size, True, machine, is_planned=True))
-
-
-def check_provable(config: RunConfig) -> None:
-    """Raise UserError for an objective, or a key that changes its loss, that plain transformers is not compared with
-    here. What the run's other keys exclude is in `refusals.py`."""
-    objective = get_objective(config)
-    if objective.name not in LOSSES:
-        raise UserError(
-            f"proof=true: there is no plain loss of task={objective.name} to compare with, only of "
-            f"{', '.join(LOSSES)}; to prove the layout alone give data=sft"
-        )
-    if objective.name == DPO:
-        _check_dpo(getattr(config, DPO))
-    for modifier in objective.list_active(config):
-        if modifier.key not in MODIFIERS:
-            raise UserError(
-                f"proof=true: there is no plain loss with {modifier.key}={write_value(modifier.read(config))} to "
-                f"compare with; give {modifier.key}={modifier.off} to prove the rest"
-            )
-
-
-def _check_dpo(keys: Any) -> None:
-    """Raise UserError for a variant of the loss. keys: the group `dpo`."""
-    plain = type(keys)(beta=keys.beta)
-    for each in fields(keys):
-        if getattr(keys, each.name) != getattr(plain, each.name):
-            raise UserError(
-                f"proof=true: there is no plain loss with dpo.{each.name}={write_value(getattr(keys, each.name))} to "
-                f"compare with; give dpo.{each.name}={write_value(getattr(plain, each.name))} to prove the rest"
-            )
 
 
 def prove_small(config: RunConfig, architecture: PretrainedConfig, small: PretrainedConfig, ranks: Ranks) -> None:
