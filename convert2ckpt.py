@@ -64,6 +64,8 @@ def convert(args: argparse.Namespace) -> None:
         raise UserError(
             "the vocabulary is padded on the way to a pipeline checkpoint; omit --pad_vocab_to_multiple_of with --to_hf"
         )
+    if args.requantize and (not args.to_hf or args.dtype):
+        raise UserError("--requantize goes with --to_hf, without --dtype: the base model's files say the dtypes")
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: at least 1")
     if args.engine is not None:
@@ -80,6 +82,7 @@ def check_engine_options(args: argparse.Namespace, has_tokens: bool) -> None:
         "--dtype": args.dtype,
         "--pad_vocab_to_multiple_of": args.pad_vocab_to_multiple_of != 1,
         "--verify": args.verify,
+        "--requantize": args.requantize,
         "--no_export_unused": args.no_export_unused,
         "special tokens": has_tokens,
     }
@@ -109,10 +112,12 @@ def write(args: argparse.Namespace, tokens: SpecialTokens, max_shard_size: int) 
             workers=args.workers,
             verify=args.verify,
             export_unused=not args.no_export_unused,
+            requantize=args.requantize,
             progress=bar.reach,
         )
+        rounding = ""
         if args.to_hf:
-            export_hugging_face(
+            rounding = export_hugging_face(
                 source, args.output_dir, options, max_shard_size=max_shard_size, unpad_vocab=args.unpad_vocab
             )
         else:
@@ -127,7 +132,12 @@ def write(args: argparse.Namespace, tokens: SpecialTokens, max_shard_size: int) 
     passthrough = find_passthrough(source, not args.no_export_unused)
     if unused := passthrough.describe_unused():
         print(f"{'omitted' if passthrough.omits_unused else 'passed through unchanged'}: {unused}")
-    print(f"wrote {args.output_dir}" + ("; every tensor read back is the source's" if args.verify else ""))
+    if rounding:
+        print(rounding)
+    verified = (
+        "; every tensor read back is what was written" if rounding else "; every tensor read back is the source's"
+    )
+    print(f"wrote {args.output_dir}" + (verified if args.verify else ""))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -175,6 +185,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--verify",
         action="store_true",
         help="read every tensor back from the disk and compare it with the source, bit by bit",
+    )
+    parser.add_argument(
+        "--requantize",
+        action="store_true",
+        help="with --to_hf and an adapter: in the form in which its base model is published (fp8, mxfp4, int4)",
     )
     parser.add_argument(
         "--no_export_unused",

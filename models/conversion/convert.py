@@ -29,6 +29,7 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.conversion.converted import PASSTHROUGH, ConvertedWeights, Progress
 from models.conversion.model_files import write_json, write_model_files
+from models.conversion.requantized import RequantizedWeights
 from models.storage.folders import (
     check_disk_space,
     check_output_dir,
@@ -92,6 +93,7 @@ class WriteOptions:
     workers: int = 1  # threads, each of which writes one file at a time
     verify: bool = False  # whether every tensor is read back from the disk and compared before the folder gets its name
     export_unused: bool = True  # whether tensors that no layer reads are copied too
+    requantize: bool = False  # whether what an adapter is merged into stays in the form in which it is published
     # Is called with (bytes done so far, bytes in all). With `verify` each byte counts twice, written and read back.
     progress: Progress | None = None
 
@@ -177,7 +179,7 @@ def export_hugging_face(
     *,
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
     unpad_vocab: bool = False,
-) -> None:
+) -> str:
     """Write a Hugging Face folder of `source` to `output_dir`: weights in safetensors files, config.json, the
     tokenizer.
 
@@ -185,7 +187,9 @@ def export_hugging_face(
     itself.
     unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` of `convert_to_pipeline` added to embedding and head.
 
-    Raises UserError as `convert_to_pipeline` does, and for `unpad_vocab` if the vocabulary was not padded.
+    Returns how far requantized weights are from the merged ones, in words; empty without `requantize`.
+    Raises UserError as `convert_to_pipeline` does, for `unpad_vocab` if the vocabulary was not padded, and for
+    `requantize` as `RequantizedWeights` does.
     """
     check_output_dir(output_dir, options.overwrite, source.path, source.files())
     config = trim_vocabulary(source) if unpad_vocab else source.config
@@ -221,12 +225,13 @@ def export_hugging_face(
             folder.flush_all()
             named = {file: {info.name: places[info] for info in shard} for file, shard in files.items()}
             _for_each(lambda file: _verify(file, named[file], weights), named, options.workers)
+    return weights.describe_rounding() if isinstance(weights, RequantizedWeights) else ""
 
 
 def _open_converted(source: WeightSource, config: PretrainedConfig, options: WriteOptions) -> ConvertedWeights:
     """Return the tensors of `source` as they will be written. config: of the new folder, whose vocabulary may have
     another number of rows. Raises UserError for a source that is not complete."""
-    return ConvertedWeights(
+    return (RequantizedWeights if options.requantize else ConvertedWeights)(
         source,
         config,
         dtype=options.dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -19,10 +20,13 @@ from models.weights.source import WeightSource
 
 PASSTHROUGH = -1  # instead of a layer's index: a tensor that is copied unchanged
 Progress = Callable[[int, int], None]  # bytes written (and verified) so far, bytes in all
+Place = tuple[Any, ...]  # the arguments of `ConvertedWeights.read`
 
 
 class ConvertedWeights:
     """The source's tensors as they will be written. Raises UserError for a source that is not complete."""
+
+    quantization: dict[str, Any] | None = None  # of what is written, as config.json has it
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class ConvertedWeights:
             if info.dtype.is_floating_point and name not in kept
         }
 
-    def plan_pieces(self) -> Iterator[tuple[TensorInfo, tuple[int, str, tuple[int | slice, ...]]]]:
+    def plan_pieces(self) -> Iterator[tuple[TensorInfo, Place]]:
         """Yield each tensor as Hugging Face stores it, with the arguments of `read` for it."""
         for index, infos in enumerate(self.infos):
             for name, info in infos.items():

@@ -14,6 +14,7 @@ from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import StagedFolder, copy_model_files, copy_small_files
 from models.storage.tensor_files import load_json
 from models.weights.config_file import DTYPE_KEYS, UNPADDED, describe_config
+from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.vocabulary import SpecialTokens, update_token_ids
 
 
@@ -39,6 +40,8 @@ def write_model_files(
         text_fields[UNPADDED] = getattr(weights.config, UNPADDED, text_fields["vocab_size"])
     if text_fields.get(UNPADDED) == text_fields.get("vocab_size"):
         text_fields.pop(UNPADDED, None)
+    if weights.quantization is not None:
+        fields[QUANTIZATION_CONFIG] = weights.quantization
     weights.passthrough.update_config(fields, weights.source.config, is_pipeline)
     generation_file = config_dir / "generation_config.json"
     generation_fields = load_json(generation_file) if generation_file.is_file() else None

@@ -36,7 +36,7 @@ class HuggingFaceFolder:
     def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
         self.path = self.config_dir = path
         self.config, self.wrapper = load_config(path, trust_remote_code)
-        self._quantization = parse_quantization(load_json(path / "config.json"), path / "config.json")
+        self.quantization = parse_quantization(load_json(path / "config.json"), path / "config.json")
         self._files = _find_tensors(path)
         headers = sorted({file for file in self._files.values() if file.suffix == ".safetensors"})
         check_stored(self.config, path / "config.json", list_shapes(headers))
@@ -68,12 +68,12 @@ class HuggingFaceFolder:
     @property
     def form(self) -> str:
         """The form of quantized tensors, a name in `FORMS` (`models/layers/frozen.py`); empty where there are none."""
-        return self._quantization.form
+        return self.quantization.form
 
     @property
     def unconverted(self) -> tuple[str, ...]:
         """See `DescribedModel`."""
-        return self._quantization.unconverted
+        return self.quantization.unconverted
 
     def read_kept(self, layer: Layer, name: str) -> tuple[torch.Tensor, ...] | None:
         """See `models/weights/published.py`."""
@@ -85,7 +85,7 @@ class HuggingFaceFolder:
     def _read_whole(self, hf_name: str, whole: torch.Size, experts: range) -> tuple[torch.Tensor, ...] | None:
         """Return the parts of a projection, or of a stack that the files hold as one tensor."""
         is_stack = len(whole) == 3
-        parts = self._quantization.read_parts(hf_name, self._files, self._read_stored)
+        parts = self.quantization.read_parts(hf_name, self._files, self._read_stored)
         if parts is None and not is_stack:
             return None
         check_shape(self._describe(hf_name), whole, hf_name, str(self.path))
@@ -106,7 +106,7 @@ class HuggingFaceFolder:
             assert isinstance(expert, int), piece
             place = matrices[piece.index]
             check_shape(self._describe(piece.hf_name), place.shape, piece.hf_name, str(self.path))
-            found = self._quantization.read_parts(piece.hf_name, self._files, self._read_stored)
+            found = self.quantization.read_parts(piece.hf_name, self._files, self._read_stored)
             for number, part in enumerate(self._require(found, piece.hf_name)):
                 if any(size % length for size, length in zip(place.shape, part.shape, strict=True)):
                     raise UserError(
@@ -135,7 +135,7 @@ class HuggingFaceFolder:
 
     def list_passthrough(self) -> list[TensorInfo]:
         unused = self._unread[0]
-        whole = self._quantization.list_tensors(self._files)
+        whole = self.quantization.list_tensors(self._files)
         parts = self._files.keys() - whole
         parts_of_unused, _ = find_unread(self.config, self.wrapper, parts, ())
         names = [*unused, *(self._list_outside() - unused - parts_of_unused)]
@@ -155,12 +155,12 @@ class HuggingFaceFolder:
         return infos
 
     def read_passthrough(self, name: str) -> torch.Tensor:
-        return self._read(self.wrapper.name_in_memory(name) if self.wrapper is not None else name)
+        return self.read(name)
 
     def check_complete(self, layers: list[Layer]) -> None:
         self._add_prefix(layers)
         expected, outside = self._list_read(layers), self._list_outside()
-        present = self._quantization.list_tensors(self._files)
+        present = self.quantization.list_tensors(self._files)
         if self.wrapper is not None:
             self.list_passthrough()  # those outside the text model are not quantized
             expected |= set(self.wrapper.list_missing(outside & present))
@@ -184,7 +184,7 @@ class HuggingFaceFolder:
         """The tensors that belong to no part of the model: see `find_unread`."""
         layers = build_layers(self.config, self.wrapper)
         self._add_prefix(layers)
-        present = self._quantization.list_tensors(self._files)
+        present = self.quantization.list_tensors(self._files)
         return find_unread(self.config, self.wrapper, present, self._list_read(layers))
 
     def _list_outside(self) -> set[str]:
@@ -265,12 +265,46 @@ class HuggingFaceFolder:
             place.copy_(part)
         return tensor
 
+    def list_quantized(self) -> set[str]:
+        """Return the names of the quantized tensors, in memory."""
+        ends = self.quantization.PARTS[-1:]
+        return {name.removesuffix(ends[0]) for name in self._files if ends and name.endswith(ends[0])}
+
+    def read_published(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the parts of a quantized tensor by the ends of their names; none of one that is not quantized. name:
+        as the files have it."""
+        name, ends = self.name_in_memory(name), self.quantization.PARTS
+        if not ends or name + ends[-1] not in self._files:
+            return {}
+        return {end: self._read_stored(name + end) for end in ends}
+
+    def describe_published(self, name: str) -> dict[str, torch.Tensor]:
+        """Return what `read_published` does, on the meta device."""
+        return {end: part.to("meta") for end, part in self.read_published(name).items()}
+
+    def dequantize(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of parts, by the ends of their names."""
+        stored = {name + end: part for end, part in parts.items()}
+        return self.quantization.read(name, stored, stored.__getitem__)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor, dequantized. name: as the files have it."""
+        return self._read(self.name_in_memory(name))
+
+    def describe(self, name: str) -> torch.Tensor:
+        """Return what `read` does, on the meta device."""
+        return self._describe(self.name_in_memory(name))
+
+    def name_in_memory(self, name: str) -> str:
+        """Return the name of a tensor in memory. name: as the files have it."""
+        return name if self.wrapper is None else self.wrapper.name_in_memory(name)
+
     def _read(self, name: str) -> torch.Tensor:
-        return self._quantization.read(name, self._files, self._read_stored)
+        return self.quantization.read(name, self._files, self._read_stored)
 
     def _describe(self, name: str) -> torch.Tensor:
         """Return the tensor on the meta device: a mapped tensor is not read."""
-        return self._quantization.read(name, self._files, lambda stored: self._read_stored(stored).to("meta"))
+        return self.quantization.read(name, self._files, lambda stored: self._read_stored(stored).to("meta"))
 
     def _read_stored(self, name: str) -> torch.Tensor:
         if name not in self._files:

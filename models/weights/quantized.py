@@ -31,7 +31,6 @@ from models.layers.mxfp4 import DOUBLED_PAIRS
 QUANTIZATION_CONFIG = "quantization_config"  # the key in config.json
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
-_PACKED = ("_packed", "_scale", "_shape")  # the parts of an int4 tensor
 _UNREAD = {"_zero_point": "asymmetric", "_g_idx": "in the order of activations"}  # further parts, and what has them
 _FORMATS = ("e4m3", "float8_e4m3fn")  # DeepSeek's name, MiniMax's
 # What config.json may say of int4 weights. The order in which they were calibrated does not change how they are stored
@@ -53,6 +52,7 @@ class Quantization(Protocol):
     ones. unconverted: names of modules that are not in it, by config.json; the files decide."""
 
     form: ClassVar[str]
+    PARTS: ClassVar[tuple[str, ...]]  # the ends of the names of a quantized tensor's parts
 
     @property
     def unconverted(self) -> tuple[str, ...]: ...
@@ -76,6 +76,7 @@ class Unquantized:
     """Tensors are stored unquantized."""
 
     form: ClassVar[str] = ""
+    PARTS: ClassVar[tuple[str, ...]] = ()
     unconverted: tuple[str, ...] = ()
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
@@ -94,6 +95,7 @@ class Fp8:
     messages. unconverted: see `Quantization`."""
 
     form: ClassVar[str] = "fp8"
+    PARTS: ClassVar[tuple[str, ...]] = ("", SCALE)
     path: Path
     dtype: torch.dtype
     block: tuple[int, int] | None
@@ -161,6 +163,7 @@ class Mxfp4:
     """mxfp4 blocks with scales. path: the folder, for messages."""
 
     form: ClassVar[str] = "mxfp4"
+    PARTS: ClassVar[tuple[str, ...]] = (BLOCKS, SCALES)
     path: Path
     dtype: torch.dtype
     unconverted: tuple[str, ...] = ()  # which are projections, and those are never in this form
@@ -177,7 +180,7 @@ class Mxfp4:
         return dequantize_mxfp4(blocks, scales, self.dtype)
 
     def read_parts(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...] | None:
-        parts = (name + BLOCKS, name + SCALES)
+        parts = tuple(name + part for part in self.PARTS)
         missing = [part for part in parts if part not in stored]
         if len(missing) == 2:
             return None
@@ -199,6 +202,7 @@ class Int4:
     """int4 matrices in groups, packed by compressed-tensors. path: the folder, for messages."""
 
     form: ClassVar[str] = "int4"
+    PARTS: ClassVar[tuple[str, ...]] = ("_packed", "_scale", "_shape")
     path: Path
     dtype: torch.dtype
     unconverted: tuple[str, ...] = ()  # as of mxfp4
@@ -210,7 +214,7 @@ class Int4:
                     f"{self.path}: '{min(others)}' is a part of an int4 tensor that is {kind}; only symmetric ones in "
                     "the order of their columns are read here. Give a folder of unquantized weights"
                 )
-        ends = tuple(".weight" + part for part in _PACKED)
+        ends = tuple(".weight" + part for part in self.PARTS)
         return {name.rpartition("_")[0] if name.endswith(ends) else name for name in stored}
 
     def read(self, name: str, stored: Collection[str], read_stored: Read) -> torch.Tensor:
@@ -221,7 +225,7 @@ class Int4:
         return int4.dequantize((codes, scales), (codes.shape[1], 8 * codes.shape[2]), self.dtype)[0]
 
     def read_parts(self, name: str, stored: Collection[str], read_stored: Read) -> tuple[torch.Tensor, ...] | None:
-        parts = [name + part for part in _PACKED]
+        parts = [name + part for part in self.PARTS]
         missing = [part for part in parts if part not in stored]
         if len(missing) == len(parts):
             return None

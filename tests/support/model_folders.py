@@ -11,6 +11,7 @@ import torch
 from support.tiny import save_llama
 from transformers import AutoModelForCausalLM
 
+from models.architecture.lookup import build_layers
 from models.conversion.convert import WriteOptions, convert_to_pipeline, export_hugging_face
 from models.storage.safetensors_writer import INDEX_NAME
 from models.weights.sources import open_weights
@@ -45,6 +46,18 @@ def load_transformers(folder: Path) -> Tensors:
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     return model.state_dict()
+
+
+def read_layers(folder: Path) -> Tensors:
+    """Return the tensors of all layers, as a rank loads them."""
+    source = open_weights(str(folder))
+    layers = build_layers(source.config)
+    source.check_complete(layers)
+    return {
+        layer.hf_prefix + name: tensor
+        for index, layer in enumerate(layers)
+        for name, tensor in source.read_layer(index, layer).items()
+    }
 
 
 def assert_same_bits(actual: Tensors, expected: Tensors) -> None:

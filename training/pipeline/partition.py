@@ -19,9 +19,10 @@ from console import pluralize
 from errors import UserError
 from models.architecture.alike import map_alike
 from models.layers.layer import Layer
-from training.pipeline.schedule import Schedule
+from training.pipeline.schedule import OneForwardOneBackward, Schedule
 
 Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop
+ALIKE = 1.05  # times the heaviest stage is as good: the times of layers are not known more precisely
 METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers per stage"
 
 
@@ -80,36 +81,60 @@ def split_layers(
         alike = replace(schedule, num_micro_batches=schedule.num_stages)  # on which the split does not depend
         found = list(_balance_chunks(tuple(whole), alike))
     elif fits is None or method != "balanced":
-        found = _balance_within(whole, num_stages, None)
+        found = _balance_within(whole, num_stages, None, schedule if method == "balanced" else None)
     else:
-        found = _balance_within(whole, num_stages, lambda stage, start, stop: fits(stage, edges[start], edges[stop]))
+        found = _balance_within(
+            whole, num_stages, lambda stage, start, stop: fits(stage, edges[start], edges[stop]), schedule
+        )
     return [edges[bound] for bound in found]
 
 
-def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:
+def balance(
+    weights: Sequence[int], num_stages: int, fits: Fits | None = None, schedule: Schedule | None = None
+) -> list[int] | None:
     """Return the contiguous split with the least maximal weight, no stage empty; among those, the one with the least
     sum of squares.
 
-    fits: only splits all of whose stages fit are considered. Returns None when there is no such split. Exact, by
-    dynamic programming over (stages, layers): O(P * L^2).
+    fits: only splits all of whose stages fit are considered. schedule: where it is 1F1B, a heaviest stage within
+    `ALIKE` of the least is as good, and of these splits the one with the shortest step is taken first. Returns None
+    when there is no such split. Exact, by dynamic programming over (stages, layers): O(P * L^2).
     """
-    found = _best_split(weights, num_stages, np.maximum, fits)
+    prefix = np.cumsum([0.0, *weights])
+    own = prefix[None, :] - prefix[:, None]  # weight of the layers from a row's to before a column's [L+1, L+1]
+    allowed = _list_allowed(len(weights), num_stages, fits)
+    found = _best_split([np.where(each, own, np.inf) for each in allowed], np.maximum)
     if found is None:
         return None
-    least_maximum = found[0]
-    found = _best_split(
-        weights,
-        num_stages,
-        lambda best, weight: best + np.where(weight <= least_maximum, weight, np.inf) ** 2,
-        fits,
-    )
+    most = found[0]
+    if isinstance(schedule, OneForwardOneBackward) and schedule.num_micro_batches >= num_stages:
+        most *= ALIKE
+        steps = [_bound_step(stage, prefix, schedule) for stage in range(num_stages)]
+        allowed = [each & (own <= most) for each in allowed]
+        found = _best_split([np.where(each, step, np.inf) for each, step in zip(allowed, steps)], np.maximum)
+        assert found is not None
+        allowed = [each & (step <= found[0]) for each, step in zip(allowed, steps)]
+    found = _best_split([np.where(each & (own <= most), own, np.inf) ** 2 for each in allowed], np.add)
     assert found is not None
     return found[1]
 
 
+def _bound_step(stage: int, prefix: Any, schedule: Schedule) -> Any:
+    """Return the time from the first pass to the last of a stage that holds the layers from a row's to before a
+    column's [L+1, L+1]; a step takes as long as the largest of its stages'.
+
+    Under 1F1B a stage waits for the stages after it twice: before its first backward pass, less a forward pass for each
+    of them, and before its last ones, less as many backward passes; of two thirds of its time, as without
+    recomputation.
+    """
+    own, after = prefix[None, :] - prefix[:, None], prefix[-1] - prefix[None, :]
+    ahead = (schedule.num_stages - 1 - stage) * own / 3
+    waiting = np.maximum(after - ahead, 0) + np.maximum(after - 2 * ahead, 0)
+    return prefix[:, None] + schedule.num_micro_batches * own + waiting
+
+
 @lru_cache(maxsize=256)  # a search of layouts asks for the same splits again and again
-def _balance_evenly(weights: tuple[int, ...], num_stages: int) -> list[int]:
-    bounds = balance(weights, num_stages)
+def _balance_evenly(weights: tuple[int, ...], num_stages: int, schedule: Schedule | None) -> list[int]:
+    bounds = balance(weights, num_stages, schedule=schedule)
     assert bounds is not None
     return bounds
 
@@ -119,40 +144,47 @@ def _balance_chunks(weights: tuple[int, ...], schedule: Schedule) -> list[int]:
     return balance_chunks(weights, schedule)
 
 
-def _balance_within(weights: Sequence[int], num_stages: int, fits: Fits | None) -> list[int]:
+def _balance_within(
+    weights: Sequence[int], num_stages: int, fits: Fits | None, schedule: Schedule | None = None
+) -> list[int]:
     """`balance` under `fits`, or without it where no split fits: then the plan reports what is missing."""
-    bounds = list(_balance_evenly(tuple(weights), num_stages))
+    bounds = list(_balance_evenly(tuple(weights), num_stages, schedule))
     if fits is None or all(fits(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))):
         return bounds
-    return balance(weights, num_stages, fits) or bounds
+    return balance(weights, num_stages, fits, schedule) or bounds
 
 
-def _best_split(
-    weights: Sequence[int], num_stages: int, combine: Callable[[Any, Any], Any], fits: Fits | None
-) -> tuple[float, list[int]] | None:
-    """Return the least cost and the bounds of a split; None where no split fits.
+def _list_allowed(num_layers: int, num_stages: int, fits: Fits | None) -> list[Any]:
+    """Return of each stage whether it can hold the layers from a row's to before a column's [L+1, L+1]."""
+    is_stage = np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=bool), 1)
+    if fits is None:
+        return [is_stage] * num_stages
+    listed, starts = [], np.arange(num_layers + 1) == 0
+    for stage in range(num_stages):
+        allowed = is_stage & starts[:, None]
+        for start, stop in np.argwhere(allowed).tolist():
+            allowed[start, stop] = fits(stage, start, stop)
+        listed.append(allowed)
+        starts = allowed.any(axis=0)
+    return listed
 
-    combine: returns the cost of stages from that of all but the last and the weight of the last; of arrays. Costs are
-    in double precision, exact up to 2^53.
+
+def _best_split(costs: Sequence[Any], combine: Callable[[Any, Any], Any]) -> tuple[float, list[int]] | None:
+    """Return the least cost and the bounds of a split; None where all cost infinitely much.
+
+    costs: of each stage, by its first layer and the one after its last [L+1, L+1], in double precision: integers are
+    exact up to 2^53. combine: adds up the costs of stages.
     """
-    prefix = np.cumsum([0.0, *weights])
-    stages = prefix[None, :] - prefix[:, None]  # weight of the layers from a row's to before a column's [L+1, L+1]
-    is_stage = np.triu(np.ones_like(stages, dtype=bool), 1)
-    best = np.full(len(prefix), np.inf)  # by the number of layers placed so far
+    best = np.full(len(costs[0]), np.inf)  # by the number of layers placed so far
     best[0] = 0
     starts = []  # of each stage, by its stop
-    for stage in range(num_stages):
-        allowed = is_stage
-        if fits is not None:
-            allowed = is_stage.copy()
-            for start, stop in np.argwhere(is_stage & np.isfinite(best)[:, None]).tolist():
-                allowed[start, stop] = fits(stage, start, stop)
-        costs = np.where(allowed, combine(best[:, None], stages), np.inf)
-        starts.append(costs.argmin(axis=0))
-        best = costs.min(axis=0)
+    for each in costs:
+        combined = combine(best[:, None], each)
+        starts.append(combined.argmin(axis=0))
+        best = combined.min(axis=0)
     if not np.isfinite(best[-1]):
         return None
-    bounds = [len(weights)]
+    bounds = [len(best) - 1]
     for each in reversed(starts):
         bounds.append(int(each[bounds[-1]]))
     return float(best[-1]), bounds[::-1]

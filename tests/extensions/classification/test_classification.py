@@ -32,6 +32,7 @@ from support.objective_runs import (
     check_steps,
     convert,
     find_dataset,
+    replace_model,
     start_runs,
     train_answers,
 )
@@ -170,6 +171,16 @@ def test_packed_documents_are_scored_alone(
     assert len(set(oracle["documents"])) > 1 and max(oracle["documents"]) > 4  # rows hold several
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_no_state_passes_from_a_document_to_the_next(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
+) -> None:
+    """Linear attention, and state spaces between layers of attention, both with experts. The oracle pads."""
+    case = build_case(root, tmp_path, "pp2", *PACKED, SMALL_STEPS)
+    check_case(replace_model(case, tmp_path / "model", family), workers)
+
+
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return start_runs(workers, root, tmp_path, build_case)
@@ -224,6 +235,7 @@ def evaluate(model: torch.nn.Module, dataset: TokenizedDataset, pad: int, proble
         ("pp2xdp2", "tp2", MULTI),
         ("zero3", "pp2", REGRESSION),
         ("tp2xpp2", "cp2", PACKED),
+        ("pp2", "pp2", PACKED),
     ],
 )
 def test_a_run_learns_continues_at_another_layout_and_is_exported(

@@ -72,8 +72,9 @@ def test_five_sgd_steps_equal_transformers(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("overrides", [(), ("data.packing=true",)], ids=["unpacked", "packed"])
 def test_three_sgd_steps_with_adapters_equal_peft(
-    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """From an exported adapter, so that its matrices and its head have gradients in the first step."""
     run = start_runs(workers, root, tmp_path, build_case)
@@ -81,17 +82,18 @@ def test_three_sgd_steps_with_adapters_equal_peft(
     adapter = tmp_path / "first" / "hf"
     lora = ("adapter=lora", f"adapter.name_or_path={adapter}", "learning_rate=0.003")
     # in more steps rounding grows: plain fp32 is 7e-5 from fp64 at the fifth
-    case = replace(build_case(root, tmp_path, "pp2", *lora, CHECKPOINTED), steps=3)
+    case = replace(build_case(root, tmp_path, "pp2", *lora, CHECKPOINTED, *overrides), steps=3)
     model = load_with_adapter(root / "tiedFalse", adapter, 2, AutoModelForTokenClassification)
     check_adapter_steps(merge(workers(case.world_size).run(train_answers, case)), train_token_oracle(case, model))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("adapter", [(), ("adapter=lora", "adapter.r=4")], ids=["whole", "lora"])
+@pytest.mark.parametrize("packed", [(), ("data.packing=true", "micro_batch_size=1")], ids=["unpacked", "packed"])
 def test_a_run_continues_at_another_layout_and_is_exported(
-    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, adapter: tuple[str, ...]
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, adapter: tuple[str, ...], packed: tuple[str, ...]
 ) -> None:
-    run = start_runs(workers, root, tmp_path, build_case, "learning_rate=3e-3", *adapter)
+    run = start_runs(workers, root, tmp_path, build_case, "learning_rate=3e-3", *adapter, *packed)
     _, ended = check_resumed(run, tmp_path, ("pp2", "cp2"))
     if adapter:
         auto = AutoModelForTokenClassification

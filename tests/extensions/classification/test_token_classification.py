@@ -27,6 +27,7 @@ from support.objective_runs import (
     check_resumed,
     check_steps,
     find_dataset,
+    replace_model,
     start_runs,
     train_answers,
 )
@@ -93,6 +94,16 @@ def test_five_sgd_steps_equal_transformers(
     assert "score.bias" in result["weights"]
 
 
+@pytest.mark.full
+def test_no_state_passes_from_a_text_to_the_next(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
+) -> None:
+    case = build_case(root, tmp_path, "pp2", *PACKED, SMALL_STEPS)
+    case = replace_model(case, tmp_path / "model", "qwen3_next")  # linear attention, experts
+    model = load_oracle(case)
+    check_steps(merge(workers(case.world_size).run(train_answers, case)), train_token_oracle(case, model))
+
+
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return start_runs(workers, root, tmp_path, build_case)
@@ -134,7 +145,8 @@ def _walk(tags: list[str]) -> list[tuple[int, int]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("saved", "resumed", "overrides"), [("pp2", "pp1", ()), ("pp2xdp2", "tp2", ()), ("zero3", "pp2", PACKED)]
+    ("saved", "resumed", "overrides"),
+    [("pp2", "pp1", ()), ("pp2xdp2", "tp2", ()), ("zero3", "pp2", PACKED), ("pp2", "pp2", PACKED)],
 )
 def test_a_run_continues_at_another_layout_and_is_exported(
     run, root: Path, tmp_path: Path, saved: str, resumed: str, overrides: tuple[str, ...]

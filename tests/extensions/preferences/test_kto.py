@@ -161,6 +161,7 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: i
             pytest.param(layout, False, (*PACKED, *WEIGHTS, *overrides), marks=pytest.mark.full)
             for layout, overrides in PACKED_LAYOUTS
         ),
+        pytest.param("pp2xdp2", False, (*PACKED, "data=preference"), marks=pytest.mark.full),
         pytest.param("cp2", False, (RING, *WEIGHTS, CLIPPED), marks=pytest.mark.full),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
@@ -191,6 +192,21 @@ def test_three_sgd_steps_equal_the_paper(
     check_equal(result, oracle)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert max(result["losses"]) > 1.001 * min(result["losses"])  # it has moved
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_no_state_passes_from_an_answer_to_the_next(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
+) -> None:
+    """Also in the pass before a step: linear attention with experts, and state spaces next to attention."""
+    case = build_case(root, tmp_path, "pp2", *PACKED, *WEIGHTS, CLIPPED)
+    case = replace_model(case, tmp_path / "model", family)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    policy = load_model(case.model)
+    oracle = train_oracle(case, policy, copy.deepcopy(policy))
+    check_equal(result, oracle)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
 
 
 @pytest.mark.full
@@ -238,6 +254,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
     [
         ("pp2", "pp1", ()),
         ("pp2", "pp1", PACKED),
+        ("pp2xdp2", "pp2xdp2", PACKED),
         ("pp2xdp2", "pp2", ()),
         ("tp2", "pp2xdp2", ()),
         ("zero3", "pp2", ()),

@@ -17,6 +17,7 @@ from support.objective_runs import (
     PACKED_LAYOUTS,
     check_continued,
     check_equal,
+    check_resumed,
     find_dataset,
     load_model,
     replace_model,
@@ -93,6 +94,8 @@ def count_pairs(case: Case) -> list[int]:
         ),
         pytest.param("dpo", "pp2", False, ("schedule=interleaved", "virtual_stages_per_rank=2"), marks=full),
         pytest.param("dpo", "pp2", False, ("attn_implementation=varlen",), marks=full),
+        pytest.param("dpo", "pp2", False, ("dpo.loss_type=hinge",), marks=full),
+        pytest.param("dpo", "pp2", False, ("dpo.loss_type=robust", "dpo.label_smoothing=0.2"), marks=full),
         *(pytest.param(task, "cp2", False, (), marks=full) for task in TASKS),
         pytest.param("cpo", "cp2", True, (RING,), marks=full),
     ],
@@ -172,3 +175,10 @@ def test_a_run_continues_at_another_layout_and_is_evaluated(
     assert "samples_per_step" not in alone[1]
     assert list((tmp_path / "cache").glob("*/reference-*/reference.bin")) == files
     assert alone[0]["eval_loss"] == pytest.approx(whole[0]["eval_loss"], rel=1e-6)
+
+
+@full
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("saved", "resumed"), [("pp2", "pp2"), ("pp2xdp2", "pp1")])
+def test_each_objective_continues(run, tmp_path: Path, task: str, saved: str, resumed: str) -> None:
+    check_resumed(run, tmp_path, (saved, resumed), *TASKS[task], metrics=REWARDS)

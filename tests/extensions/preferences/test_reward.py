@@ -33,6 +33,7 @@ from support.objective_runs import (
     check_resumed,
     convert,
     find_dataset,
+    replace_model,
     save_material,
     start_runs,
     train_answers,
@@ -137,6 +138,20 @@ def test_three_sgd_steps_equal_the_paper(
     assert max(result["losses"]) > 1.01 * min(result["losses"])  # it has moved
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_no_state_passes_from_an_answer_to_the_next(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
+) -> None:
+    """Linear attention, and state spaces between layers of attention, both with experts."""
+    case = replace_model(build_case(root, tmp_path, "pp2", *PACKED, CENTERED), tmp_path / "model", family)
+    model = load_oracle(case)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, model)
+    check_equal(result, oracle)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+
+
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return start_runs(workers, root, tmp_path, build_case)
@@ -167,7 +182,10 @@ def evaluate_model(model: torch.nn.Module, tmp_path: Path) -> dict[str, float]:
     ("saved", "resumed", "tied", "overrides"),
     [
         pytest.param("pp2", "pp1", True, (), marks=pytest.mark.full),
-        pytest.param("pp2xdp2", "pp2", False, (*PACKED, "max_seq_length=768"), marks=pytest.mark.full),
+        *(
+            pytest.param("pp2xdp2", resumed, False, (*PACKED, "max_seq_length=768"), marks=pytest.mark.full)
+            for resumed in ("pp2", "pp2xdp2")
+        ),
         *(
             pytest.param(*pair, tied, (), marks=pytest.mark.full)
             for pair in (("pp2xdp2", "pp2"), ("pp1", "tp2xpp2"), ("tp2", "pp4"), ("zero3", "zero2"))

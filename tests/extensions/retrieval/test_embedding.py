@@ -22,6 +22,7 @@ from support.objective_runs import (
     check_resumed,
     check_steps,
     convert,
+    replace_model,
     start_runs,
     train_answers,
 )
@@ -98,6 +99,19 @@ def test_five_sgd_steps_equal_those_of_the_whole_batch(
     check_steps(result, oracle)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba2", "lfm2"])
+def test_no_state_passes_from_a_text_to_the_next(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
+) -> None:
+    """Linear attention with experts, state spaces next to attention and alone, short convolutions."""
+    case = build_case(root, tmp_path, "pp2", *PACKED, NEGATIVES, MEAN, SMOOTH, CLIPPED)
+    case = replace_model(case, tmp_path / "model", family)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, AutoModel.from_pretrained(case.model, dtype=torch.float32), compare_vectors)
+    check_steps(result, oracle)
+
+
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return start_runs(workers, root, tmp_path, build_case)
@@ -150,6 +164,7 @@ def evaluate_export(folder: Path, model: torch.nn.Module, file: Path) -> dict[st
         ("pp2xdp2", "tp2", (MEAN, "max_seq_length=32", "learning_rate=3e-4")),
         ("zero3", "pp2", (MEAN, *PROMPTS)),
         ("pp2xdp2", "pp2", (MEAN, *PACKED, "max_seq_length=768")),
+        ("pp2", "pp2", (MEAN, *PACKED, "max_seq_length=768")),
     ],
 )
 def test_a_run_learns_continues_at_another_layout_and_is_exported(
@@ -259,6 +274,11 @@ def test_what_would_not_be_exact_is_refused(run, root: Path, tmp_path: Path) -> 
     ):
         with pytest.raises(WorkerError, match=message):
             run("refused", "pp1", *overrides)
+    for packed in ((), PACKED):
+        with pytest.raises(
+            WorkerError, match="context_parallel_size=2 .*task=embedding.* give context_parallel_size=1"
+        ):
+            run("refused", "cp2", *packed)
 
 
 @pytest.mark.parametrize("pooling", Pooling)

@@ -20,6 +20,7 @@ from support.objective_runs import (
     check_resumed,
     check_steps,
     find_dataset,
+    replace_model,
     start_runs,
     train_answers,
 )
@@ -85,6 +86,18 @@ def test_five_sgd_steps_equal_transformers(
     check_steps(result, train_oracle(case, model, compare_scores))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_no_state_passes_from_a_document_to_the_next(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
+) -> None:
+    """Linear attention, and state spaces between layers of attention, both with experts."""
+    case = replace_model(build_case(root, tmp_path, "pp2", *PACKED, CLIPPED), tmp_path / "model", family)
+    model = load_oracle(case)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    check_steps(result, train_oracle(case, model, compare_scores))
+
+
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return start_runs(workers, root, tmp_path, build_case)
@@ -93,7 +106,13 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("saved", "resumed", "overrides"),
-    [("pp2", "pp1", ()), ("pp2xdp2", "tp2", ()), ("zero3", "pp2", ()), ("pp2xdp2", "pp2", PACKED)],
+    [
+        ("pp2", "pp1", ()),
+        ("pp2xdp2", "tp2", ()),
+        ("zero3", "pp2", ()),
+        ("pp2xdp2", "pp2", PACKED),
+        ("pp2", "pp2", PACKED),
+    ],
 )
 def test_a_run_learns_continues_at_another_layout_and_is_exported(
     run, root: Path, tmp_path: Path, saved: str, resumed: str, overrides: tuple[str, ...]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import build_family_config
-from support.model_folders import Tensors, assert_same_bits, convert, export, load_transformers
+from support.model_folders import Tensors, assert_same_bits, convert, export, load_transformers, read_layers
 from support.quantized import (
     BLOCK,
     FP8,
@@ -30,7 +30,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from errors import UserError
-from models.architecture.lookup import build_layers
 from models.layers import int4
 from models.weights import quantized
 from models.weights.quantized import dequantize_fp8, dequantize_mxfp4
@@ -42,18 +41,6 @@ CODES = torch.arange(256, dtype=torch.uint8)
 def load_dequantized(folder: Path, quantization: Any) -> Tensors:
     """Return the oracle's weights."""
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization).state_dict()
-
-
-def read_layers(folder: Path) -> Tensors:
-    """Return the tensors of all layers, as a rank loads them."""
-    source = open_weights(str(folder))
-    layers = build_layers(source.config)
-    source.check_complete(layers)
-    return {
-        layer.hf_prefix + name: tensor
-        for index, layer in enumerate(layers)
-        for name, tensor in source.read_layer(index, layer).items()
-    }
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

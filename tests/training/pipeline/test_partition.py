@@ -14,8 +14,9 @@ from transformers import LlamaConfig
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
-from training.pipeline.partition import balance, balance_chunks, split_layers, weigh_layers
-from training.pipeline.schedule import Interleaved
+from training.costs.simulation import simulate
+from training.pipeline.partition import ALIKE, balance, balance_chunks, split_layers, weigh_layers
+from training.pipeline.schedule import Interleaved, OneForwardOneBackward
 
 D, I, V, HEADS, KV_HEADS, DECODERS = 16, 24, 200, 4, 2, 6
 DECODER_WORK = (
@@ -80,6 +81,37 @@ def balance_under_cap(layers: list[tuple[int, int]], most_stages: int, cap: int)
         return "none"
     assert bounds in fitting and judge(weights, bounds) == min(judge(weights, cut) for cut in fitting)
     return "the best of all" if bounds == balance(weights, num_stages) else "another"
+
+
+def time_step(weights: list[int], bounds: list[int], num_micro_batches: int) -> float:
+    """The simulated step under 1F1B: a backward pass takes twice as long as a forward pass, a transfer no time."""
+    forward, num_stages = [weight / 3 for weight in stages(weights, bounds)], len(bounds) - 1
+    schedule = OneForwardOneBackward(num_stages, num_micro_batches)
+    passes = simulate(schedule, forward, [2 * seconds for seconds in forward], [0.0] * (num_stages - 1))
+    return max(each.stop for each in passes)
+
+
+@given(st.lists(st.integers(90, 110), min_size=1, max_size=10), st.integers(1, 4), st.integers(0, 8))
+def test_of_splits_that_are_as_even_the_one_with_the_shortest_step_is_taken(
+    weights: list[int], most_stages: int, further: int
+) -> None:
+    num_stages = min(most_stages, len(weights))
+    num_micro_batches = num_stages + further
+    bounds = balance(weights, num_stages, schedule=OneForwardOneBackward(num_stages, num_micro_batches))
+    heaviest = {tuple(cut): max(stages(weights, cut)) for cut in list_cuts(weights, num_stages)}
+    even = [cut for cut, weight in heaviest.items() if weight <= ALIKE * min(heaviest.values())]
+    assert tuple(bounds) in even
+    best = min(time_step(weights, list(cut), num_micro_batches) for cut in even)
+    assert time_step(weights, bounds, num_micro_batches) <= 1.01 * best
+
+
+@pytest.mark.parametrize("num_micro_batches", [4, 8, 64])
+def test_a_stage_with_a_layer_more_is_an_early_one(num_micro_batches: int) -> None:
+    """It is not next to the last stage, which waits for it."""
+    bounds = balance([3] * 10, 4, schedule=OneForwardOneBackward(4, num_micro_batches))
+    assert stages([3] * 10, bounds) == [9, 9, 6, 6]
+    late = time_step([3] * 10, [0, 2, 4, 7, 10], num_micro_batches)
+    assert time_step([3] * 10, bounds, num_micro_batches) <= late - 3
 
 
 @given(st.lists(LAYERS, min_size=1, max_size=8), st.integers(1, 8), st.integers(5, 60))
