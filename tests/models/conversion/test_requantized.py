@@ -94,8 +94,8 @@ def test_what_the_adapter_changes_is_rounded_and_the_rest_is_copied(
 
 @pytest.mark.parametrize("form", PUBLISHED)
 def test_numbers_of_the_form_are_kept(form: str, tmp_path: Path) -> None:
-    """Numbers that were quantized once are not changed by being quantized again, but for the scale of a group whose largest
-    number is not the largest of the form."""
+    """Numbers that were quantized once are not changed by being quantized again, but for groups whose largest number is
+    not the largest of the form."""
     PUBLISHED[form][0](tmp_path)
     folder = HuggingFaceFolder(tmp_path)
     for name in folder.list_quantized():
