@@ -34,6 +34,8 @@ from models.parallel.shard import NO_CP, ContextParallel
 from training.config.schema import DataConfig, RunConfig
 from training.objectives.objective import LastStage, Metrics, Objective, check_pad_token
 
+SHOWN = (("accuracy", "accuracy {:.1%}"), ("f1", "f1 {:.4f}"), ("auc", "auc {:.4f}"))
+
 
 @dataclass(frozen=True)
 class _Decided:
@@ -190,6 +192,7 @@ class Classification(Objective):
     row_targets = RowTargets.last_tokens
     columns = (LABELS,)
     needs_labels = True
+    shown = (*SHOWN, ("mae", "mae {:.4f}"))
 
     def name_labels(self, data: DataConfig) -> Labels:
         is_single = data.problem_type is ProblemType.regression and not data.labels

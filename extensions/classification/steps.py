@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from batch import Targets
 from data.options import ProblemType
-from extensions.classification.documents import ClassScores, build_class_metrics
+from extensions.classification.documents import SHOWN, ClassScores, build_class_metrics
 from extensions.classification.token_head import TOKEN_CLASSIFICATION
 from models.heads.head import Labels
 from models.losses.cross_entropy import Loss
@@ -51,6 +51,7 @@ class ProcessReward(Objective):
     pipeline_tag = "token-classification"
     unit = "answers"
     head = TOKEN_CLASSIFICATION
+    shown = SHOWN
 
     def name_labels(self, data: DataConfig) -> Labels:
         return Labels(LABELS)

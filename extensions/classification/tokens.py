@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from batch import Targets
+from extensions.classification.documents import SHOWN
 from extensions.classification.token_encoders import SYNONYMS
 from extensions.classification.token_head import TOKEN_CLASSIFICATION
 from models.heads.head import Labels
@@ -120,6 +121,7 @@ class TokenClassification(Objective):
     pipeline_tag = "token-classification"
     unit = "texts"
     head = TOKEN_CLASSIFICATION
+    shown = SHOWN
 
     def name_labels(self, data: DataConfig) -> Labels:
         return Labels(tuple(data.labels or ()))

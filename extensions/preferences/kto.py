@@ -28,6 +28,7 @@ from data.loading.columns import DOCUMENT_SUMS, ReadColumn, ReadRows, read_label
 from data.options import MeanOver
 from extensions.preferences.keys import KTOConfig
 from extensions.preferences.mismatched import MISMATCHED, check_labels, prepare_mismatched
+from extensions.preferences.pairs import SHOWN
 from extensions.preferences.reference import REFERENCE, build_answer_scorer
 from models.losses.cross_entropy import Loss, document_log_probabilities, get_softcap
 from models.losses.logit_chunks import shard_vocabulary
@@ -123,6 +124,7 @@ class KTO(Objective):
     scored = (REFERENCE,)
     companion = MISMATCHED
     remakes_logits = True
+    shown = SHOWN
 
     def prepare_companion(
         self, config: RunConfig, path: Path, key: str, log: Callable[[str], None] | None, compares_bytes: bool

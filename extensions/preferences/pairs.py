@@ -26,6 +26,7 @@ from training.config.schema import DataConfig, RunConfig
 from training.objectives.objective import LastStage, Objective
 
 REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
+SHOWN = (("rewards_accuracy", "accuracy {:.1%}"), ("rewards_margin", "margin {:.4f}"))
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class PreferenceObjective(Objective):
     mean_over = MeanOver.samples
     columns = DOCUMENT_SUMS
     remakes_logits = True
+    shown = SHOWN
 
     def build_formula(self, config: RunConfig) -> PairFormula:
         """Build the loss of one pair."""

@@ -18,6 +18,7 @@ from batch import Targets
 from data.loading.columns import LABELS
 from data.options import MeanOver, RowTargets
 from extensions.preferences.keys import RewardConfig
+from extensions.preferences.pairs import SHOWN
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.losses.cross_entropy import Loss
@@ -67,6 +68,7 @@ class Reward(Objective):
     head = SEQUENCE_CLASSIFICATION
     row_targets = RowTargets.last_tokens
     columns = (LABELS,)
+    shown = SHOWN
 
     def group_size(self, data: DataConfig) -> int:
         return 2

@@ -20,6 +20,8 @@ from batch import Targets
 from extensions.retrieval.keys import Pooling
 from models.layers.documents import DocumentBounds, locate_tokens
 
+SHOWN = (("recall_at_1", "recall@1 {:.1%}"), ("mrr", "mrr {:.4f}"))
+
 
 def pool_texts(outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets, pooling: Pooling) -> torch.Tensor:
     """Return the vectors of the texts, [N, D], fp32 at least.

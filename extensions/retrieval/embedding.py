@@ -24,7 +24,7 @@ from batch import Targets
 from data.loading.columns import LABELS
 from data.options import MeanOver, RowTargets
 from errors import UserError
-from extensions.retrieval.contrast import Contrast, name_sums, pool_texts, summarize_ranks
+from extensions.retrieval.contrast import SHOWN, Contrast, name_sums, pool_texts, summarize_ranks
 from extensions.retrieval.head import HEAD
 from extensions.retrieval.keys import DataKeys, EmbeddingConfig, Pooling
 from extensions.retrieval.sentence_transformers import SentenceModel
@@ -134,6 +134,7 @@ class TextEmbedding(Objective):
     head = HEAD
     row_targets = RowTargets.last_tokens
     columns = (LABELS,)
+    shown = SHOWN
 
     def group_size(self, data: DataConfig) -> int:
         assert isinstance(data, DataKeys)

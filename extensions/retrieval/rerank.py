@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from batch import Targets
 from data.loading.columns import LABELS
 from data.options import MeanOver, RowTargets
+from extensions.retrieval.contrast import SHOWN
 from extensions.retrieval.keys import DataKeys, RerankConfig, RerankLossType
 from models.heads.head import Labels
 from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
@@ -88,6 +89,7 @@ class Rerank(Objective):
     head = SEQUENCE_CLASSIFICATION  # with one output, the score
     row_targets = RowTargets.last_tokens  # a document is scored at its last token
     columns = (LABELS,)  # [N, 0], without values: under context parallelism its length is the number of documents
+    shown = SHOWN
 
     def group_size(self, data: DataConfig) -> int:
         """Return G, the number of documents of a query: its answer and `data.num_negatives` others."""

@@ -219,6 +219,9 @@ class Objective:
     # How the hub lists its models, and the package that it names as what loads whole ones
     pipeline_tag, made_for = "text-generation", "transformers"
     needs_labels = False  # samples without labels are refused
+    # The metrics that the lines of progress and of evaluations show besides the loss, each by its name without "eval_",
+    # with the text for its value, such as "accuracy {:.1%}"
+    shown: tuple[tuple[str, str], ...] = ()
     head: Head | None = None  # what takes the place of the LM head (`models/heads/`)
     modifiers: tuple[Modifier, ...] = ()
     takes_user_loss = False  # a user-defined loss may replace its own

@@ -15,7 +15,7 @@ from typing import Any
 from console import Progress, is_terminal, say
 from filesystem import write_atomically
 from masking import mask
-from training.objectives.registry import MODIFIERS
+from training.objectives.registry import MODIFIERS, OBJECTIVES
 
 _ADDED = (name for each in MODIFIERS for name in each.metrics)
 # What an evaluation of a language model reports.
@@ -120,10 +120,11 @@ class ProgressBar(Reporter):
             )
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
+            told = "".join(f"{each}  " for each in (*_list_shown(record, ""), *routed))
             say(
-                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_progress(record)}"
-                f"{''.join(f'{each}  ' for each in routed)}{_describe_norm(record)}  lr {record['learning_rate']:.2e}  "
-                f"{record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
+                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {told}{_describe_norm(record)}  "
+                f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
+                f"{_duration(seconds_left)} left"
             )
 
     def close(self) -> None:
@@ -149,20 +150,11 @@ def _describe_norm(record: Record) -> str:
     return f"grad_norm {'-' if norm is None else f'{norm:.3f}'}" + (f" ({skipped} skipped{scaled})" if skipped else "")
 
 
-def _describe_progress(record: Record) -> str:
-    """Return the most telling metrics besides the loss, of pairs, of labels and of queries."""
-    if "rewards_accuracy" in record:
-        return f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  "
-    return "".join(f"{text}  " for text in _describe_labels(record, ""))
-
-
-def _describe_labels(record: Record, prefix: str) -> list[str]:
-    forms = {"accuracy": ".1%", "f1": ".4f", "auc": ".4f", "mae": ".4f", "recall_at_1": ".1%", "mrr": ".4f"}
-    return [
-        f"{name.replace('_at_', '@')} {record[prefix + name]:{form}}"
-        for name, form in forms.items()
-        if record.get(prefix + name) is not None
-    ]
+def _list_shown(record: Record, prefix: str) -> list[str]:
+    """Return the metrics that objectives show, in words. prefix: of their names in the record."""
+    shown = {name: text for objective in OBJECTIVES.values() for name, text in objective.shown}
+    found = ((text, record.get(prefix + name)) for name, text in shown.items())
+    return [text.format(value) for text, value in found if value is not None]
 
 
 def _describe_routers(record: Record) -> list[str]:
@@ -173,8 +165,8 @@ def _describe_routers(record: Record) -> list[str]:
 
 
 def describe_evaluation(record: Record) -> str:
-    """Return an evaluation in words: the loss, and the perplexity, or the share of pairs whose chosen answer has the
-    higher reward, or the metrics of labels or queries; then the same for each named file."""
+    """Return an evaluation in words: the loss, what the objective shows, and the perplexity of a loss of tokens; then
+    the same for each named file."""
     files = _split_files(record)
     reported = {key for file in (files.values() or [record]) for key in file if key.startswith("eval_")}
     predicts_tokens = all(_OF_TOKENS.fullmatch(key) for key in reported)
@@ -194,14 +186,11 @@ def _split_files(record: Record) -> dict[str, Record]:
 
 def _describe_file(record: Record, predicts_tokens: bool) -> str:
     """predicts_tokens: whether the loss is the cross entropy of tokens, which has a perplexity."""
-    figures = [f"eval_loss {record['eval_loss']:.4f}", *_describe_labels(record, "eval_")]
+    figures = [f"eval_loss {record['eval_loss']:.4f}", *_list_shown(record, "eval_")]
     if predicts_tokens:
         figures.append(f"perplexity {perplexity(record['eval_loss']):.2f}")
     if "eval_token_accuracy" in record:
         figures.append(f"token accuracy {record['eval_token_accuracy']:.1%}")
-    if "eval_rewards_accuracy" in record:
-        figures.append(f"accuracy {record['eval_rewards_accuracy']:.1%}")
-        figures.append(f"margin {record['eval_rewards_margin']:.4f}")
     return "  ".join(figures)
 
 
