@@ -9,7 +9,8 @@ has finished is read from `completed.json`, and why it has not from `ended.json`
 ranks. The command runs in its own process group; processes that remain after its launcher has ended are killed before
 the next start, as are all of them when nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM, SIGINT and
 SIGHUP are passed to its ranks: they save and exit, and nothing is restarted. Exit code: 0 when the run has finished,
-128 + N after signal N, else that of `ended.json`, else the command's own (1 when that is 0).
+128 + N after signal N, else that of `ended.json`, else the command's own (1 when that is 0). What does not train, such
+as `evaluate_only=true`, is run once, and its exit code is the command's.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class Supervisor:
     def finished(self) -> bool:
         """Whether the run has finished since this object was made; the record of an earlier run does not count."""
         return self._read_record() not in (None, self._record_before)
+
+    @property
+    def keeps_record(self) -> bool:
+        """Whether the record of an earlier run that had finished is still there."""
+        return self._record_before is not None and self._read_record() == self._record_before
 
     def _read_record(self) -> int | None:
         """Returns when the completion record was written, in ns, or None where there is none."""
@@ -220,6 +226,16 @@ def overwrites(command: Sequence[str]) -> bool:
     return value is True or str(value).lower() in ("true", "1", "yes", "y", "on")
 
 
+def trains(command: Sequence[str]) -> bool:
+    """Returns whether the command is for a run that trains, as far as that can be known."""
+    composed = compose_command(tuple(command))
+    if composed is None:
+        return True
+    from training.config.schema import is_training  # imported already
+
+    return is_training(composed)
+
+
 def build_start(command: Sequence[str], output_dir: Path) -> list[str]:
     """Returns the command of the first start. It continues an existing run (the whole job may have been restarted)
     unless it, or its config, has `overwrite_output_dir`, or names a checkpoint that the run has not started from
@@ -271,7 +287,8 @@ def supervise(
     """Runs the command until it has finished or `max_restarts` is reached, and returns the exit code of this script.
     starters: change the command of each start, one after the other. Raises UserError as they do."""
     supervisor = Supervisor(output_dir, None if stuck_minutes is None else 60 * stuck_minutes)
-    attempt = build_start(command, output_dir)
+    once = not trains(command)  # an evaluation has no end to wait for, and is of the checkpoint that it names
+    attempt = list(command) if once else build_start(command, output_dir)
     before = list_steps(output_dir).items() if overwrites(command) else set()
     for restarts in range(max_restarts + 1):
         try:
@@ -287,10 +304,12 @@ def supervise(
             return 0
         if supervisor.signum:
             return 128 + supervisor.signum
-        if before & list_steps(output_dir).items():
+        if once:
+            return code
+        if before & list_steps(output_dir).items() or (overwrites(command) and supervisor.keeps_record):
             say(
-                f"the run ended with {how} before it had deleted the checkpoints of the run before it; they are not "
-                "deleted by a restart: start this again when the cause is fixed"
+                f"the run ended with {how} before it had deleted what the run before it has left; that is not deleted "
+                "by a restart: start this again when the cause is fixed"
             )
             return code if code > 0 else 1
         if restarts < max_restarts:
@@ -347,7 +366,8 @@ def main() -> None:
     parser.add_argument(
         "--stuck_minutes",
         type=float,
-        help="longer than a step, an evaluation and a save take; without it nothing counts as stuck",
+        help="longer than a step, an evaluation, a save and an upload take, and than what comes before the first step: "
+        "a download, tokenizing, scoring; without it nothing counts as stuck",
     )
     parser.add_argument("command", nargs="+", help="the training command, after --")
     with exit_with_message():

@@ -71,6 +71,8 @@ def test_a_job_that_slurm_has_put_back_continues_what_it_has_begun(
     added = continue_requeued(OmegaConf.create({"output_dir": str(tmp_path)}))
     assert added == (["overwrite_output_dir=false", "resume=auto"] if continues else [])
     assert continue_requeued(None) == []
+    for key in ("evaluate_only", "plan", "inspect_data"):
+        assert continue_requeued(OmegaConf.create({"output_dir": str(tmp_path), key: True})) == []
 
 
 def test_a_job_without_gpus_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.supervise import build_restart, build_start, compose_command, find_output_dir
+from scripts.supervise import build_restart, build_start, compose_command, find_output_dir, trains
 from training.checkpoint.run_folder import RunFolder
 
 KEPT = "overwrite_output_dir=false"
@@ -126,7 +126,19 @@ def test_old_checkpoints_are_neither_deleted_nor_resumed_by_a_restart(tmp_path: 
     """They are those of the run that `overwrite_output_dir` was to replace."""
     (tmp_path / "checkpoints" / "global_step9").mkdir(parents=True)
     code, said, starts = run(tmp_path, "fail,finish", arguments=("overwrite_output_dir=true",))
-    assert (code, len(starts)) == (3, 1) and "before it had deleted the checkpoints of the run before it" in said
+    assert (code, len(starts)) == (3, 1) and "before it had deleted what the run before it has left" in said
+
+
+def test_the_end_of_an_old_run_is_not_that_of_one_that_was_to_replace_it(tmp_path: Path) -> None:
+    (tmp_path / "completed.json").write_text("{}")
+    code, said, starts = run(tmp_path, "fail,finish", arguments=("overwrite_output_dir=true",))
+    assert (code, len(starts)) == (3, 1) and "before it had deleted what the run before it has left" in said
+
+
+@pytest.mark.parametrize("word", ["evaluate_only=true", "plan=true", "proof=true"])
+def test_what_does_not_train_is_run_once_and_continues_nothing(word: str) -> None:
+    trainer = ["deepspeed", str(SCRIPT.parents[1] / "trainer_base_ds_mp.py"), "-cn", "llama_tiny_pp2"]
+    assert trains(trainer) and trains(["python", "mine.py"]) and not trains([*trainer, word])
 
 
 def test_a_folder_other_than_the_commands_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from interpreter import check_interpreter
 from training.checkpoint.run_folder import RunFolder
 from training.cli.command_line import asks_for_completion, check_command_line, clean_arguments, find_flag
 from training.cli.help import render_help
-from training.config.schema import find_output_dir, register_schema
+from training.config.schema import find_output_dir, is_training, register_schema
 from training.distributed.host_share import set_allocator_defaults
 from training.distributed.launcher import end_with_launcher
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error, read_ranks
@@ -74,7 +74,7 @@ def continue_requeued(composed: DictConfig | None) -> list[str]:
     """Return what a job that Slurm has put back in the queue adds to its command: it continues what it has begun to
     train, and nothing that was in the folder before. composed: the command's config; None where it is not known."""
     job, count = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT") or "0"
-    if composed is None or job is None or count == "0":
+    if composed is None or not is_training(composed) or job is None or count == "0":
         return []
     output_dir = find_output_dir(composed)
     started = {} if output_dir is None else RunFolder(output_dir).read_started()
@@ -99,7 +99,7 @@ def import_work(is_plan: bool) -> Work:
                 return run_plan
             from training.run import run
     except (ImportError, AttributeError):
-        with exit_on_user_error(ranks, reports=ranks.is_main):
+        with exit_on_user_error(ranks, reports=ranks.local_rank == 0):
             check_internals()
         raise
     gc.freeze()

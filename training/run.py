@@ -19,7 +19,7 @@ from training.build import build_engine, build_eval_loaders, build_loaders, buil
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.checkpoint.timeline import announce_start, drop_shared, find_abandoned, record_start, set_aside
-from training.config.schema import Init, RunConfig, find_output_dir, to_typed
+from training.config.schema import Init, RunConfig, find_output_dir, is_training, to_typed
 from training.disk_space import check_room
 from training.distributed import process
 from training.distributed.ending import discard_earlier_end, record_end, record_end_in
@@ -73,7 +73,7 @@ def run(composed: Any, given: Collection[str] = ()) -> None:
     process.buffer_library_logs()
     if ranks.is_main and (folder := find_folder(composed)) is not None:
         record_end_in(folder.ended, ranks.rank, folder.claim)
-    with exit_on_user_error(ranks, reports=ranks.is_main):
+    with exit_on_user_error(ranks, reports=ranks.local_rank == 0):  # hosts may hold other files
         config = to_typed(composed, unread=find_unread(composed))
         if (action := find_action(config)) is not None:
             action(config, ranks, given)
@@ -108,7 +108,7 @@ def find_unread(composed: Any) -> list[str]:
 def find_folder(composed: Any) -> RunFolder | None:
     """Return the folder of a run that is to train, by a config that may have mistakes; None where it names
     none, and where something else is run."""
-    if composed.evaluate_only or any(composed.get(key) for key in list_actions()):
+    if not is_training(composed):
         return None
     output_dir = find_output_dir(composed)
     return RunFolder(output_dir) if output_dir else None
@@ -250,7 +250,7 @@ def prepare_data(run: Run) -> PreTrainedTokenizerBase:
     # Rank 0 of each host reports: all ranks of a host see the error, other hosts may not.
     with exit_on_user_error(ranks, reports=ranks.local_rank == 0):
         process.find_device(ranks)
-    with exit_on_user_error(ranks, reports=ranks.is_main), ranks.phase("loading the tokenizer"):
+    with exit_on_user_error(ranks, reports=ranks.local_rank == 0), ranks.phase("loading the tokenizer"):
         tokenizer = load_tokenizer(config, setup.source)
         if (other := setup.auxiliary) is not None:
             other.model.check_tokenizer(other.setup.source.path, tokenizer)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
 from console import pluralize, say, show_panel
 from data.options import Packing
 from data.storage.file_report import describe_files
@@ -25,7 +27,7 @@ from models.weights.source import WeightSource
 from training.checkpoint.best import Best
 from training.checkpoint.state import TrainerState
 from training.checkpoint.timeline import find_abandoned
-from training.config.schema import CheckpointMode, RunConfig
+from training.config.schema import CheckpointMode, Init, RunConfig
 from training.config.sources import list_evaluations
 from training.costs.hardware import GIB
 from training.disk_space import measure_passthrough, render_disk
@@ -118,8 +120,23 @@ def show_evaluation(
 def list_warnings(setup: RunSetup, total_steps: int) -> list[str]:
     """Return what is known at the start of a run and does not end it, but may be a mistake."""
     config = setup.config
-    found = [warn_of_length(setup.architecture, config.max_seq_length), warn_of_warmup(total_steps, config)]
+    found = [
+        warn_of_length(setup.architecture, config.max_seq_length),
+        warn_of_warmup(total_steps, config),
+        warn_of_indexers(setup.architecture, config),
+    ]
     return [*filter(None, found), *setup.unread]
+
+
+def warn_of_indexers(architecture: PretrainedConfig, config: RunConfig) -> str:
+    """Return a warning where random indexers, which no run trains, choose keys; empty otherwise."""
+    selected = getattr(architecture, "index_topk", None)
+    if config.init is not Init.random or selected is None or config.max_seq_length <= selected:
+        return ""
+    return (
+        f"init=random: the indexers are random too and are not trained, so a query attends to {selected:,} keys that "
+        "nothing has chosen; begin with published weights"
+    )
 
 
 def describe_layout(setup: RunSetup, hosts: Sequence[str], sent: Mapping[str, float] | None = None) -> Facts:

@@ -64,7 +64,7 @@ def write_indexed(folder: Path, sources: Sequence[Sequence[str]], key: str, enco
             files.append(FileCounts(os.path.abspath(corpus.bin_file), _count_documents(corpus, before, after)))
         summary = sum_files(files, writer.fingerprints)
         check_any_left(summary, key)
-        (folder / CORPORA_FILE).write_text(json.dumps([corpus.prefix for _, corpus in corpora]))
+        (folder / CORPORA_FILE).write_text(json.dumps([os.path.abspath(corpus.prefix) for _, corpus in corpora]))
         writer.finish(summary)
 
 

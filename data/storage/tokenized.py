@@ -207,7 +207,10 @@ class CorpusTokens:
 
     def __init__(self, folder: Path) -> None:
         """folder: a tokenized folder with `CORPORA_FILE`. Raises UserError if the index of a corpus cannot be read."""
-        corpora = [IndexedCorpus(prefix) for prefix in json.loads((folder / CORPORA_FILE).read_text())]
+        prefixes = json.loads((folder / CORPORA_FILE).read_text())
+        if any(not os.path.isabs(prefix) for prefix in prefixes):  # up to version 1.1, of whichever folder was current
+            prefixes = [file.name.removesuffix(".bin") for file in load_summary(folder).files]
+        corpora = [IndexedCorpus(prefix) for prefix in prefixes]
         filled = [corpus for corpus in corpora if os.path.getsize(corpus.bin_file)]  # no empty file can be mapped
         self._tokens = [np.memmap(corpus.bin_file, corpus.dtype, mode="r") for corpus in filled]
         self._firsts = [0, *np.cumsum([len(tokens) for tokens in self._tokens]).tolist()]

@@ -106,12 +106,12 @@ class RowStream:
                 self._advance()
                 continue
             first = self._cursor.row
-            last = min(len(self._rows), first + count)
+            last = max(first, min(len(self._rows), first + count))
             if first < last:
                 taken.append(self._rows.slice(first, last))
             count -= last - first
             self._cursor = Cursor(self._cursor.position, last)
-            if last == len(self._rows):
+            if last >= len(self._rows):
                 self._rows = None
         return join_rows(taken)
 

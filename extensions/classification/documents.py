@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from batch import Targets
+from console import pluralize
 from data.loading.columns import LABELS
 from data.options import ProblemType, RowTargets
 from errors import UserError
@@ -83,7 +84,8 @@ class ClassScores:
     def add(self, scores: torch.Tensor, labels: torch.Tensor) -> None:
         """scores: [N, C]. labels: [N, K]."""
         decided = _decide(self._problem_type, scores.detach(), labels)
-        is_right = (decided.actual == decided.predicted).all(dim=1)
+        is_right = (decided.actual == decided.predicted).all(dim=1).double()
+        is_right = is_right.where(scores.detach().isfinite().all(dim=1), torch.nan)  # NaN decides for no label
         self.sums.add(is_right.sum()[None], len(is_right))
         if not torch.is_grad_enabled():
             self._kept.append(decided)
@@ -163,6 +165,13 @@ class ClassificationLoss:
         """
         labels = targets.columns["labels"]
         scores = score_documents(outputs, targets, self._sequence_part)
+        expected = 1 if self._problem_type is ProblemType.single_label_classification else scores.shape[1]
+        if labels.shape[1] != expected:  # of an encoder of the user's
+            raise UserError(
+                f"data: a record has {pluralize(labels.shape[1], 'label')}, where data.problem_type="
+                f"{self._problem_type.value} takes {expected} for {pluralize(scores.shape[1], 'output')} of the model; "
+                "give data.labels, or correct the encoder"
+            )
         if self.scores is None:
             errors = (scores.detach() - labels).abs()
             self.sums[0].add(errors.double().sum()[None], errors.numel())
@@ -192,6 +201,7 @@ class Classification(Objective):
     row_targets = RowTargets.last_tokens
     columns = (LABELS,)
     needs_labels = True
+    errors = ("mae",)
     shown = (*SHOWN, ("mae", "mae {:.4f}"))
 
     def name_labels(self, data: DataConfig) -> Labels:

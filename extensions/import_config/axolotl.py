@@ -26,7 +26,8 @@ from extensions.import_config.hugging_face import SCHEDULES, name_hub, set_betas
 
 HEADINGS = ("From axolotl",)
 DEFAULTS = {**hugging_face.DEFAULTS, "lr_scheduler_type": "cosine", "num_train_epochs": 1, "micro_batch_size": 1,
-            "max_seq_length": 2048}  # fmt: skip
+            "max_seq_length": 2048, "warmup_ratio": 0.03}  # fmt: skip
+LENGTHS = {name: {"data.length_policy": name} for name in ("drop", "truncate")}
 TASKS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
 ADAPTERS: dict[Any, dict[str, Any]] = {
     "lora": {"adapter": "lora"}, "qlora": {"adapter": "lora", "adapter.load_in_4bit": True}, None: {}, "": {},
@@ -108,7 +109,7 @@ RULES: dict[str, Rule] = {
     "load_in_8bit": left(), "load_in_4bit": to("adapter.load_in_4bit"), "unfrozen_parameters": left(),
     "sequence_len": to("max_seq_length"), "sample_packing": to("data.packing"), "eval_sample_packing": unneeded,
     "pad_to_sequence_len": if_true(data__pad_to="max_seq_length"), "group_by_length": to("data.group_by_length"),
-    "excess_length_strategy": to("data.length_policy"), "wandb_project": to("logger.project"),
+    "excess_length_strategy": when(LENGTHS), "wandb_project": to("logger.project"),
     "wandb_name": to("logger.run_name"), "wandb_mode": unneeded, "wandb_entity": left(), "wandb_watch": left(),
     "wandb_log_model": left(), "wandb_run_id": left(), "use_wandb": unneeded, "use_mlflow": if_true(logger="mlflow"),
     "use_comet": if_true(logger="comet"), "use_trackio": if_true(logger="trackio"),
@@ -179,6 +180,8 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
         ]
         if files:
             draft.set(ours, files[0] if len(files) == 1 else files)
+    if "excess_length_strategy" not in their and draft.groups["data"] != "pretrain":
+        draft.set("data.length_policy", "drop")  # axolotl's default
     for key in [key for key, value in draft.keys.items() if value is None and key not in ("warmup_ratio",)]:
         draft.drop(key)
     hugging_face.finish(draft)

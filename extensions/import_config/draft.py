@@ -19,9 +19,11 @@ GROUPS = ("data", "adapter", "optimizer", "logger", "model")
 @dataclass
 class Draft:
     """groups: choice of each group. keys: dotted key -> value. left: key of theirs -> why it is not carried over; empty
-    text: the page says it. their: what the other config holds."""
+    text: the page says it. their: what the other config holds. program: that of a script with its command, such as swift;
+    empty for a file."""
 
     their: Mapping[str, Any]
+    program: str = ""
     groups: dict[str, str] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)

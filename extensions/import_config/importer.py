@@ -101,7 +101,7 @@ def import_config(file: Path, project: str | None = None) -> Imported:
     if found not in PROJECTS:
         raise UserError(f"{file}: none of {', '.join(PROJECTS)} has these keys; name the project with --project")
     module = PROJECTS[found]
-    draft = Draft(their, keys=dict(module.DEFAULTS))
+    draft = Draft(their, program, keys=dict(module.DEFAULTS))
     for key, value in their.items():
         if rule := module.RULES.get(key):
             _apply(rule, draft, key, value)

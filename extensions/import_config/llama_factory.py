@@ -121,6 +121,8 @@ RULES: dict[str, Rule] = {
 
 def finish(draft: Draft, folder: Path, command: str) -> None:
     """Settle the task and its data. folder: of their config."""
+    if "finetuning_type" not in draft.their:
+        set_finetuning(draft, "finetuning_type", "lora")  # LLaMA-Factory's default
     task = STAGES.get(draft.their.get("stage", "sft"), "sft")
     loss = draft.their.get("pref_loss", "sigmoid")
     if task == "dpo" and loss in ("orpo", "simpo"):
@@ -130,8 +132,8 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
     elif task == "dpo":
         draft.leave("pref_loss")
     set_task(draft, task)
-    if "pref_beta" in draft.their and task in ("dpo", "orpo", "simpo", "kto"):
-        draft.set(f"{task}.beta", draft.their["pref_beta"])
+    if ("pref_beta" in draft.their and task in ("dpo", "orpo", "kto")) or task == "simpo":
+        draft.set(f"{task}.beta", draft.their.get("pref_beta", 0.1))  # the default there for all of them
     if draft.their.get("pref_ftx") and task in ("dpo", "simpo"):
         draft.set(f"{task}.sft_coef", draft.their["pref_ftx"])
     if task != "simpo":

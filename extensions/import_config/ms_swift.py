@@ -91,7 +91,15 @@ def finish(draft: Draft, folder: Path, command: str) -> None:
         task = "reward" if kind == "rm" else str(kind)
     elif kind is not None:
         draft.leave("rlhf_type", "none: no training on generated answers; task=dpo learns from pairs")
-    if draft.groups.get("adapter") == "lora":  # ms-swift's own defaults
+    if (
+        command != "pt"
+        and draft.program != "megatron"
+        and not {"train_type", "tuner_type", "sft_type"} & draft.their.keys()
+    ):
+        draft.set("adapter", "lora")  # ms-swift's own defaults, these and the next
+    if "learning_rate" not in draft.their:
+        draft.set("learning_rate", 1e-4 if draft.groups.get("adapter") == "lora" else 1e-5)
+    if draft.groups.get("adapter") == "lora":
         for ours, default in (("r", 8), ("lora_alpha", 32), ("lora_dropout", 0.05)):
             draft.keys.setdefault(f"adapter.{ours}", default)
     if task == "dpo" and draft.their.get("loss_type") in ("sigmoid", "ipo", "hinge", "robust"):

@@ -18,6 +18,7 @@ from extensions.proof.plain import PlainStep
 from extensions.proof.recorded import FILE, describe_proven
 from extensions.proof.staged import StagedStep
 from filesystem import write_atomically
+from masking import mask_text
 from models.generic.proof import BOUND, find_difference
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
@@ -116,7 +117,7 @@ def save_certificate(
         "summary": summarize(found, layout),
         **found,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": environment["command"],
+        "command": mask_text(environment["command"]),
         "device": environment["device"],
         "proven": describe_proven(config, architecture, len(hosts), environment),
     }

@@ -14,12 +14,14 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from extension import ROOT, load_extensions
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import CheckedConfig, check_together
 from training.config.schema import RunConfig
 from training.observability.environment import describe_environment
 
 FILE = "proof.json"  # in output_dir
+PACKAGES = ("models", "data", "training", "extensions")  # the folders of the project's modules
 
 
 def find_certificate(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
@@ -50,5 +52,16 @@ def describe_proven(
     from extensions.proof.small_run import describe_keys
 
     model = hashlib.sha256(architecture.to_json_string(use_diff=False).encode()).hexdigest()[:16]
-    code = {"packages": environment["packages"], "git": environment["git"]}
+    code = {"packages": environment["packages"], "source": _hash_source()}
     return {"keys": describe_keys(config, num_ranks), "model": model, **code}
+
+
+def _hash_source() -> str:
+    """Return a hash of the project's modules and of those of users' extensions: a commit does not tell edits apart, and
+    an image has none."""
+    digest = hashlib.sha256()
+    own = [each.folder for each in load_extensions() if not each.is_shipped]
+    for folder in (ROOT, *(ROOT / name for name in PACKAGES), *own):
+        for file in sorted(folder.glob("*.py") if folder == ROOT else folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder.parent)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -67,7 +67,7 @@ def prove_small(config: RunConfig, architecture: PretrainedConfig, small: Pretra
             write_material(material, config, ranks.world_size, small)
     with leave_on_signals(ranks):
         join_ranks(ranks)
-    with exit_on_user_error(ranks, reports=ranks.is_main):
+    with exit_on_user_error(ranks, reports=ranks.local_rank == 0):
         run = build_small_run(config, material, ranks)
     watchdog = build_watchdog(run)
     with leave_on_signals(ranks, watchdog.leave), watchdog:

@@ -53,7 +53,7 @@ class Contrast:
         self, queries: torch.Tensor, documents: torch.Tensor, own: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of some queries, [Q], and for all dimensions and each of `sizes` the rank of their own
-        document, from 1, float64 [1 + sizes, Q]: documents that are as near count against it.
+        document, from 1, float64 [1 + sizes, Q]: documents that are as near count against it; NaN where a cosine is.
 
         queries: [Q, D]. documents: all of them, [P, D]. own: the number of each query's own one, int64 [Q].
         """
@@ -61,7 +61,9 @@ class Contrast:
         for size in (queries.shape[1], *self.sizes):
             cosines = F.normalize(queries[:, :size]) @ F.normalize(documents[:, :size]).T  # [Q, P]
             reached = cosines.gather(1, own[:, None])
-            ranks.append((cosines >= reached).sum(dim=1).double())
+            # NaN is as near as nothing: without this it would have the best rank
+            is_known = cosines.isfinite().all(dim=1)
+            ranks.append((cosines >= reached).sum(dim=1).double().where(is_known, torch.nan))
             lowered = cosines.scatter_add(1, own[:, None], torch.full_like(reached, -self.margin))
             losses.append(F.cross_entropy(lowered / self.temperature, own, reduction="none"))
         return torch.stack(losses).mean(dim=0), torch.stack(ranks).detach()
@@ -71,7 +73,7 @@ def summarize_ranks(losses: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
     """Return sums over the queries: of the losses, of those whose own document is the nearest and of reciprocal ranks,
     and for each further size of those whose document is the nearest; float64 [3 + sizes]. losses: [Q]. ranks: as
     `Contrast.compare` returns them."""
-    is_nearest = (ranks == 1).double().sum(dim=1)
+    is_nearest = (ranks == 1).double().where(ranks.isfinite(), torch.nan).sum(dim=1)
     return torch.cat([losses.detach().double().sum()[None], is_nearest[:1], (1 / ranks[:1]).sum(dim=1), is_nearest[1:]])
 
 

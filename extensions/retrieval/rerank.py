@@ -73,8 +73,9 @@ class RerankLoss:
     def _add(self, scores: torch.Tensor) -> None:
         """Add queries to the sums of the metrics. scores: [Q, G], the answer's score first."""
         # The rank of each answer, from 1. A document with the same score as the answer ranks before it.
-        ranks = (scores >= scores[:, :1]).sum(dim=1).double()
-        sums = torch.stack([(ranks == 1).double().sum(), (1 / ranks).sum()])
+        is_known = scores.isfinite().all(dim=1)  # NaN would have the best rank
+        ranks = (scores >= scores[:, :1]).sum(dim=1).double().where(is_known, torch.nan)
+        sums = torch.stack([(ranks == 1).double().where(is_known, torch.nan).sum(), (1 / ranks).sum()])
         self.sums[0].add(sums, len(ranks))
 
 

@@ -37,7 +37,7 @@ from training.cli.command_line import (
     compose_command,
     parse_arguments,
 )
-from training.config.schema import to_typed
+from training.config.schema import AUTO, to_typed
 from training.distributed.ranks import find_free_port
 from training.entry import check_names
 
@@ -90,9 +90,10 @@ class SweptRun:
         file = self.output_dir / "config.yaml"
         before = mask(OmegaConf.to_container(OmegaConf.load(file))) if file.is_file() else {}
         assert isinstance(before, dict)
-        for key in sorted({*before, *self.config} - set(HOW_TO_START)) if before else []:
-            if before.get(key) != self.config.get(key):
-                yield f"{key} was {before.get(key)}, is {self.config.get(key)}"
+        after = _fill_in(self.config, before)
+        for key in sorted({*before, *after} - set(HOW_TO_START)) if before else []:
+            if before.get(key) != after.get(key):
+                yield f"{key} was {before.get(key)}, is {after.get(key)}"
         noted = self.output_dir / DATA_FILE
         if noted.is_file():  # an earlier version did not write it
             trained_on = json.loads(noted.read_text())
@@ -100,6 +101,18 @@ class SweptRun:
             if before is None:  # up to version 1.1, of records alone
                 before, now = trained_on, {path: now[path] for path in trained_on if path in now}
             yield from (f"{path} has changed" for path, found in now.items() if before.get(path) != found)
+
+
+def _fill_in(config: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with what a run chooses or finds itself, and its config.yaml then has, as in `before`: the
+    recomputation of `auto`, and the labels of the data."""
+    filled, data = dict(config), config.get("data") or {}
+    if filled.get("activation_checkpoint_interval") == AUTO:
+        keys = ("activation_checkpoint_interval", "activation_checkpoint_mode")
+        filled |= {key: before[key] for key in keys if key in before}
+    if "labels" in data and data["labels"] is None:
+        filled["data"] = data | {"labels": (before.get("data") or {}).get("labels")}
+    return filled
 
 
 def run(script: Path, arguments: Sequence[str], config_name: str) -> int:

@@ -199,7 +199,18 @@ def choose_saved(names: Sequence[str], layers: Sequence[Layer]) -> list[str]:
 def check_added_tokens(options: AdapterOptions, added: Sequence[str], layers: Sequence[Layer]) -> None:
     """Raises UserError where LoRA would never train the rows of `added`, the tokens that the run adds to its
     tokenizer."""
-    if options.name is AdapterName.none or options.name_or_path or options.modules_to_save is not None or not added:
+    if options.name is AdapterName.none or not added:
+        return
+    if options.name_or_path:
+        if not load_lora_config(Path(options.name_or_path).expanduser()).modules_to_save:
+            raise UserError(
+                f"adapter.name_or_path={options.name_or_path} would never train the rows of the tokens that the "
+                f"tokenizer does not have yet ('{added[0]}', {len(added)} in all): it saves no embedding "
+                "(modules_to_save); give a data.chat_template that adds no tokens (alpaca, llama2, mistral, vicuna, "
+                "zephyr), or a new adapter with adapter.modules_to_save"
+            )
+        return
+    if options.modules_to_save is not None:
         return
     names = dict.fromkeys([layers[0].hf_prefix.rstrip(".").rsplit(".", 1)[-1], HEAD])
     raise UserError(

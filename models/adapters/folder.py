@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.adapters.options import starts_from_base
 from models.layers.layer import Layer
 from models.storage.tensor_files import load_json, open_safetensors
 
@@ -169,10 +170,18 @@ def read_tensors(tensors: Mapping[str, torch.Tensor]) -> ReadAdapter:
 
 
 def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Load all tensors of a peft folder, by peft's names. Raises UserError when the file is missing or damaged."""
+    """Load all tensors of a peft folder, by peft's names. Raises UserError when the file is missing or damaged, and for
+    an adapter of a base model that peft changes first."""
     file = path / ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{path} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; the adapter is incomplete")
+    init = load_json(path / ADAPTER_CONFIG).get("init_lora_weights")
+    if starts_from_base(init):
+        raise UserError(
+            f"{path / ADAPTER_CONFIG}: init_lora_weights={init}: the adapter belongs to a base model less what it has "
+            "begun as, which peft computes again wherever it loads it; save it with peft's "
+            "path_initial_model_for_weight_conversion, or give true there if base_model_name_or_path is what is left"
+        )
     opened = open_safetensors(file)
     return {name: opened.get_tensor(name) for name in opened.keys()}
 

@@ -113,10 +113,13 @@ class ConvertedWeights:
         for at, tensor in self.source.read_pieces(layer, name):
             if place in ((), at):
                 stored.append((() if place else at, tensor.to(info.dtype)))
+            elif at == ():  # the files hold the stack as one tensor
+                stored.append(((), tensor[place].to(info.dtype)))
             if self._dtype is None and torch.promote_types(tensor.dtype, info.dtype) != info.dtype:
                 raise UserError(
                     f"--verify: '{info.name}' is written in {info.dtype}, and a part of it was {tensor.dtype}"
                 )
+        assert stored, f"nothing to compare '{info.name}' with"
         return stored
 
     def report(self, nbytes: int) -> None:

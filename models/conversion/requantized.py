@@ -66,6 +66,20 @@ class RequantizedWeights(ConvertedWeights):
         self.quantization = load_json(base.path / "config.json")[QUANTIZATION_CONFIG]
         written = [place[3].partition("/")[0] for _, place in pieces if len(place) > 3]
         omitted = [info.name for info in self.passthrough.unused] if self.passthrough.omits_unused else []
+        if self.quantization.get("activation_scheme") == "static":
+            raise UserError(
+                f"--requantize: {base.path} has scales of activations (activation_scheme=static), which are those of "
+                "its own weights; omit it"
+            )
+        new = [
+            info.name
+            for info, place in pieces
+            if len(place) == 3 and len(info.shape) == 2 and not base.has(info.name) and place[0] != PASSTHROUGH
+        ]
+        if new:
+            raise UserError(
+                f"--requantize: '{new[0]}' is not in {base.path}, and loaders would take it for quantized; omit it"
+            )
         left = base.list_quantized() - {base.name_in_memory(name) for name in (*written, *omitted)}
         if left:
             raise UserError(
@@ -119,7 +133,7 @@ class RequantizedWeights(ConvertedWeights):
         found = list(self._roundings.values())
         if not found:
             return copied
-        worst = max(found, key=lambda each: each.error / each.whole)
+        worst = max(found, key=lambda each: each.error / each.whole if each.whole else 0)
         error, change, whole = (sum(getattr(each, name) for each in found) for name in ("error", "change", "whole"))
         return (
             f"{pluralize(len(found), 'tensor')} rounded to {self._base.form}: off by {_write_share(error, whole)} of "
@@ -131,7 +145,9 @@ class RequantizedWeights(ConvertedWeights):
         self, name: str, merged: torch.Tensor, published: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         if not merged.isfinite().all():
-            raise UserError(f"--requantize: '{name}' holds numbers that are not finite; is the adapter damaged?")
+            raise UserError(
+                f"--requantize: '{name}' holds numbers that are not finite; is the adapter damaged, or its base model?"
+            )
         return quantize(self._base.quantization, merged, published)
 
     def _record(self, name: str, merged: torch.Tensor, base: torch.Tensor, parts: dict[str, torch.Tensor]) -> None:
@@ -142,7 +158,7 @@ class RequantizedWeights(ConvertedWeights):
 
 
 def _write_share(squares: float, whole: float) -> str:
-    return f"{(squares / whole) ** 0.5:.2%}"
+    return f"{(squares / whole) ** 0.5 if whole else 0:.2%}"
 
 
 def _sum_squares(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float:
@@ -182,10 +198,12 @@ def _quantize_fp8(
     wide = torch.where(most == 0, 1.0, most / _FP8_MAX)
     if published.dtype == torch.uint8 or published.dtype == torch.float8_e8m0fnu:
         exponents = wide.log2().ceil().clamp(-127, 127)
-        wide = exponents.exp2()
         scales = (exponents + 127).to(torch.uint8).view(published.dtype)
+        wide = exponents.exp2()
     else:
-        scales = wide.to(published.dtype)
+        # Loaders that take ue8m0 for granted (`scale_fmt`) drop all but the exponent, also of scales in fp32
+        is_power = bool((published.float().frexp().mantissa == 0.5).all())
+        scales = (wide.log2().ceil().exp2() if is_power else wide).to(published.dtype)
         wide = scales.float()
     codes = (blocks / wide[:, None, :, None]).clamp_(-_FP8_MAX, _FP8_MAX).flatten(2).flatten(0, 1)
     return codes[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn), scales.view(published.shape)

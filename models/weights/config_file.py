@@ -118,6 +118,8 @@ def describe_config(path: Path, config: PretrainedConfig) -> dict[str, Any]:
             for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
                 text_fields.pop(key, None)
         text_fields |= json.loads(json.dumps(changed, default=str))
+        if getattr(config, UNPADDED, None) is None:  # larger than its padding since
+            text_fields.pop(UNPADDED, None)
     for key in _OF_LOADED_FILES:
         fields.pop(key, None)
     if fields.get("model_type") in SAME_CODE:  # without the code that `auto_map` names, transformers could not read it

@@ -63,7 +63,10 @@ class HuggingFaceFolder:
     def read_pieces(self, layer: Layer, name: str) -> list[tuple[tuple[int | slice, ...], torch.Tensor]]:
         """Return the tensors that make up a tensor of the layer's module, as they are in the files (dequantized), each
         with its place."""
-        return [(piece.index, self._read(piece.hf_name)) for piece in self._get_pieces(layer, name)]
+        pieces = self._get_pieces(layer, name)
+        if not pieces[0].index:
+            return [((), self._read_tensor(layer, name, layer.shapes()[name], self._read))]
+        return [(piece.index, self._read(piece.hf_name)) for piece in pieces]
 
     @property
     def form(self) -> str:
@@ -264,6 +267,10 @@ class HuggingFaceFolder:
             check_shape(part, place.shape, piece.hf_name, str(self.path))
             place.copy_(part)
         return tensor
+
+    def has(self, name: str) -> bool:
+        """Return whether the folder has a tensor, quantized or not. name: as the files have it."""
+        return self.name_in_memory(name) in self.quantization.list_tensors(self._files)
 
     def list_quantized(self) -> set[str]:
         """Return the names of the quantized tensors, in memory."""

@@ -210,6 +210,9 @@ def trim_vocabulary(source: WeightSource) -> PretrainedConfig:
             f"{source.config_dir / 'config.json'} names no {UNPADDED}: the vocabulary was not padded here, so there is "
             "nothing to remove"
         )
+    if has_tokenizer(source.path):  # a run may have given rows of the padding to tokens
+        tokens = count_token_rows(open_tokenizer(source.path))
+        unpadded = min(max(unpadded, tokens), source.config.vocab_size)
     return _replace_fields(source, {"vocab_size": unpadded, UNPADDED: unpadded})
 
 

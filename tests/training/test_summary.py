@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.configs import build_config
+from support.families import build_family_config
 from support.tiny import save_pairs, save_tokenizer
 from transformers import LlamaConfig
 
@@ -19,7 +20,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.inputs.datasets import build_row_plan, tokenize
 from training.objectives.registry import get_objective
-from training.summary import RunEnd, RunTotals, _describe_rows, show_end
+from training.summary import RunEnd, RunTotals, _describe_rows, show_end, warn_of_indexers
 
 START = TrainerState(
     step=2,
@@ -48,6 +49,15 @@ def test_totals_count_from_the_start_of_the_run_and_only_steps() -> None:
     assert re.fullmatch(r"llama: 3 steps, 300 tokens, 100 tokens/s on 2 ranks in \S+ m?s", first)
     assert second.startswith("loss 3.000 -> 2.500, eval_loss 2.0000")
     assert RunTotals(START).summarize("llama", "2 ranks", None) == []
+
+
+def test_random_indexers_that_choose_keys_are_told() -> None:
+    config = build_config("init=random", "max_seq_length=64")
+    indexed = build_family_config("deepseek_v32", index_topk=16)
+    assert warn_of_indexers(indexed, config).startswith("init=random: the indexers are random too and are not trained")
+    assert not warn_of_indexers(indexed, replace(config, max_seq_length=16))  # all keys are seen
+    assert not warn_of_indexers(indexed, build_config("max_seq_length=64"))
+    assert not warn_of_indexers(LlamaConfig(), config)
 
 
 def test_a_step_of_packed_rows_has_so_many_pairs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from training.config.schema import RunConfig
@@ -18,11 +19,11 @@ class Criterion:
     @classmethod
     def of(cls, config: RunConfig) -> Criterion:
         """Return the criterion of a config. As in the Hugging Face Trainer, the prefix may be omitted, and by default
-        lower is better for a metric that ends in "loss" and higher for any other."""
+        lower is better for a metric that ends in "loss", or in a number after it, and higher for any other."""
         name = config.metric_for_best_model
         metric = name if name.startswith("eval_") else f"eval_{name}"
         greater = config.greater_is_better
-        return cls(metric, not metric.endswith("loss") if greater is None else greater)
+        return cls(metric, re.search(r"loss(_\d+)?$", metric) is None if greater is None else greater)
 
     def is_better(self, value: float, than: float, threshold: float = 0.0) -> bool:
         """Return whether `value` is better by more than `threshold`; NaN is worse than any number."""

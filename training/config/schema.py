@@ -598,11 +598,20 @@ def find_output_dir(composed: DictConfig) -> str | None:
     return found or None
 
 
+def is_training(composed: DictConfig) -> bool:
+    """Return whether a config that may have mistakes is that of a run which trains: not of an evaluation, of a plan, or
+    of what an extension runs in its place."""
+    keys = ("evaluate_only", "plan", *list_actions())
+    return not any(
+        OmegaConf.select(composed, key, throw_on_resolution_failure=False, throw_on_missing=False) for key in keys
+    )
+
+
 def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
     """Typed objects, once. A key of `unread` without a value becomes NOT_GIVEN.
 
-    Raises UserError for another key without a value, for one added with `+` that nothing reads, and for an empty
-    `output_dir`, which would be the working directory.
+    Raises UserError for another key without a value, for one added with `+` that nothing reads, for an empty
+    `output_dir`, which would be the working directory, and for two keys that run something in place of training.
     """
     for key in unread:
         if OmegaConf.is_missing(composed, key):
@@ -619,4 +628,8 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
     if not config.output_dir.strip():
         raise UserError("output_dir= is empty; give a folder of the run's own, such as output_dir=outputs/my_run")
     remember_secrets(OmegaConf.to_container(composed, resolve=True))
+    asked = [f"{key}=true" for key in list_actions() if getattr(config, key)]
+    asked += [f"plan={str(config.plan).lower()}"] if config.plan is not False else []
+    if len(asked) > 1:
+        raise UserError(f"{asked[0]} and {asked[1]}: each runs in place of training; give one of them")
     return config

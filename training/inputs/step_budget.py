@@ -124,7 +124,10 @@ def compute_step_budget(
     if resume_from is not None:
         saved = read_state(resume_from)
         start = _resume(start, saved, resume_from, config, stream, vocab_size)
-        stream = stream and resume_stream(saved.stream, stream, start.step, console.say)
+        if stream is not None:
+            known = saved.data if saved.format >= 7 else data | saved.data
+            is_alike = saved.seed == config.seed and all(known.get(name) == value for name, value in data.items())
+            stream = resume_stream(saved.stream, stream, start.step, console.say, is_alike)
     folder = RunFolder(config.output_dir)
     last_step = find_last_step(folder, config, start.step, total_steps)
     is_elsewhere = resume_from is not None and find_own(folder, resume_from) is None
@@ -178,6 +181,10 @@ def _resume(
     comparable = saved.evaluated_on in ("", start.evaluated_on)
     if saved.best is not None and not comparable:
         console.say("resume: the evaluation files are others than before; the search for the best starts again")
+    elif not _has_same_loss(saved, start, config):
+        comparable = False
+        if saved.best is not None:
+            console.say("resume: the loss is another than before; the search for the best starts again")
     return dataclasses.replace(
         start,
         step=saved.step,
@@ -185,6 +192,16 @@ def _resume(
         evaluation=saved.evaluation if comparable else {},
         best=_recall_best(saved, config, resume_from) if comparable else None,
         identity=saved.identity | start.identity,  # what only the first run has read stays on record
+    )
+
+
+def _has_same_loss(saved: TrainerState, start: TrainerState, config: RunConfig) -> bool:
+    """Return whether evaluations of the checkpoint's run have the loss of this run."""
+    before = recall_updates(saved.data, start.data)
+    if saved.format < 7:  # which lacks some
+        before = start.data | before
+    return not before.keys() - start.data.keys() and all(
+        before.get(name) == value for name, value in describe_objective(config).items()
     )
 
 

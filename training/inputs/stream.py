@@ -35,14 +35,21 @@ def compare_shards(saved: Mapping[str, Any], start: StreamStart) -> tuple[dict[s
     return {SHARDS: before}, {SHARDS: after}
 
 
-def resume_stream(saved: Mapping[str, Any], start: StreamStart, step: int, say: Callable[[str], None]) -> StreamStart:
+def resume_stream(
+    saved: Mapping[str, Any], start: StreamStart, step: int, say: Callable[[str], None], is_alike: bool = True
+) -> StreamStart:
     """Return the stream at the place where the checkpoint of a step left it; at the beginning of the next pass where
-    the shards are others, which `resume_allow_changes` allows. saved: see `compare_shards`."""
+    the shards are others, or their rows, which `resume_allow_changes` allows: the place is a number of a row in a block
+    of a shard, by the order of before.
+
+    saved: see `compare_shards`. is_alike: whether the order and the rows of a shard are those of before.
+    """
     if "cursor" not in saved:  # of a run that did not stream
         return StreamStart(start.shards, Cursor(), step)
     cursor = Cursor.from_json(saved["cursor"])
     before, after = compare_shards(saved, start)
-    if before != after:
+    if before != after or not is_alike:
         cursor = Cursor(cursor.position.next_pass)
-        say(f"resume: the shards of train_file are others; pass {cursor.position.pass_number + 1} over them begins")
+        what = "the shards of train_file are others" if before != after else "the rows of train_file are others"
+        say(f"resume: {what}; pass {cursor.position.pass_number + 1} over them begins")
     return StreamStart(start.shards, cursor, step)

@@ -219,6 +219,8 @@ class Objective:
     # How the hub lists its models, and the package that it names as what loads whole ones
     pipeline_tag, made_for = "text-generation", "transformers"
     needs_labels = False  # samples without labels are refused
+    # The metrics without "loss" in their names of which lower is better
+    errors: tuple[str, ...] = ()
     # The metrics that the lines of progress and of evaluations show besides the loss, each by its name without "eval_",
     # with the text for its value, such as "accuracy {:.1%}"
     shown: tuple[tuple[str, str], ...] = ()

@@ -86,8 +86,8 @@ def check_objective(config: RunConfig) -> None:
 
 
 def check_metric_name(config: RunConfig) -> None:
-    """Raise UserError for a `metric_for_best_model` that no evaluation of this run reports. Metrics that the objective
-    does not know in advance are checked by the first evaluation.
+    """Raise UserError for a `metric_for_best_model` that no evaluation of this run reports, and for one of which lower is
+    better unless a key says so. Metrics that the objective does not know in advance are checked by the first evaluation.
     """
     metric = Criterion.of(config).metric
     names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config)]
@@ -101,6 +101,12 @@ def check_metric_name(config: RunConfig) -> None:
         raise UserError(
             f"metric_for_best_model: '{metric}' is not reported by this run's evaluations; give one of "
             f"{', '.join(reported)}{unknown}"
+        )
+    errors = [name + each for name in names for each in get_objective(config).errors]
+    if metric in errors and config.greater_is_better is None:
+        raise UserError(
+            f"metric_for_best_model: of {metric} lower is better, which its name does not say; give "
+            "greater_is_better=false"
         )
 
 

@@ -40,7 +40,7 @@ def open_reporters(
     key -> tokenized folder. hosts: the host of each rank."""
     known = describe_run(config, hosts) | {"data": describe_data(datasets)}
     if facts := collect_facts(config, hosts):
-        known |= {"facts": facts}
+        known |= {"facts": mask(facts)}
     if prediction.is_known:  # else the times of the plan are those of another machine
         trained = count_trained(0, budget.last_step, config.skip_data_intervals)
         text = render_plan(prediction.plan, trained)

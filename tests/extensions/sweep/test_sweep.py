@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,9 @@ def test_values_that_read_the_same_have_their_own_folders() -> None:
     assert [job.output_dir for job in plan(line + " max_steps=3")[0]] == folders
 
 
+AUTOMATIC = "activation_checkpoint_interval=auto"
+
+
 def finish(job: SweptRun) -> None:
     """Leaves what the run of a job leaves."""
     job.output_dir.mkdir(parents=True)
@@ -97,6 +101,28 @@ def test_a_finished_run_is_skipped_only_when_its_config_is_the_same(tmp_path: Pa
         assert run_sweep(plan(f"{line} learning_rate=0.125 {how}")[0], 2, launch) == 1  # and old results are not shown
         assert len(started) == 2
         started.clear()
+
+
+@pytest.mark.parametrize(
+    ("word", "filled"),
+    [
+        ("activation_checkpoint_interval=auto", ("activation_checkpoint_interval=2",)),
+        (
+            "activation_checkpoint_interval=auto",
+            ("activation_checkpoint_mode=selective", "activation_checkpoint_interval=1"),
+        ),
+        ("data=classification", ("data=classification", "data.labels=[spam,ham]")),
+    ],
+)
+def test_what_a_run_chooses_itself_is_no_other_config(tmp_path: Path, word: str, filled: tuple[str, ...]) -> None:
+    line = (
+        f"-m num_gpus=2 -cn base model_name_or_path=model train_file=train.jsonl output_dir={tmp_path} {word} seed=1,2"
+    )
+    for job in plan(line)[0]:
+        finish(replace(job, arguments=(*(each for each in job.arguments if each != word), *filled)))
+    assert run_sweep(plan(line)[0], 2, lambda arguments: pytest.fail("a finished run was started")) == 0
+    with pytest.raises(UserError, match="learning_rate was"):
+        plan(f"{line} learning_rate=0.125")
 
 
 def change_records(folder: Path) -> Path:

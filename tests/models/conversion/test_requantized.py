@@ -149,7 +149,9 @@ def test_what_is_not_published_so_is_refused(
     save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, file)
     assert run(monkeypatch, *arguments, tmp_path / "damaged") == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "holds numbers that are not finite; is the adapter damaged?" in error and "experts" in error
+    assert (
+        "holds numbers that are not finite; is the adapter damaged, or its base model?" in error and "experts" in error
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from support.configs import build_config
+import pytest
+from support.configs import REQUIRED, build_config, compose_config
 from support.launching import ROOT
 
 from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo
+from errors import UserError
 from extensions.preferences.keys import DPOLossType
-from training.config.schema import find_default
+from training.config.schema import find_default, to_typed
 
 SLOW = {"torch", "transformers", "deepspeed", "datasets"}
 
@@ -35,6 +37,19 @@ def test_choices_of_the_data_and_of_a_loss_are_written_as_their_owners_name_them
     assert (data.length_policy, data.on_bad_record) == (LengthPolicy.drop, OnBadRecord.skip)
     assert (data.mixture_by, data.pad_to) == (MixtureUnit.tokens, PadTo.max_seq_length)
     assert config.dpo.loss_type is DPOLossType.ipo
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("inspect_data=true", "proof=true"), "inspect_data=true and proof=true"),
+        (("plan=true", "proof=true"), "proof=true and plan=true"),
+        (("plan=search", "inspect_data=true"), "inspect_data=true and plan=search"),
+    ],
+)
+def test_two_keys_that_run_something_in_place_of_training_are_refused(words: tuple[str, ...], named: str) -> None:
+    with pytest.raises(UserError, match=f"{named}: each runs in place of training; give one of them"):
+        to_typed(compose_config("base", *REQUIRED, *words))
 
 
 def test_a_choice_without_a_file_has_the_defaults_of_the_usual_one() -> None:
