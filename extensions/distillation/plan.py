@@ -47,7 +47,8 @@ def describe_teacher(
     if num_samples is None:
         return f"{lines}{kept}; the data are not known, give max_steps or a train_file of JSON lines", None
     tokens = num_samples * stages[0].run.tokens_per_sample
-    seconds = plan_resolved(teacher, machine).time_forward(num_samples)
+    passing = replace(teacher, config=replace(teacher.config, evaluate_only=True))  # no gradient of its head
+    seconds = plan_resolved(passing, machine).time_forward(num_samples)
     return (
         f"{lines}at most {render_seconds(seconds)}, {render_count(tokens)} tokens; {kept}, at most "
         f"{render_bytes(tokens * target)}"

@@ -19,8 +19,8 @@ GROUPS = ("data", "adapter", "optimizer", "logger", "model")
 @dataclass
 class Draft:
     """groups: choice of each group. keys: dotted key -> value. left: key of theirs -> why it is not carried over; empty
-    text: the page says it. their: what the other config holds. program: that of a script with its command, such as swift;
-    empty for a file."""
+    text: the page says it. their: what the other config holds. program: that of a script with a command, such as
+    swift; empty for a file."""
 
     their: Mapping[str, Any]
     program: str = ""

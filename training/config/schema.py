@@ -632,4 +632,6 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
     asked += [f"plan={str(config.plan).lower()}"] if config.plan is not False else []
     if len(asked) > 1:
         raise UserError(f"{asked[0]} and {asked[1]}: each runs in place of training; give one of them")
+    if config.plan is not False and config.evaluate_only:
+        raise UserError(f"{asked[0]} and evaluate_only=true: a plan is of a run that trains; give evaluate_only=false")
     return config

@@ -15,8 +15,11 @@ from training.distributed.topology import DATA
 
 
 def compute_sums(chunk: Chunk) -> PassCost:
-    """Return the time to sum gradients; in layers that were timed it is included in their times."""
+    """Return the time to sum gradients; in layers that were timed it is included in their times. Stage 2 adds them up
+    where they are reduced."""
     run = chunk.run
+    if run.config.shards_gradients_only and run.layout.num_shards > 1:
+        return PassCost()
     moved = count_sum_bytes(run.config.precision, run.layout.gradient_accumulation_steps, run.hardware.device)
     counted = count_distinct("trained", [layer for layer in chunk.layers if layer.work.pass_seconds is None])
     return PassCost(backward_seconds=moved * counted / run.hardware.stream_rate)
@@ -89,6 +92,6 @@ def count_reduce_bytes(run: PlannedRun) -> float:
     if run.config.shards_weights:
         return 4 * held + (0 if held == sent else 2 * (held + sent)) + 2 * sent
     if run.config.shards_gradients:
-        return run.weight_bytes + 4 * sent
+        return run.weight_bytes + 2 * sent + 3 * sent / run.layout.num_shards
     cast = 0 if held == sent else held + sent
     return cast + sent + (cast + 2 * held) / run.layout.num_shards

@@ -218,7 +218,7 @@ def count_layers(
         forms = tuple(getattr(part, "frozen_form", None) for part in module.modules())
         recipe = (layer.module_class, layer.tied_key, layer.owns_weights, layer.is_further, forms)
         lent = _count_lent(module, replace(part, seq_length=_LONGEST))  # so that kinds are those of any length
-        kind = (*recipe, lent, _find_window(module, config), shapes, dtype)
+        kind = (*recipe, lent, _find_window(module, config), _find_chunk(module, config), shapes, dtype)
         if kind not in counted:
             width = find_input_width(layers, index, config.hidden_size)
             module.to(batch.dtype)  # the adapter too, as the engine does
@@ -452,6 +452,9 @@ class _BuiltLayer:
         """FLOPs of a token's attention; eager attention makes scores of the keys that the mask hides, too."""
         length = self.batch.seq_length * self.ranks.parts.size
         keys = length if self._makes_scores else mean_keys(length, _find_window(self.module, self.config))
+        if not self._makes_scores and (chunk := _find_chunk(self.module, self.config)) and chunk < length:
+            rest = length % chunk
+            keys = (length // chunk * chunk * mean_keys(chunk, None) + rest * (rest + 1) / 2) / length
         return 2 * keys * self._attention_width / self.ranks.parallel.size
 
     @cached_property
@@ -529,8 +532,8 @@ class _BuiltLayer:
         return trace.sum_sizes(storage for each in kept for storage in each)
 
     def _count_traffic(self) -> tuple[Traffic, Traffic, Traffic]:
-        """Return what the forward and the backward pass move, and what `selective` moves again; each dequantizes the
-        quantized weights, by a kernel for the scales, and one for the weight, or for each chunk of experts. A layer
+        """Return what the forward and the backward pass move, and what `selective` moves again. Both passes dequantize
+        the quantized weights, by a kernel for the scales, and one for the weight, or for each chunk of experts. A layer
         that does not run on the meta device moves what it is estimated to keep, once forward and twice back."""
         weights, itemsize = list_quantized(self.module), self.batch.dtype.itemsize
         moved = sum(weight.nbytes + round((2 * weight.work_bytes + itemsize) * weight.numel) for weight in weights)
@@ -542,7 +545,7 @@ class _BuiltLayer:
         else:
             forward, backward = count_traffic((trace.forward, trace.backward), self.compiles)
             remade = count_remade(trace.forward, self.compiles)
-        return forward + dequantizing, backward + dequantizing, remade + dequantizing
+        return forward + dequantizing, backward + dequantizing, remade
 
     def _count_widest(self) -> int:
         """Elements of a token in the widest result of a matrix; with experts, of those that it chooses."""
@@ -584,6 +587,12 @@ def _find_window(module: nn.Module, config: PretrainedConfig) -> int | None:
             # of every attribute nn.Module says that it is a tensor or a module
             return child.sliding_window  # type: ignore[return-value]
     return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+
+
+def _find_chunk(module: nn.Module, config: PretrainedConfig) -> int | None:
+    """The tokens of a chunk of this layer's attention, whose queries see no earlier one, or None."""
+    is_chunked = getattr(module, "attention_type", "") == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) if is_chunked else None
 
 
 def _find_product(operators: Sequence[Operator], gradient: int | None, made: Mapping[int, int]) -> Operator | None:

@@ -79,7 +79,7 @@ def estimate_num_rows(config: RunConfig, architecture: PretrainedConfig, key: st
         sources = [resolve_sources(entry, key) for entry in list_entries(config, key)]
         if plan.is_trivial and config.data.length_policy is LengthPolicy.truncate and selection.filter is None:
             rows = _estimate_records(sources, selection)
-            if selection.hold_out is None and (rows is not None or selection.max_records is None):
+            if selection.hold_out is None and rows is not None:
                 return rows
         if has_tokenizer(config, folder):
             labelled = complete_labels(config, architecture)

@@ -86,8 +86,9 @@ def check_objective(config: RunConfig) -> None:
 
 
 def check_metric_name(config: RunConfig) -> None:
-    """Raise UserError for a `metric_for_best_model` that no evaluation of this run reports, and for one of which lower is
-    better unless a key says so. Metrics that the objective does not know in advance are checked by the first evaluation.
+    """Raise UserError for a `metric_for_best_model` that no evaluation of this run reports, and for one of which lower
+    is better unless a key says so. Metrics that the objective does not know in advance are checked by the first
+    evaluation.
     """
     metric = Criterion.of(config).metric
     names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config)]

@@ -42,8 +42,8 @@ KEPT_OPERATORS = {
     )
     if hasattr(torch.ops.aten, name)
 }
-# The operators of those packages, of varlen_attn, and of models/experts/products.py
-KEPT_NAMESPACES = ("flash_attn", "flash_attn_3", "torch_attn", "experts")
+# The operators of those packages, of varlen_attn, of models/experts/, and of models/layers/frozen.py
+KEPT_NAMESPACES = ("flash_attn", "flash_attn_3", "torch_attn", "experts", "layers")
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 

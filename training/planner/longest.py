@@ -18,8 +18,10 @@ def find_longest(plan: Plan, fits: Callable[[int], bool], most: int) -> int | No
         longer = min(2 * fitting, most)
         fitting, too_long = (longer, None) if fits(longer) else (fitting, longer)
     while too_long is not None and too_long - fitting > max(_STEP, fitting // 8):
-        middle = max(_STEP, (fitting + too_long) // 2 // _STEP * _STEP)
-        if middle in (fitting, too_long):
+        middle = -(-(fitting + too_long) // 2 // _STEP) * _STEP  # rounded up
+        if middle >= too_long:
+            middle -= _STEP
+        if middle <= fitting:
             break
         fitting, too_long = (middle, too_long) if fits(middle) else (fitting, middle)
     return fitting or None

@@ -202,7 +202,8 @@ def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> R
         chosen = apply(choice)
         check_together(CheckedConfig(chosen, target.has_accelerator))
         run = place_layers(model, chosen, layout, target)
-        return max(table.sum_memory(stage).peak for stage in list_stages(describe(chosen), run.costs, run.bounds))
+        ordered = replace(describe(chosen), layout=run.layout)  # by the times of its own split
+        return max(table.sum_memory(stage).peak for stage in list_stages(ordered, run.costs, run.bounds))
 
     def is_host_bound(choice: Choice) -> bool:
         """Return whether launching the operators that `selective` runs again one by one takes longer than launching

@@ -170,7 +170,7 @@ def test_five_sgd_steps_with_adapters_equal_peft(
     workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """From an exported adapter, so that its matrices and its head have gradients in the first step."""
-    run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
+    run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2", *overrides)
     adapter = tmp_path / "first" / "hf"
     # larger steps amplify rounding
     lora = ("adapter=lora", f"adapter.name_or_path={adapter}", "learning_rate=0.003")
