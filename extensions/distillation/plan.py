@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from data.storage.scores import count_bytes
 from extensions.distillation.keys import DistillConfig
 from extensions.distillation.scores import list_teacher_columns

@@ -2,8 +2,8 @@
 (2603.12201).
 
 The indexers are frozen (`models/layers/indexed_attention.py`). A selection is passed on with the activations, so that a
-layer that is recomputed has the one that it had; it takes up to two thirds of the memory of hidden states, and no stage sends
-it: a stage begins with a layer that has an indexer.
+layer that is recomputed has the one that it had; it takes up to two thirds of the memory of hidden states, and no stage
+sends it: a stage begins with a layer that has an indexer.
 """
 
 from __future__ import annotations

@@ -51,13 +51,13 @@ from training.objectives.registry import check_objective, get_objective
 from training.optim.optimizer import check_optimizer
 from training.optim.parameter_groups import check_group_keys, check_parameter_groups
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
-from training.pipeline.partition import split_layers, weigh_layers
+from training.pipeline.partition import ALIKE, split_layers, weigh_layers
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
 from training.resolution.architecture import complete_architecture
 from training.resolution.counts import LayerCounts
 from training.resolution.packages import BITSANDBYTES, has_package
-from training.resolution.recomputation import Choice, choose_recomputation
+from training.resolution.recomputation import CHOICES, MARGIN, Choice, choose_recomputation
 from training.resolution.sequences import check_run_sequences
 from training.resolution.target import Target
 from training.resolution.user_loss import build_run_loss
@@ -197,12 +197,21 @@ def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> R
         assert target.machine is not None
         return PlannedRun(chosen, layout, model.architecture.vocab_size, target.machine)
 
+    def place(choice: Choice) -> ResolvedRun:
+        """Return the run, on stages that leave `MARGIN` free; where that would make them wait for each other, and for
+        the last choice, as they are fastest."""
+        within, free = (
+            place_layers(model, apply(choice), layout, each)
+            for each in (replace(target, margin=MARGIN), replace(target, fills=target.fills and choice == CHOICES[-1]))
+        )
+        slowest, least = (max(map(sum, each.layout.pass_times)) for each in (within, free))
+        return within if slowest <= ALIKE * least else free
+
     def measure(choice: Choice) -> float:
         """Return the bytes of the fullest GPU, by the plan."""
-        chosen = apply(choice)
-        check_together(CheckedConfig(chosen, target.has_accelerator))
-        run = place_layers(model, chosen, layout, target)
-        ordered = replace(describe(chosen), layout=run.layout)  # by the times of its own split
+        check_together(CheckedConfig(apply(choice), target.has_accelerator))
+        run = place(choice)
+        ordered = replace(describe(run.config), layout=run.layout)  # by the times of its own split
         return max(table.sum_memory(stage).peak for stage in list_stages(ordered, run.costs, run.bounds))
 
     def is_host_bound(choice: Choice) -> bool:
@@ -216,7 +225,7 @@ def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> R
         return chosen.activation_checkpoint_mode is CheckpointMode.selective and eager > compiled
 
     choice, line = choose_recomputation(target.machine, measure, is_host_bound)
-    return replace(place_layers(model, apply(choice), layout, target), recomputation=line)
+    return replace(place(choice), recomputation=line)
 
 
 def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target: Target) -> ResolvedRun:
@@ -227,7 +236,9 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
         time_layers(costs, run) if method == "balanced" else weigh_layers(model.layers, method),
         layout.num_stages,
         method,
-        fits=build_fits(costs, replace(run, hardware=target.machine)) if target.machine and target.fills else None,
+        fits=build_fits(costs, replace(run, hardware=target.machine), target.margin)
+        if target.machine and target.fills
+        else None,
         schedule=build_schedule(layout),
         tail=count_tail(model.layers),
         joined=model.joined,

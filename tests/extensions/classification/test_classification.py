@@ -295,7 +295,7 @@ def test_a_head_is_trained_and_saved_with_adapters(run, root: Path, tmp_path: Pa
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "overrides"),
-    [("pp1", ()), ("pp2", ()), ("zero2", ()), ("pp2", (*PACKED, "learning_rate=0.003"))],
+    [("pp1", ()), ("pp2", ()), ("zero2", ()), ("pp2", PACKED)],
 )
 def test_five_sgd_steps_with_adapters_equal_peft(
     workers: Callable[[int], WorkerGroup], run, root: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
@@ -303,7 +303,8 @@ def test_five_sgd_steps_with_adapters_equal_peft(
     """From an exported adapter, so that its matrices and its head have gradients in the first step."""
     run("first", "pp1", "adapter=lora", "adapter.r=4", "learning_rate=1e-2", "max_steps=2")
     adapter = tmp_path / "first" / "hf"
-    lora = ("adapter=lora", f"adapter.name_or_path={adapter}", SMALL_STEPS)
+    # larger steps amplify rounding
+    lora = ("adapter=lora", f"adapter.name_or_path={adapter}", "learning_rate=0.003")
     case = build_case(root, tmp_path, layout, *lora, CHECKPOINTED, *overrides)
     model = load_with_adapter(root / "tiedFalse", adapter, len(NAMES))
     model.config.problem_type = "single_label_classification"
