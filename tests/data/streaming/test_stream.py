@@ -138,6 +138,12 @@ def test_a_cursor_finds_any_row_and_nothing_before_its_block_is_tokenized(rows: 
         stream.take(1)
 
 
+def test_a_cursor_beyond_the_rows_of_its_block_begins_the_next_one(build_plan) -> None:
+    """As where the rows of a block are fewer than before: what is asked for is what is taken."""
+    taken = RowStream(build_plan(block_records=9), Cursor(row=50)).take(4)
+    assert len(taken) == 4
+
+
 def test_a_data_set_of_the_hub_is_read_without_being_downloaded(
     build_plan, folder: Path, tmp_path, monkeypatch
 ) -> None:

@@ -44,6 +44,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from batch import Targets
 from data.options import ProblemType
 from data.storage.tokenized import TokenizedDataset
+from errors import UserError
 from extensions.classification import documents
 from extensions.classification.documents import ClassificationLoss, ClassScores, compute_auc, compute_f1
 from extensions.classification.keys import ClassificationConfig
@@ -365,6 +366,25 @@ def test_areas_and_f1_equal_those_counted_one_by_one() -> None:
     counts = torch.tensor([[(said & actual).sum(), 0], [said.sum(), 0], [actual.sum(), 0]], dtype=torch.float64)
     assert compute_f1(counts) == pytest.approx(count_f1(said, actual))
     assert compute_f1(torch.zeros(3, 2)) == 0.0  # no label occurs, none is predicted: not NaN
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_given", "num_outputs"),
+    [(ProblemType.regression, 3, 1), (ProblemType.regression, 1, 3), (ProblemType.single_label_classification, 2, 3)],
+)
+def test_another_number_of_labels_is_not_broadcast(kind: ProblemType, num_given: int, num_outputs: int) -> None:
+    outputs = torch.zeros(1, 2, 4), torch.ones(num_outputs, 4)
+    targets = torch.tensor([[-100, 0]])
+    targets = Targets.find(targets, torch.tensor(1.0), columns={"labels": torch.zeros(1, num_given)})
+    with pytest.raises(UserError, match=f"a record has {num_given} label.*data.problem_type={kind.value} takes"):
+        ClassificationLoss(kind, num_outputs)(outputs, targets)
+
+
+def test_a_score_that_is_not_a_number_is_no_right_answer() -> None:
+    kept = ClassScores(ProblemType.single_label_classification, 2)
+    kept.add(torch.full((2, 2), torch.nan), torch.zeros(2, 1))
+    taken = kept.sums.take()
+    assert taken is not None and taken[0].isnan().all()
 
 
 def test_areas_of_many_labels_read_each_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,14 @@ from support.configs import build_config
 from support.launching import run_deepspeed
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from data.loading import loader
 from errors import UserError
 from extension import OWN_FOLDERS, collect_facts
 from extensions.hub.model_card import render_card
+from extensions.proof import recorded
+from extensions.proof.certificate import save_certificate
 from extensions.proof.material import find_material, write_material
 from extensions.proof.recorded import FILE
 from extensions.proof.run import build_small_run, check_run, prove_small
@@ -31,6 +33,7 @@ from models.generic.shrink import SmallSizes, shrink
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
+from training.observability import environment
 from training.observability.run_page import read_history
 from training.plan_command.run import describe_model
 
@@ -148,6 +151,22 @@ def test_what_has_no_counterpart_is_refused(key: str, message: str, tmp_path: Pa
     lora = ("adapter=lora",) if key.startswith("adapter.") else ()
     with pytest.raises(UserError, match=re.escape(message)):
         check_run(compose(tmp_path, tmp_path, *lora, *key.split()), Ranks(0, 1, 0, 1), ())
+
+
+def test_no_secret_is_in_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["trainer_base_ds_mp.py", "+logger.trackers.mine={_target_: my.T, api_key: planted-key}"]
+    monkeypatch.setattr(environment, "find_command", lambda: command)
+    config = compose(tmp_path, tmp_path)
+    found = dict.fromkeys(("loss_distance", "gradient_norm_distance", "worst_gradient_distance"), 0.0)
+    file = save_certificate(config, LlamaConfig(), ["here"], {**found, "tensors": 1, "targets": 2}, "pp1")
+    assert "planted" not in file.read_text() and "api_key" in file.read_text()
+
+
+def test_a_proof_is_of_the_modules_that_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = recorded._hash_source()
+    assert recorded._hash_source() == before
+    monkeypatch.setattr(recorded, "PACKAGES", ("models", "data", "training"))
+    assert recorded._hash_source() != before
 
 
 def test_a_variant_of_dpo_is_refused(tmp_path: Path) -> None:

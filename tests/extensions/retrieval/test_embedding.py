@@ -32,7 +32,7 @@ from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModel, AutoTokenizer
 
 from batch import Targets
-from extensions.retrieval.contrast import Contrast, pool_texts
+from extensions.retrieval.contrast import Contrast, pool_texts, summarize_ranks
 from extensions.retrieval.embedding import EmbeddingLoss
 from extensions.retrieval.keys import Pooling
 from models.storage.tensor_files import open_safetensors
@@ -310,6 +310,10 @@ def test_each_text_of_a_packed_row_is_pooled(pooling: Pooling) -> None:
 
 def test_as_near_a_document_counts_against_its_own() -> None:
     """A model that gives all texts one vector finds nothing."""
+    unknown = torch.ones(2, 3)
+    unknown[0] = torch.nan
+    losses, ranks = Contrast(0.1).compare(unknown, torch.ones(4, 3), torch.tensor([0, 2]))
+    assert summarize_ranks(losses, ranks).isnan().all() and ranks[0].isnan().tolist() == [True, False]
     losses, ranks = Contrast(0.1).compare(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 2]))
     assert ranks.tolist() == [[4, 4]]
     torch.testing.assert_close(losses, torch.full((2,), 4.0).log())

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
 from support.adapters import build_lora, make_adapter
 from support.families import build_family, build_family_config
 from support.tiny import save_llama
 
 from errors import UserError
 from models.adapters.build import check_added_tokens, check_peft_names
+from models.adapters.folder import load_adapter_tensors
 from models.adapters.options import AdapterName, AdapterOptions
 from models.adapters.quantized import hold, list_held, list_quantized, quantize
 from models.adapters.targets import build_lora_config, describe_targets
@@ -195,6 +198,23 @@ def test_added_tokens_need_trained_rows_or_an_explicit_no() -> None:
     check_added_tokens(AdapterOptions(name=AdapterName.lora, modules_to_save=[]), added, LLAMA)
     check_added_tokens(AdapterOptions(name=AdapterName.lora), [], LLAMA)
     check_added_tokens(AdapterOptions(), added, LLAMA)
+
+
+def test_an_adapter_to_start_from_trains_added_tokens_only_if_it_saves_them(tmp_path: Path) -> None:
+    added, options = ["<|im_end|>"], AdapterOptions(name=AdapterName.lora, name_or_path=str(tmp_path))
+    LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]).save_pretrained(tmp_path)
+    check_added_tokens(options, added, LLAMA)
+    LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"never train the rows.*'<\|im_end\|>', 1 in all.: it saves no embedding"):
+        check_added_tokens(options, added, LLAMA)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora"])
+def test_a_folder_whose_base_peft_changes_first_is_refused(tmp_path: Path, init: str) -> None:
+    LoraConfig(target_modules=["q_proj"], init_lora_weights=init).save_pretrained(tmp_path)
+    save_file({"base_model.model.x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"init_lora_weights={init}: the adapter belongs to a base model less what"):
+        load_adapter_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal"])

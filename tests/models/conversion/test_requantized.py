@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import make_adapter
 from support.model_folders import Tensors, export, read_layers
-from support.quantized import save_fp8, save_int4, save_mxfp4, spread, write_config
+from support.quantized import FP8, save_fp8, save_int4, save_mxfp4, spread, write_config
 from support.tiny import save_llama, save_tokenizer
 
 import convert2ckpt
 from models.conversion.requantized import quantize
+from models.heads.sequence_classification import SEQUENCE_CLASSIFICATION
 from models.weights.hugging_face_folder import HuggingFaceFolder
 
 # Each way to publish, the attention of its model, which is not quantized in two of them, and how far a rounded tensor
@@ -121,6 +122,52 @@ def test_scales_are_powers_of_two_where_they_were(tmp_path: Path) -> None:
         wide = spread((scales.view(torch.uint8).float() - 127).exp2(), (8, 8), weight.shape)
         assert (codes.float() * wide - weight).norm() < 0.03 * weight.norm()
         assert codes.float().abs().max() <= 448
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_scales_that_are_powers_of_two_are_written_so(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaders drop all but their exponents (`scale_fmt`), whatever they are stored in."""
+    base, peft, out = (tmp_path / name for name in ("base", "peft", "out"))
+    stored = save_fp8(base)
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        stored[name] = stored[name].log2().ceil().exp2().to(dtype)
+    save_file(stored, base / "model.safetensors")
+    save_tokenizer(base)
+    save_adapter(peft, base)
+    convert = ("--to_hf", "--requantize", "--verify", "--model_name_or_path", peft, "--output_dir", out)
+    assert run(monkeypatch, *convert) == 0
+    scales = {name: each for name, each in load_file(out / "model.safetensors").items() if name.endswith("_scale_inv")}
+    assert scales and all(each.dtype == dtype for each in scales.values())
+    assert all(torch.equal(each.float().log2().round().exp2(), each.float()) for each in scales.values())
+    assert any(not torch.equal(each.float(), stored[name].float()) for name, each in scales.items())
+
+
+def test_what_loaders_would_misread_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, peft = tmp_path / "base", tmp_path / "peft"
+    save_fp8(base, family="qwen3_moe")
+    save_tokenizer(base)
+    plain = tmp_path / "plain"
+    export(base, plain)
+    make_adapter(peft, plain, ["q_proj"], SEQUENCE_CLASSIFICATION)
+    file = peft / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+    described = json.loads((plain / "config.json").read_text()) | {
+        "architectures": ["Qwen3MoeForSequenceClassification"]
+    }
+    (peft / "config.json").write_text(
+        json.dumps(described | {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}})
+    )
+    convert = ("--to_hf", "--requantize", "--model_name_or_path", peft, "--output_dir", tmp_path / "out")
+    assert run(monkeypatch, *convert) == 1
+    assert f"'score.weight' is not in {base}, and loaders would take it for quantized" in capsys.readouterr().err
+    save_adapter(tmp_path / "whole", base)
+    write_config(base, quantization_config=FP8 | {"activation_scheme": "static"})
+    assert run(monkeypatch, *convert[:-3], tmp_path / "whole", *convert[-2:]) == 1
+    assert "has scales of activations (activation_scheme=static)" in capsys.readouterr().err
 
 
 def test_what_is_not_published_so_is_refused(

@@ -102,7 +102,7 @@ def test_experts_are_read_either_way_round(models: Models, tmp_path: Path) -> No
     }
     assert any(tensor.dim() == 3 and tensor.shape[1] != tensor.shape[2] for tensor in turned.values())
     published = save_as(tmp_path / "hub", folder, turned)
-    back = export(convert(published, tmp_path / "pipeline"), tmp_path / "back")
+    back = export(convert(published, tmp_path / "pipeline", verify=True), tmp_path / "back", verify=True)
     assert_same_bits(load_file(back / "model.safetensors"), load_file(folder / "model.safetensors"))
 
 

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from models.architecture.lookup import build_layers, choose_attention
 from models.layers.decoder import PipelineDecoderLayer
+from models.layers.frozen import frozen_product
 from training.config.schema import CheckpointMode
 from training.pipeline.activation_checkpoint import (
     ActivationCheckpointing,
@@ -194,6 +195,7 @@ def test_selective_repeats_what_is_cheap_and_nothing_else(
     assert calls["grouped"]["mm"] > calls["kept"]["mm"] and calls["grouped"]["silu"] == calls["selective"]["silu"] == 1
     assert all(calls["selective"][operator] == calls["kept"][operator] for operator in costly)
     assert is_kept(torch.ops.aten.mm.default) and not is_kept(torch.ops.aten.silu.default)
+    assert is_kept(frozen_product._opoverload)  # of a frozen quantized projection
 
 
 @pytest.mark.full

@@ -115,6 +115,7 @@ def test_who_refuses_a_pair(folder: Path, pair: Pair, request: pytest.FixtureReq
         ("partition_method=nonsense",),
         ("partition_method='type:nowhere'",),
         ("metric_for_best_model=eval_bliss", "eval_file=a.jsonl"),
+        ("data=classification", "data.problem_type=regression", "eval_file=a.jsonl", "metric_for_best_model=mae"),
     ],
     ids=" ".join,
 )
