@@ -150,7 +150,7 @@ def test_what_loaders_would_misread_is_refused(
     base, peft = tmp_path / "base", tmp_path / "peft"
     save_fp8(base, family="qwen3_moe")
     save_tokenizer(base)
-    plain = tmp_path / "plain"
+    plain = tmp_path / "dequantized"
     export(base, plain)
     make_adapter(peft, plain, ["q_proj"], SEQUENCE_CLASSIFICATION)
     file = peft / "adapter_config.json"
