@@ -181,7 +181,7 @@ def _resume(
     comparable = saved.evaluated_on in ("", start.evaluated_on)
     if saved.best is not None and not comparable:
         console.say("resume: the evaluation files are others than before; the search for the best starts again")
-    elif not _has_same_loss(saved, start, config):
+    elif (saved.best is not None or saved.evaluation) and not _has_same_loss(saved, start, config):
         comparable = False
         if saved.best is not None:
             console.say("resume: the loss is another than before; the search for the best starts again")
