@@ -36,7 +36,7 @@ class Mixture:
     def choose_samples(self, sources: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the sample ids of an epoch, int64 [P], grouped by source. sources, lengths: those of each sample, [N].
 
-        Raises `UserError` for a source without a sample.
+        Raises `UserError` for a source without a sample, and for shares that take none.
         """
         amounts = self._amounts(lengths)
         epochs = self._compute_epochs(_sum_by_source(sources, amounts, len(self.shares)))
@@ -46,7 +46,10 @@ class Mixture:
             # A source that is seen once may come out of the division as 0.9999...
             whole = int(times + 1e-9)
             chosen += [np.tile(ids, whole), _choose_part(ids, amounts[ids], max(0.0, times - whole), source)]
-        return np.concatenate(chosen)
+        taken = np.concatenate(chosen)
+        if not len(taken):
+            raise UserError("train_file: an epoch of the mixture takes no sample; give larger shares (epochs)")
+        return taken
 
     def describe(self, names: Sequence[str], sources: np.ndarray, lengths: np.ndarray, sample_ids: np.ndarray) -> str:
         """Return how much of each source an epoch holds, in words. sample_ids: what `choose_samples` returned."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from data.encoders.kinds import find_kind
 from data.options import LengthPolicy
 from data.sources.records import resolve_sources
 from data.sources.selection import Selection
@@ -78,7 +79,8 @@ def estimate_num_rows(config: RunConfig, architecture: PretrainedConfig, key: st
     with suppress(UserError):  # of the data: the run reports it
         sources = [resolve_sources(entry, key) for entry in list_entries(config, key)]
         if plan.is_trivial and config.data.length_policy is LengthPolicy.truncate and selection.filter is None:
-            rows = _estimate_records(sources, selection)
+            per_record = find_kind(config.data.name).count_samples(config.data) // plan.group_size
+            rows = _estimate_records(sources, selection, per_record)
             if selection.hold_out is None and rows is not None:
                 return rows
         if has_tokenizer(config, folder):
@@ -88,14 +90,14 @@ def estimate_num_rows(config: RunConfig, architecture: PretrainedConfig, key: st
     return rows
 
 
-def _estimate_records(sources: Sequence[Sequence[str]], selection: Selection) -> RowEstimate | None:
-    """Return the records that are taken of files of JSON lines; None for any other files. sources: the files of each
-    entry."""
+def _estimate_records(sources: Sequence[Sequence[str]], selection: Selection, per_record: int) -> RowEstimate | None:
+    """Return the rows of the records that are taken of files of JSON lines; None for any other files. sources: the
+    files of each entry. per_record: rows of a record: an answer of a pair is one where answers are liked or not."""
     if any(Path(source).suffix != ".jsonl" for entry in sources for source in entry):
         return None
     counts = (sum(map(_count_lines, entry)) for entry in sources)
     taken = sum(min(count, selection.max_records or count) for count in counts)
-    return RowEstimate(round(selection.estimate_taken(taken)), selection.hold_out is None)
+    return RowEstimate(per_record * round(selection.estimate_taken(taken)), selection.hold_out is None)
 
 
 def _count_lines(source: str) -> int:

@@ -9,7 +9,7 @@ import xxhash
 
 from data.components import describe_component
 from data.encoders.kinds import KINDS, DataKind, find_kind
-from data.options import Packing
+from data.options import Packing, RowTargets
 from errors import UserError
 from extension import check_not_removed, load_parts, name_parts
 from masking import fingerprint_hidden, mask
@@ -77,6 +77,11 @@ def check_objective(config: RunConfig) -> None:
         tasks = " or task=".join(_list_tasks(kind))
         raise UserError(
             f"task={objective.name} and data={kind.name} do not go together; give data={fitting}, or task={tasks}"
+        )
+    if config.data.collator is not None and objective.row_targets is RowTargets.last_tokens:
+        raise UserError(
+            f"data.collator with task={objective.name}: documents are scored at their last tokens, which are counted "
+            "in rows as they are stored; omit data.collator"
         )
     for modifier in MODIFIERS:
         if modifier.read(config):
