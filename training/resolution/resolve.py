@@ -232,13 +232,12 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
     """Return `model` at `layout`, whose schedule is set: its split, and the times of its passes."""
     costs, method = model.counts.count_costs(layout, config.max_seq_length), config.partition_method
     run = PlannedRun(config, layout, model.architecture.vocab_size, _choose_pace(target, config))
+    machine = target.machine if target.fills else None
     bounds = split_layers(
         time_layers(costs, run) if method == "balanced" else weigh_layers(model.layers, method),
         layout.num_stages,
         method,
-        fits=build_fits(costs, replace(run, hardware=target.machine), target.margin)
-        if target.machine and target.fills
-        else None,
+        fits=None if machine is None else build_fits(costs, replace(run, hardware=machine), target.margin),
         schedule=build_schedule(layout),
         tail=count_tail(model.layers),
         joined=model.joined,

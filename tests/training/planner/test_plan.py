@@ -218,7 +218,7 @@ def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
 def test_later_stages_exchange_more() -> None:
     """8 micro-batches send their gradients, each to one rank, and gather weights for two passes of each."""
     layout, gigabyte = Layout(Topology.of(4), B, 8), N / GB
-    summed = 8 * 18 * gigabyte / 1000 + 3 / 4 * (8 * 4 + 2) * gigabyte / 100
+    summed = 8 * (10 + 12 / 4) * gigabyte / 1000 + 3 / 4 * (8 * 4 + 2) * gigabyte / 100
     assert reduce_seconds(layout, "zero_stage=2") == pytest.approx(summed)
     offloaded, sharded = (reduce_seconds(layout, "zero_stage=3", *more) for more in (["offload_parameters=cpu"], []))
     assert offloaded - sharded == pytest.approx((2 * 8 + 1) * 2 * gigabyte / 4 / 20)
@@ -229,7 +229,7 @@ def test_groups_that_share_out_inside_a_node_send_there_and_their_sums_between_n
     other node, once a step."""
     apart, gigabyte = Layout(Topology.of(8), B, 8), N / GB
     together = replace(apart, sharding_parallel_size=4)
-    copied = 8 * 18 * gigabyte / 1000
+    copied = 8 * (10 + 12 / 4) * gigabyte / 1000
     within, between = 3 / 4 * (8 * 4 + 2) * gigabyte / 100, 1 / 2 * 2 * gigabyte / 10
     assert reduce_seconds(together, "zero_stage=2") == pytest.approx(copied + within + between)
     assert reduce_seconds(apart, "zero_stage=2") == pytest.approx(copied + 7 / 8 * (8 * 4 + 2) * gigabyte / 40)
