@@ -43,9 +43,8 @@ def _time(chunk: Chunk) -> PassTimes:
     return PassTimes(*(round(1e9 * seconds) for seconds in (cost.forward_seconds, backward - deferred, deferred)))
 
 
-def build_fits(costs: Sequence[LayerCost], run: PlannedRun, margin: float = 0) -> Fits:
-    """Return the function that says whether a stage fits a GPU. costs: of all layers, for one micro-batch. margin: the
-    share of the GPU's usable memory that stays free.
+def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
+    """Return the function that says whether a stage fits a GPU. costs: of all layers, for one micro-batch.
 
     A range of layers that fits does so without its last ones, so a stage's longest range is found by halving, where it
     is not as long as the one found before. A stage of so many layers that cost the same is counted once, wherever it
@@ -58,7 +57,7 @@ def build_fits(costs: Sequence[LayerCost], run: PlannedRun, margin: float = 0) -
         held = (stage_id, *costs[start:stop])
         if held not in known:
             memory = sum_memory(Stage(run, stage_id, costs, [range(start, stop)]))
-            known[held] = memory.peak <= (1 - margin) * run.hardware.usable_bytes
+            known[held] = memory.peak <= run.hardware.usable_bytes
         return known[held]
 
     lengths: dict[int, int] = {}  # by stage, of the range that was found last

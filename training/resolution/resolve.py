@@ -200,10 +200,9 @@ def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> R
     def place(choice: Choice) -> ResolvedRun:
         """Return the run, on stages that leave `MARGIN` free; where that would make them wait for each other, and for
         the last choice, as they are fastest."""
-        within, free = (
-            place_layers(model, apply(choice), layout, each)
-            for each in (replace(target, margin=MARGIN), replace(target, fills=target.fills and choice == CHOICES[-1]))
-        )
+        smaller = target.machine and replace(target.machine, usable_memory=(1 - MARGIN) * target.machine.usable_memory)
+        within = place_layers(model, apply(choice), layout, replace(target, machine=smaller))
+        free = place_layers(model, apply(choice), layout, replace(target, fills=target.fills and choice == CHOICES[-1]))
         slowest, least = (max(map(sum, each.layout.pass_times)) for each in (within, free))
         return within if slowest <= ALIKE * least else free
 
@@ -232,12 +231,11 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
     """Return `model` at `layout`, whose schedule is set: its split, and the times of its passes."""
     costs, method = model.counts.count_costs(layout, config.max_seq_length), config.partition_method
     run = PlannedRun(config, layout, model.architecture.vocab_size, _choose_pace(target, config))
-    machine = target.machine if target.fills else None
     bounds = split_layers(
         time_layers(costs, run) if method == "balanced" else weigh_layers(model.layers, method),
         layout.num_stages,
         method,
-        fits=None if machine is None else build_fits(costs, replace(run, hardware=machine), target.margin),
+        fits=build_fits(costs, replace(run, hardware=target.machine)) if target.machine and target.fills else None,
         schedule=build_schedule(layout),
         tail=count_tail(model.layers),
         joined=model.joined,

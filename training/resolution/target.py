@@ -12,8 +12,7 @@ class Target:
     """The ranks and the device of a run.
 
     machine: whose times the run is split and ordered by; None where no file of conf/hardware describes it, and for a
-    run on a CPU. fills: whether a split respects what its GPUs hold. margin: the share of that which it leaves free.
-    is_planned: the run is not to start here, so this
+    run on a CPU. fills: whether a split respects what its GPUs hold. is_planned: the run is not to start here, so this
     machine's packages and GPUs say nothing.
     """
 
@@ -21,5 +20,4 @@ class Target:
     has_accelerator: bool
     machine: Machine | None = None
     fills: bool = True
-    margin: float = 0
     is_planned: bool = False

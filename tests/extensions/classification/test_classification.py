@@ -178,7 +178,7 @@ def test_no_state_passes_from_a_document_to_the_next(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
 ) -> None:
     """Linear attention, and state spaces between layers of attention, both with experts. The oracle pads."""
-    case = build_case(root, tmp_path, "pp2", *PACKED, SMALL_STEPS)
+    case = build_case(root, tmp_path, "pp2", *PACKED, "learning_rate=0.003")  # larger steps amplify rounding
     check_case(replace_model(case, tmp_path / "model", family), workers)
 
 
@@ -236,7 +236,7 @@ def evaluate(model: torch.nn.Module, dataset: TokenizedDataset, pad: int, proble
         ("pp2xdp2", "tp2", MULTI),
         ("zero3", "pp2", REGRESSION),
         ("tp2xpp2", "cp2", PACKED),
-        ("pp2", "pp2", PACKED),
+        ("pp2", "pp2", (*PACKED, "learning_rate=2e-3")),  # at 3e-3 two documents have one score but for rounding
     ],
 )
 def test_a_run_learns_continues_at_another_layout_and_is_exported(

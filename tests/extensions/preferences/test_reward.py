@@ -144,7 +144,8 @@ def test_no_state_passes_from_an_answer_to_the_next(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
 ) -> None:
     """Linear attention, and state spaces between layers of attention, both with experts."""
-    case = replace_model(build_case(root, tmp_path, "pp2", *PACKED, CENTERED), tmp_path / "model", family)
+    small = "learning_rate=0.005"  # larger steps amplify rounding
+    case = replace_model(build_case(root, tmp_path, "pp2", *PACKED, CENTERED, small), tmp_path / "model", family)
     model = load_oracle(case)
     result = merge(workers(case.world_size).run(train_answers, case))
     oracle = train_oracle(case, model)

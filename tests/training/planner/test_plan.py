@@ -232,6 +232,7 @@ def test_groups_that_share_out_inside_a_node_send_there_and_their_sums_between_n
     copied = 8 * (10 + 12 / 4) * gigabyte / 1000
     within, between = 3 / 4 * (8 * 4 + 2) * gigabyte / 100, 1 / 2 * 2 * gigabyte / 10
     assert reduce_seconds(together, "zero_stage=2") == pytest.approx(copied + within + between)
+    copied = 8 * (10 + 12 / 8) * gigabyte / 1000
     assert reduce_seconds(apart, "zero_stage=2") == pytest.approx(copied + 7 / 8 * (8 * 4 + 2) * gigabyte / 40)
     within = 3 / 4 * (4 + 2) * gigabyte / 100
     assert reduce_seconds(together) == pytest.approx((4 + 8 / 4) * gigabyte / 1000 + within + between)
