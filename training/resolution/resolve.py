@@ -236,7 +236,7 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
         layout.num_stages,
         method,
         fits=build_fits(costs, replace(run, hardware=target.machine)) if target.machine and target.fills else None,
-        schedule=build_schedule(layout),
+        schedule=None if config.evaluate_only and layout.num_chunks == 1 else build_schedule(layout),
         tail=count_tail(model.layers),
         joined=model.joined,
     )
