@@ -208,7 +208,7 @@ class CorpusTokens:
     def __init__(self, folder: Path) -> None:
         """folder: a tokenized folder with `CORPORA_FILE`. Raises UserError if the index of a corpus cannot be read."""
         prefixes = json.loads((folder / CORPORA_FILE).read_text())
-        if any(not os.path.isabs(prefix) for prefix in prefixes):  # up to version 1.1, of whichever folder was current
+        if any(not os.path.isabs(prefix) for prefix in prefixes):  # version 1.1 wrote them as they were given
             prefixes = [file.name.removesuffix(".bin") for file in load_summary(folder).files]
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
         filled = [corpus for corpus in corpora if os.path.getsize(corpus.bin_file)]  # no empty file can be mapped

@@ -25,9 +25,9 @@ PACKAGES = ("models", "data", "training", "extensions")  # the folders of the pr
 
 
 def find_certificate(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
-    """Return, by the name `proof`, the proof in `output_dir` that is one of a run with this config, started on these
-    hosts; nothing where there is none, it has failed, or it is of another config, model or version of the code, and for
-    a run with what `proof=true` refuses, such as a loss of its own: the proof is without that."""
+    """Return the proof in `output_dir` by the name `proof`. Return nothing if there is none, if it has failed, or if it
+    was made with another config, model, code, or number of ranks. Return nothing either if the run has a key that
+    `proof=true` refuses, such as a loss of the user's own, since the proof was made without it."""
     file = RunFolder(config.output_dir).path / FILE
     if not file.is_file():
         return {}

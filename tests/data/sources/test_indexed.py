@@ -12,7 +12,7 @@ from data.options import Packing
 from data.sources.mixture import Mixture
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, prepare_rows
-from data.storage.tokenized import CorpusTokens, TokenizedDataset, load_summary
+from data.storage.tokenized import CORPORA_FILE, CorpusTokens, TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -53,6 +53,21 @@ def test_any_of_its_names_is_the_corpus(prepare, tmp_path: Path) -> None:
     assert load_summary(path).fingerprints[0] == load_summary(prepare(prefix)).fingerprints[0]
     write_corpus(tmp_path / "corpus", [[[1, 2, 3]]])
     assert read(prepare(prefix)) == [[1, 2, 3]]  # and a changed one is read again
+
+
+def test_another_corpus_of_the_same_relative_name_is_not_read(
+    prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is shared, the working directory is not."""
+    for name, documents in (("a", [[[1, 2]]]), ("b", [[[3, 4]]])):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name / "corpus", documents)
+    monkeypatch.chdir(tmp_path / "a")
+    path = prepare("corpus")
+    monkeypatch.chdir(tmp_path / "b")
+    assert prepare(str(tmp_path / "a" / "corpus")) == path and read(path) == [[1, 2]]
+    (path / CORPORA_FILE).write_text('["corpus"]')  # as version 1.1 has left it
+    assert read(path) == [[1, 2]]
 
 
 def test_rows_are_those_of_documents(prepare, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.configs import build_config
 from test_checkpoint import FILES, STATE, write_checkpoint
 
 from errors import UserError
@@ -18,7 +19,8 @@ from training.checkpoint.resume import check_resumable, choose_resume, find_dama
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
 from training.checkpoint.timeline import announce_start, record_start
-from training.inputs.step_budget import _describe_adapter, _resume
+from training.inputs.step_budget import _describe_adapter, _has_same_loss, _resume
+from training.objectives.registry import describe_objective
 
 
 @pytest.fixture
@@ -261,3 +263,12 @@ def test_a_checkpoint_names_the_start_of_a_new_adapter_alone() -> None:
         for adapter in (new, replace(new, name_or_path="somewhere"), replace(new, name=AdapterName.none))
     ]
     assert described == [{"adapter.init_lora_weights": "pissa"}, {}, {}]
+
+
+def test_an_evaluation_of_another_loss_is_not_compared() -> None:
+    config = build_config("data=preference", "dpo.beta=0.2")
+    now = replace(STATE, data=describe_objective(config) | {"the data": "x"})
+    assert _has_same_loss(now, now, config)
+    before = replace(now, data=describe_objective(build_config("data=preference", "dpo.beta=0.3")) | {"the data": "x"})
+    assert not _has_same_loss(before, now, config)
+    assert not _has_same_loss(replace(now, data=now.data | {"label_smoothing": "0.1"}), now, config)

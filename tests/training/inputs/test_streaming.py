@@ -15,12 +15,24 @@ from support.workers import WorkerError, WorkerGroup
 
 from data.collator import unshift_targets
 from data.storage.tokenized import TokenizedDataset
+from data.streaming.blocks import Cursor, Position
 from training.checkpoint.state import read_state
+from training.inputs.stream import StreamStart, resume_stream
 
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "dp2": (1, 2), "tp2": (1, 2), "cp2": (1, 2), "pp2xdp2": (2, 4)}
 KEYS = {"tp2": ("tensor_parallel_size=2",), "cp2": ("context_parallel_size=2",)}
 STEPS, STOP, GLOBAL_BATCH = 9, 4, 4
 Received = list[tuple[list[list[int]] | None, list[list[int]] | None]]  # input_ids and labels of each micro-batch
+
+
+def test_a_stream_of_other_rows_continues_with_the_next_pass() -> None:
+    """Its cursor is a row of a block of a shard, by the seed, the encoder and the packing of before."""
+    cursor = Cursor(Position(pass_number=2, block=1, shard=1), row=5)
+    start, saved, said = StreamStart((), Cursor()), {"shards": [], "cursor": cursor.to_json()}, list[str]()
+    assert resume_stream(saved, start, 3, said.append) == StreamStart((), cursor, 3) and said == []
+    other = resume_stream(saved, start, 3, said.append, is_alike=False)
+    assert other == StreamStart((), Cursor(Position(pass_number=3)), 3)
+    assert said == ["resume: the rows of train_file are others; pass 4 over them begins"]
 
 
 @pytest.fixture(scope="module")
