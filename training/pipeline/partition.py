@@ -122,9 +122,9 @@ def _bound_step(stage: int, prefix: Any, schedule: Schedule) -> Any:
     """Return the time from the first pass to the last of a stage that holds the layers from a row's to before a
     column's [L+1, L+1]; a step takes as long as the largest of its stages'.
 
-    Under 1F1B a stage waits for the stages after it twice: before its first backward pass, less a forward pass for each
-    of them, and before its last ones, less as many backward passes; of two thirds of its time, as without
-    recomputation.
+    Under 1F1B a stage waits for the stages after it twice. Before its first backward pass it runs a forward pass for
+    each of them meanwhile; before its last ones, as many backward passes. A backward pass counts as two thirds of a
+    stage's time, as it is without recomputation.
     """
     own, after = prefix[None, :] - prefix[:, None], prefix[-1] - prefix[None, :]
     ahead = (schedule.num_stages - 1 - stage) * own / 3
