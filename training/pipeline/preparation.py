@@ -145,8 +145,7 @@ def prepare_layers(
         routers = StageRouters(
             options.routers,
             decoder_layers,
-            topology=ranks.topology,
-            parallel=ranks.parallel,
+            ranks,
             device=device,
             compares_choices=options.compares_choices,
         )

@@ -17,9 +17,9 @@ from models.experts.gate import ChoiceCounter, Comparison, can_compare, check_ro
 from models.experts.router import RoutedBlock, RouterMonitor, RouterOptions, find_block, fit_options
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.layer import Layer
-from models.parallel.shard import TensorParallel
 from training.config.schema import MoEConfig, RouterDtype
-from training.distributed.topology import PIPE, Topology, join_group
+from training.distributed.topology import PIPE, join_group
+from training.pipeline.stage_ranks import StageRanks
 from training.pipeline.weight_sharding import whole_parameters, whole_shape
 
 AUX_LOSS, Z_LOSS = "router_aux_loss", "router_z_loss"
@@ -46,16 +46,16 @@ class StageRouters:
         self,
         options: RouterOptions,
         layers: Sequence[PipelineDecoderLayer],
+        ranks: StageRanks,
         *,
-        topology: Topology,
-        parallel: TensorParallel,
         device: torch.device,
         compares_choices: bool = False,
     ) -> None:
-        """layers: of this stage, their weights loaded. parallel: the ranks that share them. compares_choices: whether
-        tokens are counted, in some steps, that would choose other experts in the other precision."""
-        self._options, self._topology, self._parallel = options, topology, parallel
-        self._group = join_group(topology, *topology.others(PIPE))  # the ranks that have these layers
+        """layers: of this stage, their weights loaded. compares_choices: whether tokens are counted, in some steps,
+        that would choose other experts in the other precision."""
+        self._options, self._topology = options, ranks.topology
+        self._parallel, self._expert_parallel = ranks.parallel, ranks.expert_parallel
+        self._group = join_group(ranks.topology, *ranks.topology.others(PIPE))  # the ranks that have these layers
         found = [(layer, block) for layer in layers if (block := find_block(layer, whole_shape)) is not None]
         self._blocks: list[RoutedBlock] = [block for _, block in found]
         num_experts = self._blocks[0].num_experts if self._blocks else 1
@@ -154,7 +154,7 @@ class StageRouters:
         most, least, most_loaded_rank = extremes.tolist()
         losses = {AUX_LOSS: aux / num_layers / num_documents} if self._options.aux_loss_coef else {}
         losses |= {Z_LOSS: z / num_layers / num_tokens} if self._options.z_loss_coef else {}
-        rank_load = {MOST_LOADED_RANK: most_loaded_rank} if self._topology.num_expert_shares > 1 else {}
+        rank_load = {MOST_LOADED_RANK: most_loaded_rank} if self._expert_parallel.size > 1 else {}
         return {**losses, MOST_LOADED: most, LEAST_LOADED: -least, **rank_load, **other_choices}
 
     def _share_other_choices(self) -> dict[str, list[float | None]]:
@@ -173,13 +173,15 @@ class StageRouters:
         return {OTHER_CHOICES: shares} if any(share is not None for share in shares) else {}
 
     def _find_extremes(self) -> torch.Tensor:
-        """float64 [3], of the experts of all stages: the highest load, and the lowest times -1; the highest of a rank's
-        experts together."""
-        counts = self._sum_over_stage(self._interval_counts).double()
-        extremes = counts.new_full((3,), -torch.inf)
+        """Return float64 [3], of the experts of all stages: the highest load, the lowest times -1, and the highest of a
+        rank's experts together. An expert group computes its own tokens, so its ranks are compared with each other."""
+        extremes = self._interval_sums.new_full((3,), -torch.inf)
         if self._blocks:
-            loads = counts / counts.mean(dim=1, keepdim=True)  # 1 is an even share
-            rank_loads = loads.unflatten(1, (self._topology.num_expert_shares, -1)).mean(dim=2)
+            of_group = self._interval_counts.clone()
+            if self._expert_parallel.size > 1:
+                dist.all_reduce(of_group, group=self._expert_parallel.group)
+            rank_loads = _find_loads(of_group).unflatten(1, (self._expert_parallel.size, -1)).mean(dim=2)
+            loads = _find_loads(self._sum_over_stage(self._interval_counts))
             extremes = torch.stack([loads.max(), -loads.min(), rank_loads.max()])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         return extremes
@@ -189,3 +191,8 @@ class StageRouters:
         self._num_documents = self._num_tokens = 0
         if self._comparison is not None:
             self._interval_compared, self._num_compared = torch.zeros_like(self._compared), 0
+
+
+def _find_loads(counts: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of each expert as a multiple of an even share of its layer's, float64 [L, E]."""
+    return counts.double() / counts.double().mean(dim=1, keepdim=True)

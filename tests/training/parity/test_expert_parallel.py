@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.adapters import make_adapter, to_peft_weights
 from support.cases import (
     BOUND,
@@ -32,6 +33,11 @@ from support.runs import export_of, read_metrics
 from support.tiny import save_records, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoModelForCausalLM
+
+from models.parallel.shard import NO_CP
+from training.distributed.topology import Topology
+from training.pipeline.schedule import OneForwardOneBackward
+from training.pipeline.stage_ranks import join_stage_ranks
 
 # expert_parallel_size, stages, ranks, and other keys
 LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
@@ -157,6 +163,27 @@ def test_one_expert_gets_every_token(workers, material, layout: str, overrides: 
     case = material("gpt_oss", layout, *STEPS, *overrides)
     routed = compare(workers, replace(case, model=save_one_sided(case.workdir / "one-sided")))["routed"]
     assert (routed["expert_load_max"], routed["expert_load_min"], routed["expert_rank_load_max"]) == (8, 0, 2)
+
+
+def find_most_loaded_rank(counts: torch.Tensor) -> float:
+    """counts: tokens of each rank for each expert, [ranks, layers, experts]."""
+    from models.experts.router import RouterOptions
+    from training.pipeline.routers import StageRouters
+
+    topology, rank = Topology.of(4, experts=2), dist.get_rank()
+    ranks = join_stage_ranks(topology, OneForwardOneBackward(1, 1), rank, NO_CP)
+    routers = StageRouters(RouterOptions(), (), ranks, device=torch.device("cpu"))
+    routers._blocks, routers._interval_counts, routers._num_tokens = [None] * counts.shape[1], counts[rank], 1
+    return routers.finish_interval()["expert_rank_load_max"]
+
+
+def test_the_most_loaded_rank_is_that_of_any_group_and_layer(workers) -> None:
+    """Ranks 0 and 1 divide four experts, and so do 2 and 3; in sum over both groups the load is even."""
+    counts = torch.zeros(4, 2, 4, dtype=torch.int64)
+    counts[:, 0] = 2
+    counts[0, 1], counts[1, 1] = torch.tensor([[8, 4, 3, 1], [8, 4, 3, 1]])
+    counts[2, 1], counts[3, 1] = torch.tensor([[3, 1, 8, 4], [3, 1, 8, 4]])
+    assert workers(4).run(find_most_loaded_rank, counts) == [1.5] * 4
 
 
 @torch.no_grad()
