@@ -102,7 +102,8 @@ class ClassScores:
         if not counts[0]:
             return {}
         areas = self._compute_areas(kept, device)
-        return {"f1": compute_f1(counts[1:].view(3, -1))} | ({"auc": sum(areas) / len(areas)} if areas else {})
+        f1 = compute_f1(counts[1:].view(3, -1), self._problem_type is ProblemType.multi_label_classification)
+        return {"f1": f1} | ({"auc": sum(areas) / len(areas)} if areas else {})
 
     def _compute_areas(self, kept: Sequence[_Decided], device: torch.device) -> list[float]:
         """Return the AUC, over the documents of all ranks, of each label that has one. All ranks call it."""
@@ -117,12 +118,16 @@ class ClassScores:
         return [area for area in areas if area is not None]
 
 
-def compute_f1(counts: torch.Tensor) -> float:
-    """Return the mean F1 of the labels that occur or are predicted, 2 found / (said + there); 0 where none is, as
-    scikit-learn has it. counts: [3, C], documents whose label is found, said, and there."""
+def compute_f1(counts: torch.Tensor, counts_absent: bool) -> float:
+    """Return the mean F1 of labels, 2 found / (said + there), as scikit-learn has it; 0 without labels.
+
+    counts: [3, C], documents whose label is found, said, and there. counts_absent: whether a label that neither occurs
+    nor is predicted counts as 0, as where documents have several labels; else it does not count.
+    """
     found, said, there = counts
     occurs = said + there > 0
-    return (2 * found[occurs] / (said + there)[occurs]).sum().item() / max(1, int(occurs.sum()))
+    num_labels = len(occurs) if counts_absent else max(1, int(occurs.sum()))
+    return (2 * found[occurs] / (said + there)[occurs]).sum().item() / num_labels
 
 
 def gather_columns(mine: torch.Tensor) -> torch.Tensor:

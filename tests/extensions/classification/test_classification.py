@@ -219,11 +219,11 @@ def evaluate(model: torch.nn.Module, dataset: TokenizedDataset, pad: int, proble
         actual, predicted = labels == columns, scores.argmax(dim=1, keepdim=True).numpy() == columns
         sure = scores.softmax(dim=1).numpy()
         loss = F.cross_entropy(scores, torch.from_numpy(labels[:, 0].astype("int64")))
-    occurring = [c for c in range(actual.shape[1]) if (actual | predicted)[:, c].any()]
+    counted = np.flatnonzero((actual | predicted).any(axis=0) | (problem_type == "multi_label_classification"))
     return {
         "eval_loss": loss.item(),
         "eval_accuracy": float((actual == predicted).all(axis=1).mean()),
-        "eval_f1": float(np.mean([count_f1(predicted[:, c], actual[:, c]) for c in occurring])),
+        "eval_f1": float(np.mean([count_f1(predicted[:, c], actual[:, c]) for c in counted])),
         "eval_auc": float(np.mean([count_auc(sure[:, c], actual[:, c]) for c in range(actual.shape[1])])),
     }
 
@@ -364,8 +364,28 @@ def test_areas_and_f1_equal_those_counted_one_by_one() -> None:
     assert compute_auc(torch.ones(3), torch.ones(3, dtype=torch.bool)) is None
     said = scores > 1
     counts = torch.tensor([[(said & actual).sum(), 0], [said.sum(), 0], [actual.sum(), 0]], dtype=torch.float64)
-    assert compute_f1(counts) == pytest.approx(count_f1(said, actual))
-    assert compute_f1(torch.zeros(3, 2)) == 0.0  # no label occurs, none is predicted: not NaN
+    assert compute_f1(counts, False) == pytest.approx(count_f1(said, actual))
+    assert compute_f1(counts, True) == pytest.approx(count_f1(said, actual) / 2)  # the second label is nowhere
+    assert compute_f1(torch.zeros(3, 2), False) == 0.0  # no label occurs, none is predicted: not NaN
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "expected"),
+    [
+        # One label is right twice, one is missed once, and one is nowhere
+        (ProblemType.multi_label_classification, [[1, 1, 0], [1, 0, 0]], 1 / 3),
+        (ProblemType.single_label_classification, [[0], [1]], 1 / 3),  # (2/3 + 0) / 2
+    ],
+)
+def test_a_label_that_is_nowhere_counts_in_f1_where_documents_have_several(
+    kind: ProblemType, labels: list[list[int]], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents.dist, "all_reduce", lambda counts: None)
+    monkeypatch.setattr(documents, "gather_columns", lambda mine: mine)
+    kept = ClassScores(kind, 3)
+    with torch.no_grad():
+        kept.add(torch.tensor([[2.0, -1.0, -1.0]] * 2), torch.tensor(labels).double())
+    assert kept.finish_evaluation(torch.device("cpu"))["f1"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
