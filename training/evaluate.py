@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from filesystem import write_atomically
 from masking import mask
 from models.storage.steps import step_of
 from training.checkpoint.run_folder import RunFolder
+from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
 from training.evaluations import Evaluations
 from training.observability.metrics import Reporter, describe_evaluation
 
 
 def evaluate_checkpoint(
-    eval_file: Any,
+    config: RunConfig,
     evaluations: Evaluations,
     *,
     source: Path,
@@ -28,12 +28,12 @@ def evaluate_checkpoint(
 ) -> None:
     """Evaluate, print the record, and write it to `output_dir/evaluation.json`. All ranks call it, in a process group.
 
-    eval_file: the key, or in words what is evaluated instead. source: the folder of the weights, or of the adapter on
-    them. resume_from: the training checkpoint, if the weights are from one. reporters: they get the record too, at the
-    checkpoint's step; empty on all ranks but the main one.
+    source: the folder of the weights, or of the adapter on them. resume_from: the training checkpoint, if the weights
+    are from one. reporters: they get the record too, at the checkpoint's step; empty on all ranks but the main one.
     """
     result = evaluations.run()
-    ranks.say(f"{source} on {eval_file}: {describe_evaluation(result)}")
+    eval_file = config.eval_file or "held out of train_file"
+    ranks.say(f"{source} on {eval_file}: {describe_evaluation(result, config)}")
     if ranks.is_main:
         described = {"model": str(source), "eval_file": eval_file, **result}
         write_atomically(folder.path / "evaluation.json", json.dumps(mask(described), indent=2) + "\n")

@@ -238,8 +238,8 @@ def evaluate_only(run: Run) -> int:
         adapter = config.adapter.name_or_path if setup.adapter is not None and setup.resume_from is None else None
         with watchdog.following(engine.module):
             evaluate_checkpoint(
-                config.eval_file or "held out of train_file", evaluations, source=Path(adapter or setup.source.path),
-                resume_from=setup.resume_from, folder=folder, ranks=ranks, reporters=reporters,
+                config, evaluations, source=Path(adapter or setup.source.path), resume_from=setup.resume_from,
+                folder=folder, ranks=ranks, reporters=reporters,
             )  # fmt: skip
     return 0
 

@@ -289,14 +289,14 @@ class RunTotals(Reporter):
             "loss": f"{self._last['loss']:.4f} at step {self._last['step']}",
         }
 
-    def summarize(self, model: str, ranks: str, last_eval: Record | None) -> list[str]:
+    def summarize(self, model: str, ranks: str, evaluation: str) -> list[str]:
         """Return the run in two lines, for a message to somebody; none when no step was reported. model: its type.
-        ranks: their number, in words."""
+        ranks: their number, in words. evaluation: the last one, in words; empty without one."""
         if self._first is None or self._last is None:
             return []
         facts = self.describe()
         losses = f"loss {self._first['loss']:.3f} -> {self._last['loss']:.3f}"
-        evaluated = f", {describe_evaluation(last_eval)}" if last_eval is not None else ""
+        evaluated = f", {evaluation}" if evaluation else ""
         return [f"{model}: {facts['trained']} on {ranks} in {facts['time'].partition(',')[0]}", f"{losses}{evaluated}"]
 
 
@@ -338,8 +338,10 @@ def show_end(run: Run, totals: RunTotals, end: RunEnd, records: str) -> None:
     setup, folder = run.setup, run.folder
     facts = totals.describe() | ({"data": records} if records else {})
     best, exported = end.best, end.exported
+    evaluation = ""
     if end.last_eval is not None:
-        facts["evaluation"] = f"{describe_evaluation(end.last_eval)} at step {end.last_eval['step']}"
+        evaluation = describe_evaluation(end.last_eval, run.config)
+        facts["evaluation"] = f"{evaluation} at step {end.last_eval['step']}"
     if best is not None:
         facts["best"] = f"{best.metric} {best.value:.4f} at step {best.step}" + (", exported" if exported else "")
     if is_saved := (checkpoint := folder.find_checkpoint(end.step)).is_dir():
@@ -351,5 +353,5 @@ def show_end(run: Run, totals: RunTotals, end: RunEnd, records: str) -> None:
         resume = "latest" if best is None or best.step == end.step else folder.find_checkpoint(best.step)
         facts["evaluate it"] = f"the same command with evaluate_only=true resume={resume} eval_file=FILE"
     show_panel(end.describe(is_saved), facts)
-    for line in totals.summarize(setup.architecture.model_type, setup.layout.describe_ranks(), end.last_eval):
+    for line in totals.summarize(setup.architecture.model_type, setup.layout.describe_ranks(), evaluation):
         say(line)

@@ -45,10 +45,10 @@ def test_totals_count_from_the_start_of_the_run_and_only_steps() -> None:
     assert facts["trained"] == "3 steps, 300 tokens, 100 tokens/s" and facts["loss"] == "2.5000 at step 20"
     assert facts["time"].endswith("3.0 s of it in steps")
     assert RunTotals(START).describe() == {}
-    first, second = totals.summarize("llama", "2 ranks", {"step": 5, "eval_loss": 2.0, "eval_tokens": 7})
+    first, second = totals.summarize("llama", "2 ranks", "eval_loss 2.0000")
     assert re.fullmatch(r"llama: 3 steps, 300 tokens, 100 tokens/s on 2 ranks in \S+ m?s", first)
     assert second.startswith("loss 3.000 -> 2.500, eval_loss 2.0000")
-    assert RunTotals(START).summarize("llama", "2 ranks", None) == []
+    assert RunTotals(START).summarize("llama", "2 ranks", "") == []
 
 
 def test_random_indexers_that_choose_keys_are_told() -> None:

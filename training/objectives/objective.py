@@ -227,6 +227,7 @@ class Objective:
     head: Head | None = None  # what takes the place of the LM head (`models/heads/`)
     modifiers: tuple[Modifier, ...] = ()
     takes_user_loss = False  # a user-defined loss may replace its own
+    predicts_tokens = False  # its own loss of an evaluation is the mean cross entropy of tokens, which has a perplexity
     # The logits are computed again in the backward pass: the gradient of a token is not known in the forward pass.
     remakes_logits = False
 

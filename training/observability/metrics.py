@@ -15,11 +15,9 @@ from typing import Any
 from console import Progress, is_terminal, say
 from filesystem import write_atomically
 from masking import mask
-from training.objectives.registry import MODIFIERS, OBJECTIVES
+from training.config.schema import RunConfig
+from training.objectives.registry import get_objective
 
-_ADDED = (name for each in MODIFIERS for name in each.metrics)
-# What an evaluation of a language model reports.
-_OF_TOKENS = re.compile(rf"eval_({'|'.join(['loss', 'tokens', 'token_accuracy', *_ADDED])}|mtp_loss_\d+)")
 # Field -> number, a list of one number per stage (or layer), or None, such as the gradient norm when all steps were
 # skipped.
 Record = dict[str, Any]
@@ -100,9 +98,8 @@ def _step_of(line: str) -> float:
 class ProgressBar(Reporter):
     """The progress bar of a run on a terminal; plain lines elsewhere."""
 
-    def __init__(self, first_step: int, total_steps: int, *, shows_routers: bool = False) -> None:
-        """shows_routers: whether to print the load of experts, which is noise in a run that does not balance it."""
-        self._total, self._shows_routers = total_steps, shows_routers
+    def __init__(self, config: RunConfig, first_step: int, total_steps: int) -> None:
+        self._config, self._total = config, total_steps
         self._bar = Progress("step", total_steps, done=first_step, stays=True) if is_terminal() else None
 
     def advance(self, step: int) -> None:
@@ -110,19 +107,20 @@ class ProgressBar(Reporter):
             self._bar.reach(step)
 
     def report(self, record: Record) -> None:
-        routed = _describe_routers(record) if self._shows_routers else []
         if "eval_loss" in record:
-            say(f"step {record['step']}: {describe_evaluation(record)}")
-        elif self._bar is not None:
-            self._bar.note(
-                f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, "
-                f"{record['tokens_per_second']:,.0f} tokens/s{', ' if routed else ''}{', '.join(routed)}"
-            )
+            say(f"step {record['step']}: {describe_evaluation(record, self._config)}")
+            return
+        # The load of experts is noise in a run that does not balance it.
+        routed = _describe_routers(record) if self._config.moe.shapes_routers else []
+        metrics = [*_list_shown(record, "", self._config), *routed]
+        if self._bar is not None:
+            rates = f"lr {record['learning_rate']:.2e}", f"{record['tokens_per_second']:,.0f} tokens/s"
+            self._bar.note(", ".join([f"loss {record['loss']:.4f}", *rates, *metrics]))
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
-            told = "".join(f"{each}  " for each in (*_list_shown(record, ""), *routed))
+            shown = "".join(f"{each}  " for each in metrics)
             say(
-                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {told}{_describe_norm(record)}  "
+                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {shown}{_describe_norm(record)}  "
                 f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
                 f"{_duration(seconds_left)} left"
             )
@@ -150,10 +148,9 @@ def _describe_norm(record: Record) -> str:
     return f"grad_norm {'-' if norm is None else f'{norm:.3f}'}" + (f" ({skipped} skipped{scaled})" if skipped else "")
 
 
-def _list_shown(record: Record, prefix: str) -> list[str]:
-    """Return the metrics that objectives show, in words. prefix: of their names in the record."""
-    shown = {name: text for objective in OBJECTIVES.values() for name, text in objective.shown}
-    found = ((text, record.get(prefix + name)) for name, text in shown.items())
+def _list_shown(record: Record, prefix: str, config: RunConfig) -> list[str]:
+    """Return the metrics that the run's objective shows, in words. prefix: of their names in the record."""
+    found = ((text, record.get(prefix + name)) for name, text in get_objective(config).shown)
     return [text.format(value) for text, value in found if value is not None]
 
 
@@ -164,14 +161,11 @@ def _describe_routers(record: Record) -> list[str]:
     return [*losses, f"expert load {record['expert_load_min']:.2f} to {record['expert_load_max']:.2f}"]
 
 
-def describe_evaluation(record: Record) -> str:
-    """Return an evaluation in words: the loss, what the objective shows, and the perplexity of a loss of tokens; then
-    the same for each named file."""
-    files = _split_files(record)
-    reported = {key for file in (files.values() or [record]) for key in file if key.startswith("eval_")}
-    predicts_tokens = all(_OF_TOKENS.fullmatch(key) for key in reported)
-    described = [f"{name}: {_describe_file(file, predicts_tokens)}" for name, file in files.items()]
-    return "; ".join([_describe_file(record, predicts_tokens), *described])
+def describe_evaluation(record: Record, config: RunConfig) -> str:
+    """Return an evaluation in words: the loss, what the objective shows, and the perplexity of a cross entropy of
+    tokens; then the same for each named file."""
+    described = [f"{name}: {_describe_file(file, config)}" for name, file in _split_files(record).items()]
+    return "; ".join([_describe_file(record, config), *described])
 
 
 def _split_files(record: Record) -> dict[str, Record]:
@@ -184,10 +178,9 @@ def _split_files(record: Record) -> dict[str, Record]:
     return files
 
 
-def _describe_file(record: Record, predicts_tokens: bool) -> str:
-    """predicts_tokens: whether the loss is the cross entropy of tokens, which has a perplexity."""
-    figures = [f"eval_loss {record['eval_loss']:.4f}", *_list_shown(record, "eval_")]
-    if predicts_tokens:
+def _describe_file(record: Record, config: RunConfig) -> str:
+    figures = [f"eval_loss {record['eval_loss']:.4f}", *_list_shown(record, "eval_", config)]
+    if get_objective(config).predicts_tokens and config.loss is None:
         figures.append(f"perplexity {perplexity(record['eval_loss']):.2f}")
     if "eval_token_accuracy" in record:
         figures.append(f"token accuracy {record['eval_token_accuracy']:.1%}")

@@ -50,7 +50,7 @@ def open_reporters(
     files = [MetricsFile(folder.metrics, first_step), EventsFile(folder.events, first_step)]
     page = IsolatedReporter(folder.report.name, lambda: RunPage(folder, first_step))
     loggers = build_loggers(config.logger, folder.path, known, first_step)
-    bar = ProgressBar(first_step, budget.last_step, shows_routers=config.moe.shapes_routers)
+    bar = ProgressBar(config, first_step, budget.last_step)
     return [*files, page, *loggers, bar]
 
 

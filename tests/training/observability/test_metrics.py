@@ -8,8 +8,11 @@ import math
 from pathlib import Path
 
 import pytest
+from support.configs import build_config
 
 import console
+from training.objectives import registry
+from training.objectives.objective import Objective
 from training.observability.metrics import MetricsFile, ProgressBar, describe_evaluation, perplexity, split_stages
 
 RECORD = {
@@ -72,7 +75,7 @@ def test_a_run_from_the_start_keeps_nothing_of_one_that_saved_no_checkpoint(tmp_
 def test_without_a_terminal_the_bar_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(console, "stream", lambda: stream)
-    bar = ProgressBar(2, 123)
+    bar = ProgressBar(build_config(), 2, 123)
     bar.advance(3)
     bar.report(RECORD)
     bar.report({"step": 3, "eval_loss": math.log(50), "eval_tokens": 10})
@@ -106,12 +109,13 @@ def test_routers_are_shown_when_they_are_balanced(
 ) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(console, "stream", lambda: stream)
-    ProgressBar(2, 123, shows_routers=True).report(RECORD | routed)
+    balanced = build_config("moe.aux_loss_coef=0.01")
+    ProgressBar(balanced, 2, 123).report(RECORD | routed)
     assert text in stream.getvalue()
-    ProgressBar(2, 123).report(RECORD | routed)
+    ProgressBar(build_config(), 2, 123).report(RECORD | routed)
     assert "loss 2.5000  grad_norm" in stream.getvalue()
     monkeypatch.setattr(stream, "isatty", lambda: True)
-    ProgressBar(2, 123, shows_routers=True).report(RECORD | routed)
+    ProgressBar(balanced, 2, 123).report(RECORD | routed)
     assert "tokens/s, " in stream.getvalue() and f"load {routed['expert_load_min']:.2f}" in stream.getvalue()
 
 
@@ -119,7 +123,7 @@ def test_on_a_terminal_there_is_one_bar_with_the_same_figures(monkeypatch: pytes
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setattr(console, "stream", lambda: stream)
-    bar = ProgressBar(2, 123)
+    bar = ProgressBar(build_config(), 2, 123)
     bar.advance(3)
     bar.report(RECORD)
     bar.report({"step": 3, "eval_loss": 1.0, "eval_tokens": 10})
@@ -138,16 +142,35 @@ def test_perplexity_of_a_loss_that_diverged() -> None:
 
 
 def test_only_a_cross_entropy_of_tokens_has_a_perplexity() -> None:
-    """A score of each class has a binary one; where several files are evaluated, the mean of theirs."""
-    assert "perplexity" in describe_evaluation({"step": 4, "eval_loss": 1.0, "eval_mtp_loss_1": 2.0, "eval_tokens": 9})
-    assert describe_evaluation({"eval_loss": 1.0, "eval_kl": 2.0, "eval_tokens": 9}) == "eval_loss 1.0000"
+    """A user-defined loss of the same data has none, nor have scores of classes."""
+    record = {"step": 4, "eval_loss": 1.0, "eval_mtp_loss_1": 2.0, "eval_tokens": 9}
+    assert "perplexity" in describe_evaluation(record, build_config())
+    assert describe_evaluation(record, build_config("loss={_target_: my.Loss}")) == "eval_loss 1.0000"
     record = {"eval_loss": 0.7, "eval_a_loss": 0.7, "eval_a_accuracy": 0.5, "eval_a_tokens": 3, "eval_tokens": 3}
-    assert describe_evaluation(record) == "eval_loss 0.7000; a: eval_loss 0.7000  accuracy 50.0%"
+    classified = describe_evaluation(record, build_config("data=classification"))
+    assert classified == "eval_loss 0.7000; a: eval_loss 0.7000  accuracy 50.0%"
+
+
+def test_a_line_shows_the_metrics_of_the_run_s_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another objective with a metric of the same name does not change its words; on a terminal they are shown too."""
+
+    class Other(Objective):
+        shown = (("accuracy", "other {:.4f}"),)
+
+    stream = io.StringIO()
+    monkeypatch.setattr(console, "stream", lambda: stream)
+    monkeypatch.setitem(registry.OBJECTIVES, "other", Other())
+    config = build_config("data=classification")
+    ProgressBar(config, 2, 123).report(RECORD | {"accuracy": 0.5})
+    assert "loss 2.5000  accuracy 50.0%  grad_norm" in stream.getvalue()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    ProgressBar(config, 2, 123).report(RECORD | {"accuracy": 0.25})
+    assert "1,234 tokens/s, accuracy 25.0%" in stream.getvalue() and "other" not in stream.getvalue()
 
 
 def test_an_evaluation_of_named_files_shows_each() -> None:
     record = {"step": 4, "eval_loss": 1.0, "eval_a_loss": 2.0, "eval_a_tokens": 3, "eval_a_b_loss": 0.5}
-    shown = describe_evaluation({**record, "eval_a_b_tokens": 6, "eval_tokens": 9})
+    shown = describe_evaluation({**record, "eval_a_b_tokens": 6, "eval_tokens": 9}, build_config())
     assert shown == (
         "eval_loss 1.0000  perplexity 2.72; a: eval_loss 2.0000  perplexity 7.39; a_b: eval_loss 0.5000  "
         "perplexity 1.65"
