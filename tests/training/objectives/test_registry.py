@@ -16,7 +16,7 @@ from support.configs import build_config
 from support.planned import build_small_plan
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from batch import Targets
 from data.encoders.kinds import KINDS
@@ -24,6 +24,7 @@ from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.losses.cross_entropy import Loss, build_loss
 from models.losses.metric_sums import MetricSums
+from models.losses.token_loss import TokenAccuracy, TokenLoss
 from training.config.schema import RunConfig
 from training.objectives.objective import LastStage, Metrics, Modifier, Objective, PassOver
 from training.objectives.registry import (
@@ -235,6 +236,24 @@ def test_a_key_of_an_extension_that_changes_the_loss_is_refused_with_a_users_los
     message = r"^mine.entropy=0.5: loss takes the place of the loss .*; omit loss, or give mine.entropy=0$"
     with pytest.raises(UserError, match=message):
         check_objective(config)
+
+
+def test_a_key_of_an_extension_that_adds_a_term_is_refused_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(Modifier):
+        key = "mine.entropy"
+
+        def read(self, config: RunConfig) -> float:
+            return 0.5
+
+        def change(self, loss: TokenLoss, config: RunConfig, stage: LastStage) -> TokenLoss:
+            return replace(loss, terms=(*loss.terms, TokenAccuracy()))
+
+    objective, stage = get_objective(build_config()), LastStage(LlamaConfig())
+    monkeypatch.setattr(type(objective), "modifiers", (Mine(),))
+    objective.loss(build_config("precision=bf16"), stage)
+    message = r"^mine.entropy=0.5: the gradient of the term .* precision=fp16 .*fp32, or give mine.entropy=0$"
+    with pytest.raises(UserError, match=message):
+        objective.loss(build_config("precision=fp16"), stage)
 
 
 def test_losses_of_routers_are_kept_where_there_are_any() -> None:
