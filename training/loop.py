@@ -310,8 +310,8 @@ class TrainingLoop:
     def _report_nonfinite(self, step: int, loss: torch.Tensor) -> None:
         error, place = None, self._probe.find_first()
         if self.reporters:
-            ids, norm = self.train_loader.sample_ids(step).tolist(), float(self.engine.gradient_norm())
-            text = describe_nonfinite(step + 1, loss.item(), norm, samples=ids, place=place)
+            samples, norm = self.train_loader.name_samples(step), float(self.engine.gradient_norm())
+            text = describe_nonfinite(step + 1, loss.item(), norm, samples=samples, place=place)
             if self.config.on_nonfinite is OnNonfinite.skip:
                 self._note("skipped", f"skipped {text}", shown=True)
             else:

@@ -30,6 +30,7 @@ from data.loading.step_totals import BatchShape, StepTotals, compute_step_totals
 from data.options import MeanOver, Packing, PadTo, RowTargets
 from data.order import GlobalOrder, Ids, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
+from data.storage.sample_names import name_samples
 from data.worker_processes import iterate_dataset
 
 
@@ -172,16 +173,17 @@ class TrainLoader(StepLoader):
     def __init__(
         self, path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
     ) -> None:
-        self._order = order
+        self._order, self._path = order, Path(path)
         self._rows = _open_rows(path, options, order.num_samples)
         super().__init__(options, order.global_batch_size, gradient_accumulation_steps)
 
     def __len__(self) -> int:
         return self._order.steps_per_epoch
 
-    def sample_ids(self, step: int) -> np.ndarray:
-        """Return the sample ids of the step's global batch, int64 [global_batch_size]."""
-        return self._order.sample_ids(step)
+    def name_samples(self, step: int) -> str:
+        """Return the samples of the step's global batch in words."""
+        samples = self._rows.list_samples(list_rows(self._order.sample_ids(step), self._options.rows_per_group))
+        return f"samples of train_file: {name_samples(self._path, samples)}"
 
     def _open_step(self, step: int) -> tuple[RowSource, np.ndarray]:
         return self._rows, self._order.sample_ids(step)

@@ -43,9 +43,10 @@ class StreamLoader(StepLoader):
     def __len__(self) -> int:
         return self._num_steps
 
-    def sample_ids(self, step: int) -> np.ndarray:
-        """Return the rows of the step's global batch, counted over the whole stream, int64 [global_batch_size]."""
-        return np.arange(step * self._global_batch_size, (step + 1) * self._global_batch_size)
+    def name_samples(self, step: int) -> str:
+        """Return the rows of the step's global batch in words: which records they were made of is not kept."""
+        first = step * self._global_batch_size
+        return f"rows {first} to {first + self._global_batch_size - 1} of the stream (counted from 0)"
 
     def describe_position(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint at the step keeps: where the stream is after the steps before it."""

@@ -7,7 +7,6 @@ read only after a step that is not finite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 from training.pipeline.module import StageModule
-
-_NAMED_SAMPLES = 64  # how many samples of the global batch a message names
 
 
 class NonfiniteProbe:
@@ -67,13 +64,7 @@ class NonfiniteProbe:
         sums[1] += gradient.sum(dtype=torch.float32)
 
 
-def describe_nonfinite(step: int, loss: float, norm: float, *, samples: Sequence[int], place: str) -> str:
-    """Return the message for a step that is not finite. step: from 1. samples: of its global batch. place: of
+def describe_nonfinite(step: int, loss: float, norm: float, *, samples: str, place: str) -> str:
+    """Return the message for a step that is not finite. step: from 1. samples: of its global batch, in words. place: of
     `find_first`."""
-    named = ", ".join(map(str, samples[:_NAMED_SAMPLES]))
-    if len(samples) > _NAMED_SAMPLES:
-        named += f" and {len(samples) - _NAMED_SAMPLES} more"
-    return (
-        f"step {step}: loss {loss:g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first "
-        f"seen {place}"
-    )
+    return f"step {step}: loss {loss:g}, gradient norm {norm:g}; {samples}; first seen {place}"

@@ -33,6 +33,7 @@ from data.loading.row_lengths import measure_rows
 from data.loading.step_totals import BatchShape, compute_step_totals
 from data.options import MeanOver, Packing, PadTo
 from data.order import GlobalOrder
+from data.storage import sample_names
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset
@@ -131,6 +132,32 @@ def test_every_layout_reads_the_global_batch_of_the_order(path: Path, data: Toke
         assert sorted(found) == sorted(ORDER.sample_ids(step).tolist())
         longest = max(data.lengths[found])
         assert {batch.inputs.input_ids.shape for batch in batches} == {(layout[1], -(-longest // 8) * 8)}
+
+
+@pytest.mark.parametrize("packing", [Packing.NONE, Packing.BEST_FIT])
+def test_the_samples_of_a_step_are_named_by_file_and_line(
+    tokenizer, tmp_path: Path, packing: Packing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed row is the samples that share it; an empty line is no sample, but counts as a line."""
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        records = [json.dumps({"prompt": f"{file.name} {n}", "completion": "Paris"}) for n in range(8)]
+        file.write_text("\n" + "\n".join(records) + "\n")
+    encoding = Encoding(SFTEncoder(), tokenizer, max_seq_length=60)
+    path = prepare_dataset(list(map(str, files)), key="train_file", encoding=encoding, cache_dir=tmp_path / "cache")
+    plan = RowPlan(60, packing)
+    prepare_rows(path, plan, "train_file", log=None)
+    rows = Rows(path, plan, False, False)
+    order = GlobalOrder(num_samples=len(rows), global_batch_size=2, seed=1)
+    loader = build_train_loader(path, replace(OPTIONS, row_plan=plan), order, 1)
+    samples = sorted(sample for row in order.sample_ids(1) for sample, _, _ in rows.pieces(row))
+    assert len(samples) == 2 if packing is Packing.NONE else len(samples) > 4
+    lines = {file: [sample % 8 + 2 for sample in samples if sample // 8 == n] for n, file in enumerate(files)}
+    named = "; ".join(f"{file}, lines or records {', '.join(map(str, each))}" for file, each in lines.items() if each)
+    assert loader.name_samples(1) == f"samples of train_file: {named}"
+    monkeypatch.setattr(sample_names, "_MOST_SAMPLES", 1)
+    first = f"{files[samples[0] // 8]}, lines or records {samples[0] % 8 + 2}"
+    assert loader.name_samples(1) == f"samples of train_file: {first}; {len(samples) - 1} more samples"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
