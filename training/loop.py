@@ -206,10 +206,10 @@ class TrainingLoop:
         totals = self._totals.get(self.state.step)
         if traced:
             self._untimed(self._trace.start)
+        self._telemetry.start_step(profiled)
         if self._first_pass is not None:
             accumulated = self.engine.layout.gradient_accumulation_steps
             self._first_pass.prepare(self._first_batches, accumulated, totals.num_samples)
-        self._telemetry.start_step(profiled)
         loss, self._learning_rate = self.engine.train_step(
             micro_batches, self.state.step, self.budget.total_steps, totals, is_last=number == self.budget.last_step
         )
@@ -345,7 +345,7 @@ class TrainingLoop:
                 "tokens_per_second": tokens_per_second,
                 "step_time": step_time,
                 **skipped,
-                **self._telemetry.describe(measured, tokens_per_second),
+                **self._telemetry.describe(measured, tokens_per_second, step_time),
             }
         )
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from console import say
 from formatting import render_seconds
 from training.engine.engine import BACKWARD, FORWARD, WEIGHTS
+from training.objectives.registry import get_objective
 from training.observability.stage_timer import StageTimer
 from training.planner.plan import Plan
 
@@ -46,6 +47,9 @@ class FirstStep:
 
     def __init__(self, plan: Plan, timer: StageTimer) -> None:
         self._shares, self._timer = list_pass_ends(plan), timer
+        # Which the plan counts with the forward passes of the step
+        runs_first = get_objective(plan.run.config).pass_over(plan.run.config) is not None
+        self._num_before = len(plan.schedule.list_forward(0)) if runs_first else 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -66,10 +70,11 @@ class FirstStep:
                 next_line = elapsed + _SECONDS_BETWEEN_LINES
 
     def _describe(self, elapsed: float) -> str:
-        passes = [(unit, at) for unit, at in self._timer.list_finished() if unit in (FORWARD, BACKWARD, WEIGHTS)]
+        done = [(unit, at) for unit, at in self._timer.list_finished() if unit in (FORWARD, BACKWARD, WEIGHTS)]
+        passes = done[self._num_before :]
         first_backward = next((i for i, (unit, _) in enumerate(passes) if unit == BACKWARD), len(passes))
         whole = estimate_step(self._shares, [at for _, at in passes], first_backward)
         if whole is None or whole - elapsed < _FEWEST_SECONDS:
             return ""
-        done = f"{len(passes)} of {len(self._shares)} passes after {render_seconds(elapsed)}"
-        return f"first step: {done}, about {render_seconds(whole)} in all"
+        passed = f"{len(passes)} of {len(self._shares)} passes after {render_seconds(elapsed)}"
+        return f"first step: {passed}, about {render_seconds(whole)} in all"

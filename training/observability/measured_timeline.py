@@ -9,6 +9,7 @@ from training.observability.stage_timer import EXCHANGE, Span
 from training.pipeline.schedule import Schedule, Unit
 from training.plan_command.timeline import Timeline, TimelineSpan, Work
 
+_PASSES = (FORWARD, BACKWARD, WEIGHTS)
 _RECEIVES = ("RecvActivation", "RecvGrad")
 _IS_BACK = {"RecvActivation": False, "SendActivation": False, "RecvGrad": True, "SendGrad": True}
 Crossing = tuple[int, bool]  # the chunk before a boundary, and whether it is crossed in the backward pass
@@ -20,9 +21,7 @@ def measured_timeline(spans_of_stage: Sequence[Sequence[Span]], schedule: Schedu
     A transfer is drawn at the end of its span, with the duration of the fastest one across that boundary: the stage
     waited for the rest of the span.
     """
-    matched = [
-        list(_match_units(spans, schedule.list_units(stage_id))) for stage_id, spans in enumerate(spans_of_stage)
-    ]
+    matched = [list(_match_units(spans, schedule, stage_id)) for stage_id, spans in enumerate(spans_of_stage)]
     fastest: dict[Crossing, float] = {}
     for span, unit in (pair for pairs in matched for pair in pairs):
         if span.name in TRANSFERS and unit is not None:
@@ -34,16 +33,18 @@ def measured_timeline(spans_of_stage: Sequence[Sequence[Span]], schedule: Schedu
     return Timeline("measured", drawn)
 
 
-def _match_units(spans: Sequence[Span], units: Sequence[Unit]) -> Iterator[tuple[Span, Unit | None]]:
+def _match_units(spans: Sequence[Span], schedule: Schedule, stage_id: int) -> Iterator[tuple[Span, Unit | None]]:
     """Yield each span with its unit, or the unit whose input or output it moves; None for spans of the whole step."""
-    done = 0
+    done, units = 0, schedule.list_units(stage_id)
+    if sum(span.name in _PASSES for span in spans) > len(units):
+        units = schedule.list_forward(stage_id) + units  # the pass before the step
     for span in spans:
-        if span.name in (FORWARD, BACKWARD, WEIGHTS):
+        if span.name in _PASSES:
             done += 1
         if span.name in _RECEIVES:
             yield span, units[done]
         else:
-            yield span, units[done - 1] if span.name in (FORWARD, BACKWARD, WEIGHTS, *TRANSFERS) else None
+            yield span, units[done - 1] if span.name in (*_PASSES, *TRANSFERS) else None
 
 
 def _find_crossing(span: Span, unit: Unit) -> Crossing:

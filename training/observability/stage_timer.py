@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.parallel.exchanges import Exchanges
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS, Engine
 
 _IN_PIPELINE = (FORWARD, BACKWARD, WEIGHTS, *TRANSFERS)
@@ -84,11 +83,13 @@ class RankTimes:
 
 
 class StageTimer:
-    """A timer of the training steps of one engine: the `StepObserver` of the engine and of its exchanges. Call `attach`
-    before the first step."""
+    """A timer of the training steps of one engine, with the pass before each: the `StepObserver` of the engine and of
+    its exchanges. Call `attach` before the first step."""
 
-    def __init__(self, engine: Engine, memory: MemoryPeak) -> None:
-        self._engine, self._device, self._memory = engine, engine.device, memory
+    def __init__(self, engine: Engine, memory: MemoryPeak, auxiliary: Engine | None = None) -> None:
+        """auxiliary: of a frozen model that runs before each step, if any."""
+        self._engines = (engine,) if auxiliary is None else (engine, auxiliary)
+        self._device, self._memory = engine.device, memory
         self._marks, self._exchange_marks = self._make_marks(), self._make_marks()
         self._number = torch.zeros(1, device=self._device)
         self._names: list[str] = []
@@ -101,19 +102,17 @@ class StageTimer:
     def attach(self) -> None:
         """Observe the engine, and reset the memory peak."""
         self._memory.start()
-        self._engine.observe(self)
-        for exchanges in self._list_exchanges():
-            exchanges.observer = self
+        self._observe(self)
 
     def detach(self) -> None:
         """Stop observing the engine."""
-        self._engine.observe(None)
-        for exchanges in self._list_exchanges():
-            exchanges.observer = None
+        self._observe(None)
 
-    def _list_exchanges(self) -> tuple[Exchanges, Exchanges]:
-        ranks = self._engine.module.ranks
-        return ranks.sequence_part.exchanges, ranks.expert_parallel.exchanges
+    def _observe(self, observer: StageTimer | None) -> None:
+        for engine in self._engines:
+            engine.observe(observer)
+            for ranks in (engine.module.ranks.sequence_part, engine.module.ranks.expert_parallel):
+                ranks.exchanges.observer = observer
 
     def before(self, unit: str) -> None:
         if unit == OPTIMIZER and self._is_running:  # else it is an evaluation

@@ -151,11 +151,12 @@ class Telemetry:
             folder / f"step_{step}.png",
         )
 
-    def describe(self, measured: Measured, tokens_per_second: float) -> Record:
-        """Return the fields of a report. Main rank only. tokens_per_second: over the same steps, without padding."""
+    def describe(self, measured: Measured, tokens_per_second: float, step_time: float) -> Record:
+        """Return the fields of a report. Main rank only. tokens_per_second, step_time: over the same steps, with what
+        comes between two of them; tokens without padding."""
         prediction = self._prediction
         assert prediction is not None
-        mfu = prediction.compute_mfu(tokens_per_second, measured.step_time)
+        mfu = prediction.compute_mfu(tokens_per_second, step_time)
         record: Record = {
             **({} if mfu is None else {"mfu": mfu}),
             "compute_time": measured.compute_time,

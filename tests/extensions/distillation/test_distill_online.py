@@ -4,16 +4,20 @@ process, over the whole vocabulary or the teacher's most probable tokens."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import objective_runs
-from support.cases import BOUND, CHECKPOINTED, CLIPPED, Case, merge, worst_difference
+from support.cases import BOUND, CHECKPOINTED, CLIPPED, Case, merge, train_run, worst_difference
 from support.distill_runs import build_case, check_equal, save_sharp, save_teacher, train_oracle
 from support.objective_runs import load_model, start_runs, train_answers
+from support.runs import read_metrics
 from support.workers import WorkerError, WorkerGroup
+
+from training.observability.stage_timer import Span
 
 ONLINE = "distill.online=true"
 ALL_TOKENS = (ONLINE, "distill.top_k=null")
@@ -65,6 +69,49 @@ def test_five_sgd_steps_equal_both_models_in_one_process(
     check_equal(result, oracle)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert not list((tmp_path / "cache").glob("*/teacher-*"))  # nothing is kept
+
+
+PAUSE = 0.05  # seconds that each stage of a slow teacher adds to its pass over a micro-batch
+
+
+def train_with_a_slow_teacher(case: Case) -> list[list[Span]]:
+    """Return the units of each step on this rank."""
+    from training import run
+    from training.observability.telemetry import Telemetry
+
+    build, finish, steps = run.build_resident, Telemetry.finish_step, []
+
+    def build_slow(this_run: Any) -> Any:
+        resident = build(this_run)
+        resident.engine.module.register_forward_hook(lambda *_: time.sleep(PAUSE))
+        return resident
+
+    def finish_step(telemetry: Telemetry) -> list[Span]:
+        steps.append(finish(telemetry))
+        return steps[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "build_resident", build_slow)
+        patch.setattr(Telemetry, "finish_step", finish_step)
+        train_run(case)
+    return steps
+
+
+def test_the_pass_before_a_step_is_part_of_its_time(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
+) -> None:
+    keys = (ONLINE, f"output_dir={tmp_path}/out", "logging_steps=1", "profile_step=2", "save_final=false")
+    case = build_case(root, tmp_path, "pp2", *keys, steps=2)
+    ranks = workers(2).run(train_with_a_slow_teacher, case)
+    number = case.config().global_batch_size // case.config().micro_batch_size
+    for spans in (step for steps in ranks for step in steps):
+        forward = [span.stop - span.start for span in spans if span.name == "ForwardPass"]
+        assert len(forward) == 2 * number and min(forward[:number]) > PAUSE
+    for line in read_metrics(tmp_path / "out", timed=True):
+        times = [line[f"{kind}_time"] for kind in ("compute", "communication", "wait")]
+        assert all(seconds > number * PAUSE for seconds in line["compute_time"])
+        assert all(sum(parts) <= line["step_time"] for parts in zip(*times, strict=True))
+    assert (tmp_path / "out" / "step_2.png").is_file()
 
 
 @pytest.fixture

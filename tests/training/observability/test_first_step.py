@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.cases import Case, build_engine, this_rank
+from support.configs import build_config
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
+from training.costs.simulation import simulate
+from training.engine.engine import BACKWARD, FORWARD
 from training.observability import first_step
 from training.observability.first_step import estimate_step, list_pass_ends
+from training.pipeline.schedule import OneForwardOneBackward
 
 
 def test_what_happens_once_is_not_counted_again() -> None:
@@ -27,6 +33,19 @@ def test_what_happens_once_is_not_counted_again() -> None:
 
 def test_passes_that_the_plan_gives_no_time_do_no_harm() -> None:
     assert estimate_step([0.2, 0.5, 0.5], [1.0, 2.0, 2.5], 1) == 5.0
+
+
+def test_the_passes_before_the_step_are_not_its_own() -> None:
+    """One stage with two micro-batches: both have passed before the step, and one of them in it."""
+    config, order = build_config("data=embedding", "task=embedding"), OneForwardOneBackward(1, 2)
+    passes = simulate(order, [1.0], [2.0], [])
+    plan: Any = SimpleNamespace(run=SimpleNamespace(config=config), schedule=order, passes=passes, step_seconds=8.0)
+    finished = [(FORWARD, 1.0), (FORWARD, 2.0), (FORWARD, 3.0), (BACKWARD, 5.0)]
+    timer: Any = SimpleNamespace(list_finished=lambda: finished)
+    described = first_step.FirstStep(plan, timer)._describe(6.0)
+    assert described == "first step: 2 of 4 passes after 6.0 s, about 13.3 s in all"
+    finished[2:] = []
+    assert first_step.FirstStep(plan, timer)._describe(6.0) == ""
 
 
 def train_two_steps(case: Case) -> tuple[int, list[str]]:

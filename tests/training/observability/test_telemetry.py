@@ -109,18 +109,19 @@ class Timer:
 def test_a_report_has_measured_and_predicted_figures() -> None:
     prediction = build_prediction()
     telemetry = Telemetry(Timer(), LAYOUT, prediction)
-    record = telemetry.describe(telemetry.gather(), tokens_per_second=25.6)  # 64 tokens per row: full rows
+    # 64 tokens per row, full rows: steps of 10 s, and as much between two of them
+    record = telemetry.describe(telemetry.gather(), 12.8, step_time=20.0)
     per_token = (
         prediction.plan.mfu * prediction.plan.step_seconds / prediction.plan.tokens_per_step
     )  # the convention of the plan
-    assert record["mfu"] == pytest.approx(25.6 * per_token)
+    assert record["mfu"] == pytest.approx(12.8 * per_token)
     assert (
         record["predicted_bubble"] == prediction.plan.idle
         and record["predicted_imbalance"] == prediction.plan.imbalance
     )
     assert record["predicted_peak_memory"] == [stage.memory.peak for stage in prediction.plan.stages]
     assert split_stages(record)["stage1/wait_time"] == 2.375
-    telemetry.describe(telemetry.gather(), tokens_per_second=51.2)
+    telemetry.describe(telemetry.gather(), 51.2, step_time=10.0)
     lines = telemetry.summarize().splitlines()
     assert lines[0] == "measured over 2 steps:"  # the first report warms up
     assert [line.split()[:5] for line in lines[2:4]] == [
@@ -140,7 +141,7 @@ def test_rates_of_a_run_are_over_its_time() -> None:
     prediction = build_prediction()
     telemetry = Telemetry(Timer(), LAYOUT, prediction)
     measured = telemetry.gather()
-    record = telemetry.describe(measured, 100.0) | {"tokens_per_second": 100.0, "bubble": 0.2}
+    record = telemetry.describe(measured, 100.0, 10.0) | {"tokens_per_second": 100.0, "bubble": 0.2}
     slow = record | {"tokens_per_second": 50.0, "bubble": 0.1}
     reported = [(replace(measured, num_steps=4, step_time=1.0), record)]
     reported.append((replace(measured, num_steps=2, step_time=2.0), slow))
@@ -211,7 +212,7 @@ def test_on_an_unknown_gpu_mfu_is_omitted() -> None:
     config = build_config("num_stages=2", "micro_batch_size=1", "global_batch_size=8", "max_seq_length=64")
     assert find_machine(config.hardware, "NVIDIA GeForce GTX 1080", config, 1) is None
     telemetry = Telemetry(Timer(), LAYOUT, predict_for(config, None))
-    assert "mfu" not in telemetry.describe(telemetry.gather(), 25.6)
+    assert "mfu" not in telemetry.describe(telemetry.gather(), 25.6, 10.0)
     assert "MFU" not in telemetry.summarize() and "step 10.0 s (predicted" not in telemetry.summarize()
 
 
