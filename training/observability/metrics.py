@@ -16,6 +16,7 @@ from console import Progress, is_terminal, say
 from filesystem import write_atomically
 from masking import mask
 from training.config.schema import RunConfig
+from training.inputs.skipped_data import count_trained
 from training.objectives.registry import get_objective
 
 # Field -> number, a list of one number per stage (or layer), or None, such as the gradient norm when all steps were
@@ -117,12 +118,12 @@ class ProgressBar(Reporter):
             rates = f"lr {record['learning_rate']:.2e}", f"{record['tokens_per_second']:,.0f} tokens/s"
             self._bar.note(", ".join([f"loss {record['loss']:.4f}", *rates, *metrics]))
         else:
-            seconds_left = (self._total - record["step"]) * record["step_time"]
+            steps_left = count_trained(record["step"], self._total, self._config.skip_data_intervals)
             shown = "".join(f"{each}  " for each in metrics)
             say(
                 f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {shown}{_describe_norm(record)}  "
                 f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
-                f"{_duration(seconds_left)} left"
+                f"{_duration(steps_left * record['step_time'])} left"
             )
 
     def close(self) -> None:

@@ -84,6 +84,8 @@ def test_without_a_terminal_the_bar_is_lines(monkeypatch: pytest.MonkeyPatch) ->
         "step 3/123  loss 2.5000  grad_norm 0.125  lr 1.00e-03  1,234 tokens/s  1:00:00 left\n"
         "step 3: eval_loss 3.9120  perplexity 50.00\n"
     )
+    ProgressBar(build_config("skip_data_intervals=[[1,63],[100,200]]"), 2, 123).report(RECORD)
+    assert stream.getvalue().endswith("  0:18:00 left\n")  # 36 steps are left that are not skipped
 
 
 def test_lists_are_split_by_stage_or_layer() -> None:
