@@ -192,7 +192,7 @@ def train(run: Run, receivers: Sequence[ExportReceiver] = ()) -> int:
             for event in [*notes, *warnings]:
                 for reporter in reporters:
                     reporter.note(event)
-        timer = StageTimer(engine, memory, resident and resident.engine)
+        timer = StageTimer(engine, memory, None if resident is None else resident.engine)
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = build_loop(

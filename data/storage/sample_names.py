@@ -33,9 +33,15 @@ def name_samples(path: Path, samples: np.ndarray) -> str:
     texts = []
     for number in np.unique(numbers):
         own = named[numbers == number]
-        listed = ", ".join(map(str, own - firsts[number] if places is None else np.unique(places[own])))
-        what = f"samples {listed} (counted from 0)" if places is None else f"lines or records {listed}"
-        texts.append(f"{shorten_source(files[number].name)}, {what}")
+        if places is None:
+            what = f", samples {_list(own - firsts[number])} (counted from 0)"
+        else:
+            what = f", lines or records {_list(np.unique(places[own]))}" if places[own].any() else ""  # one record
+        texts.append(shorten_source(files[number].name) + what)
     if len(different) > len(named):
         texts.append(f"{len(different) - len(named)} more samples")
     return "; ".join(texts)
+
+
+def _list(numbers: np.ndarray) -> str:
+    return ", ".join(map(str, numbers))

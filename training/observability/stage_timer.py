@@ -111,8 +111,9 @@ class StageTimer:
     def _observe(self, observer: StageTimer | None) -> None:
         for engine in self._engines:
             engine.observe(observer)
-            for ranks in (engine.module.ranks.sequence_part, engine.module.ranks.expert_parallel):
-                ranks.exchanges.observer = observer
+            ranks = engine.module.ranks
+            for exchanges in (ranks.sequence_part.exchanges, ranks.expert_parallel.exchanges):
+                exchanges.observer = observer
 
     def before(self, unit: str) -> None:
         if unit == OPTIMIZER and self._is_running:  # else it is an evaluation
