@@ -9,10 +9,12 @@ import pytest
 
 from data.options import Packing
 from data.storage.rows import RowPlan, Rows, copy_rows, prepare_rows
+from data.storage.scores import find_scores, write_scores
 from data.storage.summary import Summary
 from data.storage.tokenized import TokenizedDataset, TokenizedWriter
 from errors import UserError
 from extensions.preferences.mismatched import MISMATCHED, check_labels, mismatched_path, prepare_mismatched
+from extensions.preferences.reference import REFERENCE
 
 
 def save_samples(
@@ -84,6 +86,21 @@ def test_packed_rows_have_room_for_the_mismatched_answers_too(tmp_path: Path) ->
             assert rows.input_ids(row).tolist() == expected.tolist()
             assert rows.num_targets[row] == dataset.num_targets[samples].sum()
     assert plan.folder(path) != RowPlan(16, Packing.BEST_FIT).folder(path)
+
+
+def test_what_a_model_scored_of_them_is_found_beside_other_tokens_of_the_same_data(tmp_path: Path) -> None:
+    """An update may tokenize the same data again under another key."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    found = []
+    for path in (first, again):
+        save_samples(path, [1, 2, 3])
+        prepare_mismatched(path, 4, "train_file", 1)
+        for folder in (path, mismatched_path(path)):
+            scores = find_scores("reference", folder, RowPlan(4), (REFERENCE,), "model")
+            found.append(scores.folder)
+            if not scores.is_whole():
+                write_scores(scores, "train_file", [np.zeros(3)])
+    assert found[2:] == found[:2] and found[1].parent == mismatched_path(first)
 
 
 def test_where_answers_begin_is_not_in_the_hash_that_checkpoints_of_earlier_versions_name(tmp_path: Path) -> None:
