@@ -19,6 +19,7 @@ class DataKind:
         texts for none.
     concatenates: its samples are documents that are laid end to end and cut where a row is full.
     label_key: the key under which a sample has a label beside its targets; empty where it has none.
+    is_whole: whether a sample is one target as a whole, without a label: a user-defined encoder may omit `label`.
     label_names: of the labels of its samples, where they are always the same.
     lists_labels: a record has a list of labels, one for each of its words.
     not_packed, not_split, not_streamed: why data.packing=true, data.length_policy=split or data.streaming=true is
@@ -36,6 +37,7 @@ class DataKind:
     further: tuple[str, str] = ("", "")
     concatenates: bool = False
     label_key: str = ""
+    is_whole: bool = False
     label_names: tuple[str, ...] = ()
     lists_labels: bool = False
     not_packed: str = ""

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,8 @@ from data.sources.formats import RawRecord
 from data.sources.indexed import PREFIX as INDEXED_PREFIX
 from data.sources.records import estimate_num_records, read_records
 from data.storage.encoding import Encoding, encode_batch
-from data.storage.rows import RowPlan, build_pieces, lay_samples
+from data.storage.packing import Pieces
+from data.storage.rows import RowPlan, build_pieces, lay_windows
 from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN, HASH_DTYPE, find_damage
 from errors import Ending, UserError
 
@@ -72,7 +73,8 @@ def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeE
 def estimate_rows(
     sources: Sequence[Sequence[str]], encoding: Encoding, plan: RowPlan, cache_dir: str | Path
 ) -> RowEstimate | None:
-    """Estimate the rows of files: from their tokens where these are cached, else from their first records.
+    """Estimate the rows of files: from their tokens where these are cached, else from their first records. Of samples
+    that are laid out with companions, the rows are those without, unless both are cached.
 
     None where the number of records cannot be known, a first record is very long or none becomes a sample, and, of
     what is not cached, for a mixture and for corpora that are tokenized already. Raises UserError for files that cannot
@@ -80,19 +82,30 @@ def estimate_rows(
     """
     path = Path(cache_dir) / encoding.compute_key(sources)
     if find_damage(path, compares_bytes=False) is None:
-        windows = build_pieces(path, replace(plan, companion=""))
-        return RowEstimate(sum(pieces.num_rows for pieces in windows) // plan.rows_per_group, not plan.companion)
+        is_exact = not plan.companion or find_damage(path / plan.companion, compares_bytes=False) is None
+        windows = build_pieces(path, plan if is_exact else replace(plan, companion=""))
+        return RowEstimate(_count_groups(windows, plan), is_exact)
     if plan.mixture is not None or any(source.startswith(INDEXED_PREFIX) for group in sources for source in group):
         return None
-    num_rows, is_exact = 0.0, encoding.selection.hold_out is None and not plan.companion
+    entries: list[_Sampled] = []
     for entry in _sample_entries(sources, encoding, ROW_SAMPLE_RECORDS):
         if entry is None:
             return None
-        lengths = entry.columns["length"]
-        laid = lay_samples(np.arange(len(lengths)), lengths, plan).num_rows / plan.rows_per_group
+        entries.append(entry)
+    # The samples of all entries share rows
+    lengths = np.concatenate([np.zeros(0, np.int32), *(entry.columns["length"] for entry in entries)])
+    if encoding.selection.hold_out is None and all(entry.is_whole for entry in entries):
+        return RowEstimate(_count_groups(lay_windows(lengths, plan), plan), not plan.companion)
+    num_rows = 0.0
+    for entry in entries:
+        laid = _count_groups(lay_windows(entry.columns["length"], plan), plan)
         num_rows += encoding.selection.estimate_taken(entry.num_records) * laid / entry.num_first
-        is_exact = is_exact and entry.is_whole
-    return RowEstimate(round(num_rows), is_exact)
+    return RowEstimate(round(num_rows), is_exact=False)
+
+
+def _count_groups(windows: Iterable[Pieces], plan: RowPlan) -> int:
+    """Return the rows of the windows, or the groups of rows that stay together."""
+    return sum(pieces.num_rows for pieces in windows) // plan.rows_per_group
 
 
 def _sample_entries(

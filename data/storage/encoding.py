@@ -37,7 +37,7 @@ class Encoding:
 
     samples_per_record: more than 1 where the samples of a record stay together; they then follow each other.
     shares_rows: whether they have at most `max_seq_length` tokens together. selection: the records that are taken.
-    label_key: as of `DataKind`.
+    label_key, is_whole: as of `DataKind`.
     """
 
     encoder: Encoder
@@ -49,6 +49,7 @@ class Encoding:
     shares_rows: bool = False
     selection: Selection = TAKE_ALL
     label_key: str = ""
+    is_whole: bool = False
 
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
         """Return the name of the folder of these sources, see `compute_cache_key`."""
@@ -63,6 +64,8 @@ class Encoding:
         kind = find_own(self.encoder)
         if self.label_key != ("" if kind is None else kind.label_key):  # which the encoder's name does not imply
             options["label_key"] = self.label_key
+        if self.is_whole and kind is None:
+            options["is_whole"] = True
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
 
     def describe_files(self, sources: Sequence[Sequence[str]]) -> list:
@@ -254,7 +257,7 @@ def _encode_records(
                     f"{raw.location}: the encoder must make {_describe_made(encoding.samples_per_record)} of a record, "
                     f"not {_describe_made(num_together)}"
                 )
-            encoded.append(made)
+            encoded.append(tuple({"label": [], **sample} for sample in made) if encoding.is_whole else made)
         except UserError as error:
             _handle_bad_record(error, encoding, record)
             continue

@@ -32,7 +32,7 @@ ROW_COLUMNS = ("length", "num_targets")  # int64 [R]
 COLUMNS = (*PIECE_COLUMNS, *ROW_COLUMNS, "offset")  # offset: int64 [R + 1], the first piece of each row
 # Samples that are laid into rows at a time: memory does not grow with the data, and few rows end up partly filled.
 WINDOW = 2**18
-INDEX_VERSION = 2  # raise it when the same plan gives other rows
+INDEX_VERSION = 2  # raise it when the same plan gives other rows; a resume then refuses checkpoints of before
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,19 @@ def build_pieces(path: Path, plan: RowPlan) -> Iterator[Pieces]:
         chosen = list_rows(
             plan.mixture.choose_samples(dataset.sources[::size], _sum_groups(dataset.lengths, size)), size
         )
-    count, window = len(dataset) if chosen is None else len(chosen), size * max(1, WINDOW // size)
+    yield from lay_windows(dataset.lengths, plan, chosen, rooms)
+
+
+def lay_windows(
+    lengths: np.ndarray, plan: RowPlan, chosen: np.ndarray | None = None, rooms: np.ndarray | None = None
+) -> Iterator[Pieces]:
+    """Yield the rows of each window of samples. chosen: the samples to lay, int64 [P]; None for all, each once.
+    lengths, rooms: as in `lay_samples`."""
+    count, window = len(lengths if chosen is None else chosen), plan.group_size * max(1, WINDOW // plan.group_size)
     for start in range(0, count, window):
         stop = min(start + window, count)
         sample_ids = np.arange(start, stop) if chosen is None else chosen[start:stop]
-        yield lay_samples(sample_ids, dataset.lengths, plan, rooms)
+        yield lay_samples(sample_ids, lengths, plan, rooms)
 
 
 def lay_samples(sample_ids: np.ndarray, lengths: np.ndarray, plan: RowPlan, rooms: np.ndarray | None = None) -> Pieces:

@@ -37,7 +37,7 @@ from batch import Column, Per
 from data.storage.disk import describe_bytes
 from data.storage.hashes import find_changed, write_hashes
 from data.storage.rows import RowPlan, Rows
-from data.storage.tokenized import column_file, load_summary
+from data.storage.tokenized import column_file, find_damage, load_summary
 from errors import Ending, UserError
 from filesystem import discard_folder, lock_file, publish_folder, write_atomically
 
@@ -109,7 +109,8 @@ def find_scores(
     """Return the scores of a tokenized folder.
 
     They are looked for in the folder `path` and then in those beside it whose samples are the same: an update may
-    tokenize the same samples again under another key. Where there are none yet, their place is in `path`.
+    tokenize the same samples again under another key. The folders beside that of companions, which is in a tokenized
+    one, are in the tokenized ones beside that. Where there are none yet, their place is in `path`.
 
     name: begins the name of their folder. model_id: a hash of the model, and of what it computes with. settings: what
     else the values depend on, JSON values.
@@ -120,7 +121,9 @@ def find_scores(
     digest = hashlib.sha256(repr(tuple(made_from.values())).encode()).hexdigest()[:16]
     num_values = int(rows.num_targets.sum(dtype=np.int64)) if columns[0].per is Per.target else len(rows)
     own = path / f"{name}-{digest}"
-    others = sorted(path.parent.glob(f"*/{own.name}")) if samples else []
+    is_within = find_damage(path.parent, compares_bytes=False) is None
+    beside = path.parent.parent.glob(f"*/{path.name}/{own.name}") if is_within else path.parent.glob(f"*/{own.name}")
+    others = sorted(beside) if samples else []
     folder = next((each for each in (own, *others) if each.exists()), own)
     return Scores(folder, columns, plan, num_values, made_from)
 

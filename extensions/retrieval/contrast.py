@@ -50,12 +50,13 @@ class Contrast:
     sizes: tuple[int, ...] = ()
 
     def compare(
-        self, queries: torch.Tensor, documents: torch.Tensor, own: torch.Tensor
+        self, queries: torch.Tensor, documents: torch.Tensor, own: torch.Tensor, left_out: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of some queries, [Q], and for all dimensions and each of `sizes` the rank of their own
         document, from 1, float64 [1 + sizes, Q]: documents that are as near count against it; NaN where a cosine is.
 
-        queries: [Q, D]. documents: all of them, [P, D]. own: the number of each query's own one, int64 [Q].
+        queries: [Q, D]. documents: all of them, [P, D]. own: the number of each query's own one, int64 [Q]. left_out:
+        bool [Q, P], the documents that a query is not compared with.
         """
         losses, ranks = [], []
         for size in (queries.shape[1], *self.sizes):
@@ -63,9 +64,11 @@ class Contrast:
             reached = cosines.gather(1, own[:, None])
             # NaN is as near as nothing: without this it would have the best rank
             is_known = cosines.isfinite().all(dim=1)
-            ranks.append((cosines >= reached).sum(dim=1).double().where(is_known, torch.nan))
+            is_near = (cosines >= reached).masked_fill_(left_out, False)
+            ranks.append(is_near.sum(dim=1).double().where(is_known, torch.nan))
             lowered = cosines.scatter_add(1, own[:, None], torch.full_like(reached, -self.margin))
-            losses.append(F.cross_entropy(lowered / self.temperature, own, reduction="none"))
+            logits = (lowered / self.temperature).masked_fill_(left_out, -torch.inf)
+            losses.append(F.cross_entropy(logits, own, reduction="none"))
         return torch.stack(losses).mean(dim=0), torch.stack(ranks).detach()
 
 

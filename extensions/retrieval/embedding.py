@@ -8,6 +8,9 @@ the same vectors, so nothing may draw random numbers.
 
 An evaluation is one pass: each query is compared with all documents of its file.
 
+A mixture may repeat a record within a batch. A query is not compared with the documents of its copies, which would be
+wrong answers although they are its own.
+
 N texts of a micro-batch, D hidden, G texts of a query: itself, its document, its negatives.
 """
 
@@ -20,8 +23,8 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from batch import Targets
-from data.loading.columns import LABELS
+from batch import Per, Targets
+from data.loading.columns import NUMBERS
 from data.options import MeanOver, RowTargets
 from errors import UserError
 from extensions.retrieval.contrast import SHOWN, Contrast, name_sums, pool_texts, summarize_ranks
@@ -49,6 +52,13 @@ class EmbeddingLoss:
         self.sums = (MetricSums(*name_sums(contrast.sizes)),)
         # Of each micro-batch of the coming step: the gradient of its vectors, [N / G, G, D], and its queries' losses
         self._waiting: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        # Of each micro-batch that `measure` was called with: the numbers of its queries in the data, int64 [N / G]
+        self._numbers: list[torch.Tensor] = []
+
+    def measure(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+        """Return `make_vectors` of a micro-batch of the first pass, and keep which queries it has."""
+        self._numbers.append(targets.columns["numbers"][:: self._group_size])
+        return self.make_vectors(outputs, targets)
 
     def make_vectors(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
         """Return the vectors of a micro-batch, [N / G, G, D]. outputs, targets: as in `pool_texts`."""
@@ -56,13 +66,12 @@ class EmbeddingLoss:
         return vectors.view(len(vectors) // self._group_size, self._group_size, vectors.shape[1])
 
     def compare_batch(self, vectors: Sequence[torch.Tensor], num_samples: int, replicas: dist.ProcessGroup) -> None:
-        """Compute the loss of the coming step and its gradients. vectors: what `make_vectors` has returned for each of
-        its micro-batches on this rank. All ranks of `replicas` call it."""
-        own = torch.cat(list(vectors))
-        gathered = (gather_ragged if self._is_packed else gather_even)(own, replicas)
+        """Compute the loss of the coming step and its gradients. vectors: what `measure` has returned for each of its
+        micro-batches on this rank. All ranks of `replicas` call it."""
+        own, gathered, numbers = self._gather(vectors, replicas, is_even=not self._is_packed)
         with torch.enable_grad():
             whole = torch.cat(gathered).requires_grad_()
-            losses, ranks = self._compare(whole, range(len(whole)))
+            losses, ranks = self._compare(whole, numbers, range(len(whole)))
             (gradient,) = torch.autograd.grad(losses.sum(), whole)
         first = sum(map(len, gathered[: dist.get_rank(replicas)]))
         mine = slice(first, first + len(own))
@@ -84,19 +93,33 @@ class EmbeddingLoss:
 
     def compare_all(self, vectors: Sequence[torch.Tensor], replicas: dist.ProcessGroup) -> None:
         """Add up the metrics of an evaluation. vectors: as in `compare_batch`; replicas may have different numbers."""
-        own = torch.cat(list(vectors))
-        gathered = gather_ragged(own, replicas)
+        own, gathered, numbers = self._gather(vectors, replicas, is_even=False)
         whole, first = torch.cat(gathered), sum(map(len, gathered[: dist.get_rank(replicas)]))
         self.sums[0].take()  # what an interrupted evaluation has left
         for start in range(first, first + len(own), _QUERIES_AT_ONCE):
             chosen = range(start, min(start + _QUERIES_AT_ONCE, first + len(own)))
-            self._add(summarize_ranks(*self._compare(whole, chosen)), len(chosen), with_loss=True)
+            self._add(summarize_ranks(*self._compare(whole, numbers, chosen)), len(chosen), with_loss=True)
 
-    def _compare(self, whole: torch.Tensor, chosen: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compare the chosen queries with all documents; see `Contrast.compare`. whole: vectors, [Q, G, D]."""
-        documents = whole[:, 1:].flatten(0, 1)
-        own = torch.arange(chosen.start, chosen.stop, device=whole.device) * (self._group_size - 1)
-        return self._contrast.compare(whole[chosen.start : chosen.stop, 0], documents, own)
+    def _gather(
+        self, vectors: Sequence[torch.Tensor], replicas: dist.ProcessGroup, *, is_even: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """Return the vectors of this rank, end to end, those of each replica, and the numbers of the queries of all.
+        is_even: whether replicas have as many queries."""
+        own = torch.cat(list(vectors))
+        numbers = torch.cat(self._numbers[-len(vectors) :])  # an interrupted evaluation has left others before them
+        self._numbers = []
+        gathered, all_numbers = (gather_even if is_even else gather_ragged)((own, numbers), replicas)
+        return own, gathered, torch.cat(all_numbers)
+
+    def _compare(self, whole: torch.Tensor, numbers: torch.Tensor, chosen: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compare the chosen queries with the documents of all but their copies; see `Contrast.compare`. whole:
+        vectors, [Q, G, D]. numbers: of the queries, [Q]."""
+        documents, size = whole[:, 1:].flatten(0, 1), self._group_size - 1
+        places = torch.arange(chosen.start, chosen.stop, device=whole.device)
+        is_copy = numbers[chosen.start : chosen.stop, None] == numbers
+        is_copy.scatter_(1, places[:, None], False)  # the query itself
+        left_out = is_copy.repeat_interleave(size, dim=1)
+        return self._contrast.compare(whole[chosen.start : chosen.stop, 0], documents, places * size, left_out)
 
     def _add(self, sums: torch.Tensor, num_queries: int, *, with_loss: bool) -> None:
         counts = torch.full_like(sums, num_queries)
@@ -104,24 +127,22 @@ class EmbeddingLoss:
         self.sums[0].add(sums, counts)
 
 
-def gather_even(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the tensors of all ranks of the group, of one shape. own: that of this rank."""
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
+def gather_even(own: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+    """Return each tensor as all ranks of the group have it, of one shape. own: those of this rank."""
+    gathered = [[torch.empty_like(each) for _ in range(dist.get_world_size(group))] for each in own]
+    for parts, each in zip(gathered, own, strict=True):
+        dist.all_gather(parts, each, group=group)
     return gathered
 
 
-def gather_ragged(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the tensors of all ranks of the group. own: that of this rank, whose first dimension may differ. The host
-    waits for the device."""
-    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=own.device), group=group)
+def gather_ragged(own: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+    """Return each tensor as all ranks of the group have it. own: those of this rank, of one length, which may differ
+    from that of another rank. The host waits for the device."""
+    length = len(own[0])
+    (sizes,) = gather_even([torch.tensor([length], device=own[0].device)], group)
     lengths = [int(size) for size in sizes]
-    padded = own.new_zeros(max(lengths), *own.shape[1:])
-    padded[: len(own)] = own
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=group)
-    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+    padded = [torch.cat([each, each.new_zeros(max(lengths) - length, *each.shape[1:])]) for each in own]
+    return [[part[:stop] for part, stop in zip(parts, lengths, strict=True)] for parts in gather_even(padded, group)]
 
 
 class TextEmbedding(Objective):
@@ -133,7 +154,7 @@ class TextEmbedding(Objective):
     mean_over = MeanOver.samples
     head = HEAD
     row_targets = RowTargets.last_tokens
-    columns = (LABELS,)
+    columns = (NUMBERS[Per.document],)
     shown = SHOWN
 
     def group_size(self, data: DataConfig) -> int:
@@ -142,12 +163,13 @@ class TextEmbedding(Objective):
 
     def count_batch_bytes(self, config: RunConfig, global_batch_size: int, hidden_size: int) -> int:
         """Vectors of all replicas, end to end, and their gradient; and of all cosines, for each size of the vectors,
-        what autograd keeps (cosines, less the margin, divided, and their log-softmax) and two gradients."""
+        what autograd keeps (cosines, less the margin, divided, and their log-softmax), two gradients, and which are
+        those of copies."""
         group_size = self.group_size(config.data)
         vectors = 3 * global_batch_size * group_size * hidden_size
         cosines = global_batch_size**2 * (group_size - 1)
         num_sizes = 1 + len(config.read_group(EmbeddingConfig).matryoshka_dims or ())
-        return 4 * (vectors + (4 * num_sizes + 2) * cosines)
+        return 4 * (vectors + (4 * num_sizes + 2) * cosines) + cosines
 
     def name_labels(self, data: DataConfig) -> Labels:
         return Labels()
@@ -176,7 +198,7 @@ class TextEmbedding(Objective):
         return PassOver.samples
 
     def before_step(self, config: RunConfig, loss: EmbeddingLoss) -> FirstPass:
-        return FirstPass(loss.make_vectors, loss.compare_batch, loss.compare_all)
+        return FirstPass(loss.measure, loss.compare_batch, loss.compare_all)
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return name_sums(build_contrast(config.read_group(EmbeddingConfig)).sizes)[1:]

@@ -25,7 +25,7 @@ from models.adapters.base_inits import describe_starts, restore_starts, start_fr
 from models.adapters.folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
 from models.adapters.options import starts_from_base
 from models.adapters.quantized import hold, list_held, mark_quantized, quantize
-from models.adapters.targets import AdapterTargets, is_saved, list_targets
+from models.adapters.targets import AdapterTargets, is_named, is_saved, list_targets
 from models.layers.frozen import FrozenStack
 from models.layers.layer import Layer
 from models.parallel.shard import NO_EP, NO_TP, ExpertParallel, TensorParallel
@@ -272,7 +272,7 @@ def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
     exact.target_modules, exact.target_parameters = list(targets.projections), list(targets.parameters) or None
     exact.modules_to_save, exact.ensure_weight_tying = None, False  # those are other layers
     for key in ("rank_pattern", "alpha_pattern"):
-        setattr(exact, key, _name_in_layer(getattr(config, key), targets, layer))
+        setattr(exact, key, _name_in_layer(getattr(config, key), targets, layer, config))
     if starts_from_base(config.init_lora_weights):
         exact.init_lora_weights = True  # until the base weights are loaded
     is_meta = next(module.parameters()).is_meta
@@ -284,10 +284,15 @@ def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
     use_grouped_products(module)
 
 
-def _name_in_layer(pattern: Mapping[str, Any], targets: AdapterTargets, layer: Layer) -> dict[str, Any]:
-    """Returns `rank_pattern` or `alpha_pattern` for one layer's module: peft matches the names in the whole model."""
+def _name_in_layer(
+    pattern: Mapping[str, Any], targets: AdapterTargets, layer: Layer, config: LoraConfig
+) -> dict[str, Any]:
+    """Returns `rank_pattern` or `alpha_pattern` for one layer's module: peft matches the names in the whole model. A
+    projection that is a target by the name of its weight is matched by that name."""
     from peft.utils.other import get_pattern_key
 
-    names = (*targets.projections, *targets.parameters)
-    keys = {name: get_pattern_key(list(pattern), layer.hf_prefix + name) for name in names}
+    full = {name: layer.hf_prefix + name for name in (*targets.projections, *targets.parameters)}
+    modules = config.target_modules or ()
+    full |= {name: f"{full[name]}.weight" for name in targets.projections if not is_named(full[name], modules)}
+    keys = {name: get_pattern_key(list(pattern), whole) for name, whole in full.items()}
     return {f"^{re.escape(name)}": pattern[key] for name, key in keys.items() if key in pattern}

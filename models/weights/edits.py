@@ -60,6 +60,10 @@ class Edit:
         the meta device where only shapes and dtypes are asked for."""
         return read(index, layer)
 
+    def name_before(self, edited: EditedWeights, layer: Layer) -> Layer:
+        """Return a layer after the edit with the names that its tensors have before it."""
+        return layer
+
     def list_passthrough(self, edited: EditedWeights) -> list[TensorInfo]:
         """Return the passthrough tensors of the edited weights."""
         return edited.before.list_passthrough()
@@ -112,10 +116,15 @@ class EditedWeights:
         tensors = self._edit.read_layer(self, index, layer, self.before.describe_layer)
         return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
+    def name_before(self, layer: Layer) -> Layer:
+        """See `Edit.name_before`."""
+        return self._edit.name_before(self, layer)
+
     def count_held(self, index: int, layer: Layer) -> int:
         """The limit of what was before; an edit copies at most the tensors of a layer."""
+        named = self.name_before(layer)
         for number, own in enumerate(self.layers_before):
-            if own.hf_prefix == layer.hf_prefix:
+            if own.hf_prefix == named.hf_prefix:
                 return self.before.count_held(number, replace(own, experts=layer.experts, kept=layer.kept))
         return 0
 

@@ -33,8 +33,13 @@ class NewHead(Edit):
     def read_layer(self, edited: EditedWeights, index: int, layer: Layer, read: ReadLayer) -> dict[str, torch.Tensor]:
         if layer.hf_prefix == self._head.prefix:
             return RandomWeights(edited.config, self._seed).read_layer(index, layer) if self._head.has_weights else {}
-        named = edited.layers_before[index]  # its tensors have other names in the model before
-        return read(index, replace(layer, hf_prefix=named.hf_prefix, pieces=named.pieces))
+        return read(index, self.name_before(edited, layer))
+
+    def name_before(self, edited: EditedWeights, layer: Layer) -> Layer:
+        pairs = zip(edited.layers, edited.layers_before, strict=True)
+        others = {own.hf_prefix: before for own, before in pairs if own.hf_prefix != self._head.prefix}
+        named = others.get(layer.hf_prefix, layer)
+        return replace(layer, hf_prefix=named.hf_prefix, pieces=named.pieces)
 
     def list_passthrough(self, edited: EditedWeights) -> list[TensorInfo]:
         return super().list_passthrough(edited) if self._head.has_weights else []  # their names are of another class

@@ -32,11 +32,12 @@ def read_kept(source: WeightSource, layer: Layer, names: Iterable[str], dtype: t
     """Return weights of a layer, in the host's memory, as the files hold them: stacks, of the experts that the layer
     reads, and projections, without those that are not quantized.
 
-    source: with a `form`, so that no edit changes them. names: in the layer's module. dtype: of the rows that they are
-    multiplied with. Raises UserError for a stack that is not quantized, or not as the layer's shapes are.
+    source: with a `form`, so that edits change nothing but their names. names: in the layer's module. dtype: of the
+    rows that they are multiplied with. Raises UserError for a stack that is not quantized, or not as the layer's shapes
+    are.
     """
     while isinstance(source, EditedWeights):
-        source = source.before
+        layer, source = source.name_before(layer), source.before
     assert isinstance(source, PublishedWeights), source
     found, whole = {}, layer.build_on_meta()
     for name in names:

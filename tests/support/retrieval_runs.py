@@ -22,7 +22,7 @@ Compare = Callable[[RunConfig, torch.nn.Module, TokenizedDataset, list[int]], Ou
 
 
 def compare_vectors(config: RunConfig, model: torch.nn.Module, dataset: TokenizedDataset, ids: list[int]) -> Outcome:
-    """Each text alone, and each query with all documents, one by one."""
+    """Each text alone, and each query with all documents, one by one, but those of its copies."""
     keys, group = config.read_group(EmbeddingConfig), 2 + config.read_group(DataKeys).num_negatives
 
     def embed(number: int) -> torch.Tensor:
@@ -30,17 +30,18 @@ def compare_vectors(config: RunConfig, model: torch.nn.Module, dataset: Tokenize
         return hidden_states.mean(dim=0) if keys.pooling.value == "mean" else hidden_states[-1]
 
     vectors = [[embed(group * query + text) for text in range(group)] for query in ids]
-    documents = [document for _, *own in vectors for document in own]
     losses, ranks = [], []
     for number, (query, *_) in enumerate(vectors):
-        own, per_size = number * (group - 1), []
+        others = [place for place, each in enumerate(ids) if place == number or each != ids[number]]
+        documents = [document for place in others for document in vectors[place][1:]]
+        own, per_size = others.index(number) * (group - 1), []
         for size in (len(query), *(keys.matryoshka_dims or ())):
             cosines = torch.stack(
                 [torch.cosine_similarity(query[:size], document[:size], dim=0) for document in documents]
             )
             if size == len(query):
                 ranks.append(int((cosines >= cosines[own]).sum()))
-            margin = torch.tensor([keys.margin if number == own else 0.0 for number in range(len(documents))])
+            margin = torch.tensor([keys.margin if place == own else 0.0 for place in range(len(documents))])
             likelihood = ((cosines - margin) / keys.temperature).softmax(dim=0)
             per_size.append(-likelihood[own].log())
         losses.append(sum(per_size) / len(per_size))

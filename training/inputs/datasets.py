@@ -22,7 +22,7 @@ from data.sample import Encoder
 from data.sources.records import resolve_sources
 from data.sources.selection import HoldOut, Selection, build_filter
 from data.storage.encoding import Encoding
-from data.storage.rows import GroupLengths, RowPlan, copy_rows, prepare_rows
+from data.storage.rows import INDEX_VERSION, GroupLengths, RowPlan, copy_rows, prepare_rows
 from data.storage.token_ids import check_token_ids
 from data.storage.tokenized import TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
@@ -40,6 +40,8 @@ from training.inputs.custom import build_user_encoder
 from training.inputs.labels import check_names, find_labels
 from training.inputs.stream import SHARDS, StreamStart, compare_shards
 from training.objectives.registry import choose_packing, get_objective
+
+LAYING = "the way samples are laid into rows"  # what messages call it
 
 
 def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokenizerBase:
@@ -179,6 +181,7 @@ def build_encoding(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBa
         shares_rows=plan.rows_per_group < plan.group_size,
         selection=build_selection(data, key),
         label_key=find_kind(data.name).label_key,
+        is_whole=find_kind(data.name).is_whole,
     )
 
 
@@ -188,14 +191,23 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     It holds hashes of the tokens and no paths, so a file may be moved or copied. path: the tokenized folder.
     """
     fingerprints = load_summary(path).fingerprints
+    is_laid = not build_row_plan(config, "train_file").is_trivial
     return (
         describe_choices(config)
         | {"the way the order of samples is drawn": str(ORDER_VERSION)}
+        | ({LAYING: str(INDEX_VERSION)} if is_laid else {})
         | {
             f"the hash of the tokens of train_file entry {number}": each
             for number, each in enumerate(fingerprints, start=1)
         }
     )
+
+
+def recall_data(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
+    """Return what a checkpoint says of its data in the form of `describe_data`. Up to version 1.1 it did not name the
+    way samples are laid into rows, which was 2. current: what this run says of its own."""
+    others = {name: value for name, value in saved.items() if name != LAYING}
+    return others | {LAYING: saved.get(LAYING, "2")} if LAYING in current else others
 
 
 def describe_choices(config: RunConfig) -> dict[str, str]:

@@ -52,7 +52,11 @@ def estimate_steps(config: RunConfig, global_batch_size: int, architecture: Pret
         steps = count_total_steps(config, rows.num_rows, global_batch_size)
     except UserError as error:
         return None, str(error)
-    return steps, "" if rows.is_exact else "steps: estimated from records of train_file"
+    if rows.is_exact:
+        return steps, ""
+    companion = build_row_plan(config, "train_file").companion
+    unknown = f", without the room that packed rows keep for {companion} samples: a run has more" if companion else ""
+    return steps, f"steps: estimated from records of train_file{unknown}"
 
 
 def estimate_scored(config: RunConfig, global_batch_size: int, architecture: PretrainedConfig) -> int | None:

@@ -39,6 +39,7 @@ from training.inputs.datasets import (
     describe_stream,
     hash_evaluations,
     open_stream,
+    recall_data,
 )
 from training.inputs.stream import StreamStart, compare_shards, resume_stream
 from training.objectives.registry import describe_objective, get_objective
@@ -167,7 +168,7 @@ def _resume(
         _check_positions(saved, start, resume_from)
     before, after = ({}, {}) if stream is None or not saved.stream else compare_shards(saved.stream, stream)
     differences = check_resumable(
-        dataclasses.replace(saved, data=recall_updates(saved.data, start.data) | before),
+        dataclasses.replace(saved, data=recall_data(recall_updates(saved.data, start.data), start.data) | before),
         dataclasses.replace(start, data=start.data | after),
         resume_from,
         config.resume_allow_changes,

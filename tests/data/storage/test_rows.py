@@ -15,7 +15,7 @@ from data.loading.step_totals import bound_documents
 from data.options import Packing
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture, ShareKind
-from data.storage.disk import estimate_rows
+from data.storage.disk import RowEstimate, estimate_rows
 from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, compute_fill, count_rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset
@@ -186,6 +186,20 @@ def test_a_packed_row_without_a_token_for_each_sample_of_a_record() -> None:
     RowPlan(8, Packing.BEST_FIT, group_size=8)
     with pytest.raises(UserError, match="^max_seq_length=7: the 8 samples of a record share a packed row"):
         RowPlan(7, Packing.BEST_FIT, group_size=8)
+
+
+def test_rows_that_hold_samples_of_several_files_are_counted(end_is_pad, tmp_path: Path) -> None:
+    """Before the files are tokenized as after."""
+    sources = []
+    for name, count in (("a", 3), ("b", 2), ("c", 4)):
+        records = [{"prompt": name, "completion": f"{n} Paris"} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        sources.append(str(tmp_path / f"{name}.jsonl"))
+    encoding = Encoding(SFTEncoder(prompt_template="{prompt}"), end_is_pad, LENGTH)
+    found = estimate_rows([[source] for source in sources], encoding, PLAN, tmp_path / "cache")
+    path = prepare_dataset(sources, key="train_file", encoding=encoding, cache_dir=tmp_path / "cache")
+    prepare_rows(path, PLAN, "train_file")
+    assert found == RowEstimate(count_rows(path, PLAN), is_exact=True) and found.num_rows < 3
 
 
 @pytest.mark.parametrize(("companion", "is_exact"), [("", True), (MISMATCHED, False)])

@@ -6,13 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.configs import build_config
+from support.tiny import save_pairs, save_tokenizer
+from transformers import PretrainedConfig
 
 from data.options import Packing
-from data.storage.rows import RowPlan, Rows, copy_rows, prepare_rows
+from data.storage.rows import RowPlan, Rows, copy_rows, count_rows, prepare_rows
+from data.storage.scores import find_scores, write_scores
 from data.storage.summary import Summary
 from data.storage.tokenized import TokenizedDataset, TokenizedWriter
 from errors import UserError
 from extensions.preferences.mismatched import MISMATCHED, check_labels, mismatched_path, prepare_mismatched
+from extensions.preferences.reference import REFERENCE
+from training.inputs.datasets import build_row_plan, prepare_file
+from training.inputs.estimates import estimate_steps
 
 
 def save_samples(
@@ -84,6 +91,35 @@ def test_packed_rows_have_room_for_the_mismatched_answers_too(tmp_path: Path) ->
             assert rows.input_ids(row).tolist() == expected.tolist()
             assert rows.num_targets[row] == dataset.num_targets[samples].sum()
     assert plan.folder(path) != RowPlan(16, Packing.BEST_FIT).folder(path)
+
+
+def test_a_plan_has_room_for_them_once_they_are_made_and_says_so_before(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "model")
+    config = build_config(
+        "data=preference", "task=kto", "data.packing=true", "max_seq_length=512", "num_train_epochs=1",
+        f"model_name_or_path={tmp_path}/model", f"train_file={save_pairs(tmp_path / 'train.jsonl', 60)}",
+        f"data.cache_dir={tmp_path}/cache",
+    )  # fmt: skip
+    steps, note = estimate_steps(config, 1, PretrainedConfig())
+    rows = count_rows(prepare_file(config, "train_file", tokenizer, None), build_row_plan(config, "train_file"))
+    assert steps is not None and steps < rows
+    assert note.endswith("without the room that packed rows keep for mismatched samples: a run has more")
+    assert estimate_steps(config, 1, PretrainedConfig()) == (rows, "")
+
+
+def test_what_a_model_scored_of_them_is_found_beside_other_tokens_of_the_same_data(tmp_path: Path) -> None:
+    """An update may tokenize the same data again under another key."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    found = []
+    for path in (first, again):
+        save_samples(path, [1, 2, 3])
+        prepare_mismatched(path, 4, "train_file", 1)
+        for folder in (path, mismatched_path(path)):
+            scores = find_scores("reference", folder, RowPlan(4), (REFERENCE,), "model")
+            found.append(scores.folder)
+            if not scores.is_whole():
+                write_scores(scores, "train_file", [np.zeros(3)])
+    assert found[2:] == found[:2] and found[1].parent == mismatched_path(first)
 
 
 def test_where_answers_begin_is_not_in_the_hash_that_checkpoints_of_earlier_versions_name(tmp_path: Path) -> None:

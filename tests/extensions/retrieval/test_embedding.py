@@ -22,20 +22,30 @@ from support.objective_runs import (
     check_resumed,
     check_steps,
     convert,
+    list_groups,
     replace_model,
     start_runs,
     train_answers,
 )
+from support.quantized import save_fp8
 from support.retrieval_runs import NUM_QUERIES, compare_vectors, train_oracle
-from support.tiny import save_llama, save_tokenizer
+from support.tiny import find_tokenized, save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModel, AutoTokenizer
 
 from batch import Targets
 from extensions.retrieval.contrast import Contrast, pool_texts, summarize_ranks
 from extensions.retrieval.embedding import EmbeddingLoss
+from extensions.retrieval.head import HEAD
 from extensions.retrieval.keys import Pooling
+from models.adapters.quantized import list_held
+from models.architecture.lookup import build_layers
+from models.heads.head import Labels
 from models.storage.tensor_files import open_safetensors
+from models.weights.edits import edit_weights
+from models.weights.new_head import choose_head
+from models.weights.published import read_kept
+from models.weights.sources import open_weights
 
 NEGATIVES = "data.num_negatives=2"
 MEAN, MARGIN, SIZES = "embedding.pooling=mean", "embedding.margin=0.1", "embedding.matryoshka_dims=[32,16]"
@@ -97,6 +107,29 @@ def test_five_sgd_steps_equal_those_of_the_whole_batch(
     result = merge(workers(case.world_size).run(train_answers, case))
     oracle = train_oracle(case, AutoModel.from_pretrained(case.model, dtype=torch.float32), compare_vectors)
     check_steps(result, oracle)
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ("pp2", ()),
+        ("dp2", (*PACKED, NEGATIVES, MEAN, SIZES)),
+        *(
+            pytest.param("pp2", overrides, marks=pytest.mark.full)
+            for overrides in (("data.group_by_length=true", NEGATIVES), (*PACKED, MARGIN))
+        ),
+    ],
+)
+def test_copies_of_a_query_do_not_count_against_each_other(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
+) -> None:
+    """Those that a mixture makes, in a batch, in one packed row, and on two replicas."""
+    repeated = f"train_file=[{{path: {root}/train.jsonl, epochs: 4}}]"
+    case = build_case(root, tmp_path, layout, repeated, SMOOTH, *overrides, steps=3)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    batches = [list_groups(case.config(), find_tokenized(tmp_path)[0], step) for step in range(case.steps)]
+    assert all(len(set(ids)) < len(ids) for ids in batches)
+    check_steps(result, train_oracle(case, AutoModel.from_pretrained(case.model, dtype=torch.float32), compare_vectors))
 
 
 @pytest.mark.full
@@ -197,6 +230,22 @@ def test_an_export_is_converted_bit_for_bit(run, root: Path, tmp_path: Path) -> 
     assert all(torch.equal(tensors[0].get_tensor(name), tensors[1].get_tensor(name)) for name in tensors[0].keys())
     model = AutoModel.from_pretrained(back, dtype=torch.float32)
     assert evaluate_export(back, model, root / "train.jsonl") == evaluate_export(hf, model, root / "train.jsonl")
+
+
+def test_frozen_weights_of_a_language_model_stay_as_they_are_published(tmp_path: Path) -> None:
+    """Its tensors have other names than those of a model without a head."""
+    save_fp8(tmp_path)
+    before = open_weights(str(tmp_path))
+    source = edit_weights(before, choose_head(before, HEAD, Labels(), seed=0))
+    layer, layer_before = (build_layers(each.config)[4] for each in (source, before))
+    names = list_held(layer.build_on_meta(), "fp8")
+    found, expected = (
+        {name: stack.dequantize(slice(None)) for name, stack in read_kept(each, own, names, torch.bfloat16).items()}
+        for each, own in ((source, layer), (before, layer_before))
+    )
+    assert layer.hf_prefix != layer_before.hf_prefix and found.keys() == expected.keys() == set(names)
+    assert len(names) > 6 and all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert source.count_held(4, layer) == before.count_held(4, layer_before) > 0
 
 
 @pytest.mark.full
@@ -310,9 +359,10 @@ def test_as_near_a_document_counts_against_its_own() -> None:
     """A model that gives all texts one vector finds nothing."""
     unknown = torch.ones(2, 3)
     unknown[0] = torch.nan
-    losses, ranks = Contrast(0.1).compare(unknown, torch.ones(4, 3), torch.tensor([0, 2]))
+    everything = torch.zeros(2, 4, dtype=torch.bool)
+    losses, ranks = Contrast(0.1).compare(unknown, torch.ones(4, 3), torch.tensor([0, 2]), everything)
     assert summarize_ranks(losses, ranks).isnan().all() and ranks[0].isnan().tolist() == [True, False]
-    losses, ranks = Contrast(0.1).compare(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 2]))
+    losses, ranks = Contrast(0.1).compare(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 2]), everything)
     assert ranks.tolist() == [[4, 4]]
     torch.testing.assert_close(losses, torch.full((2,), 4.0).log())
 

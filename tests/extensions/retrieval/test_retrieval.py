@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from support.configs import build_config
 from support.tiny import save_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from data.options import LengthPolicy
 from data.storage.length import fit_group
+from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from extensions.retrieval.encoders import EmbeddingEncoder, RerankEncoder, RetrievalEncoder
+from training.inputs.datasets import prepare_file
 
 RECORD = {"query": "which wraps", "positive": "textwrap wraps lines of text", "negatives": ["json", "a calendar"]}
 
@@ -76,6 +82,33 @@ def test_samples_without_a_token_of_their_text_are_counted(
         _, counts = fit_group(samples, "here", LengthPolicy.truncate, max_seq_length)
         assert counts.num_without_text == expected
         assert ("raise max_seq_length" in "".join(counts.describe())) == (expected > 0)
+
+
+OWN_ENCODER = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Encoder:
+    def encode(self, record, location, tokenizer):
+        texts = [tokenizer(record[name])["input_ids"] for name in ("query", "positive")]
+        return tuple({"input_ids": ids, "labels": [-100] * len(ids)} for ids in texts)
+"""
+
+
+@pytest.mark.parametrize("kind", [("data=embedding",), ("data=rerank", "data.num_negatives=1")])
+def test_samples_of_a_user_defined_encoder_need_no_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[str, ...]
+) -> None:
+    (tmp_path / "own_texts.py").write_text(OWN_ENCODER)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "train.jsonl").write_text(json.dumps(RECORD) + "\n")
+    given = (f"train_file={tmp_path}/train.jsonl", f"data.cache_dir={tmp_path}/cache")
+    config = build_config(*kind, *given, "data.encoder={_target_: own_texts.Encoder}")
+    tokenizer = save_tokenizer(tmp_path / "model")
+    dataset = TokenizedDataset(prepare_file(config, "train_file", tokenizer, None), True, True)
+    texts = [dataset.input_ids(number).tolist() for number in range(len(dataset))]
+    assert texts == tokenizer([RECORD["query"], RECORD["positive"]])["input_ids"]
+    assert dataset.num_targets.tolist() == [1, 1] and dataset.sample_labels is None
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,14 @@ def assert_merged(adapter: Path, model_folder: Path, output: Path, bound: float 
         {"alpha_pattern": {"self_attn.q_proj": 64}, "rank_pattern": {"mlp.down_proj": 2}},
         {"alpha_pattern": {"layers.1.self_attn.q_proj": 64, "^model.layers.2.mlp.down_proj": 1}},
         {"alpha_pattern": {r"model.layers.(0|3)\..*": 64}, "rank_pattern": {"layers.[12].mlp.down_proj": 2}},
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.down_proj.weight", "mlp.up_proj.weight"],
+            "alpha_pattern": {"mlp.down_proj.weight": 64, "up_proj": 64},
+            "rank_pattern": {"down_proj.weight": 2},
+        },
     ],
-    ids=["a part", "a layer", "an expression"],
+    ids=["a part", "a layer", "an expression", "a weight"],
 )
 def test_patterns_match_the_names_of_the_whole_model(options: dict[str, Any], tmp_path: Path) -> None:
     save_llama(tmp_path / "hf")

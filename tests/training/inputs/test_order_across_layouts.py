@@ -3,6 +3,7 @@ a resume with another."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from support.workers import WorkerGroup
 from data.collator import unshift_targets
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
+from models.storage.manifest import STATE_NAME
+from training.checkpoint.state import TrainerState
 from training.distributed.ranks import Ranks
 from training.inputs import datasets as preparation
 from training.inputs.datasets import load_tokenizer, tokenize
@@ -179,3 +182,32 @@ def test_a_resume_on_other_data_names_what_changed(
     monkeypatch.setattr(preparation, "ORDER_VERSION", 3)
     with pytest.raises(UserError, match="the way the order of samples is drawn was 2, is 3. Give"):
         resume(same)
+
+
+def test_a_resume_notices_that_samples_are_laid_into_other_rows(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 1.1 did not name the way. Where each sample is a row, all ways are one."""
+
+    def start(packs: bool, saved: Path | None = None) -> TrainerState:
+        given = (f"data.packing={packs}", "max_seq_length=64", "global_batch_size=2", "micro_batch_size=1")
+        config = Case(root / "model", root / "a.jsonl", tmp_path, overrides=given).config()
+        setup = check_run(config, Ranks(0, 1, 0, 1))
+        datasets = tokenize(config, load_tokenizer(config, setup.source))
+        return compute_step_budget(config, setup.layout, datasets, saved, setup.architecture.vocab_size)[1]
+
+    def save(name: str, packs: bool, *removed: str) -> Path:
+        state = dataclasses.asdict(start(packs))
+        step_dir = tmp_path / name / "global_step0"
+        step_dir.mkdir(parents=True)
+        kept = {key: value for key, value in state["data"].items() if key not in removed}
+        (step_dir / STATE_NAME).write_text(json.dumps(state | {"data": kept}))
+        return step_dir
+
+    packed, older, unpacked = save("a", True), save("b", True, preparation.LAYING), save("c", False)
+    assert start(True, packed).step == start(True, older).step == 0
+    monkeypatch.setattr(preparation, "INDEX_VERSION", 3)
+    for saved in (packed, older):
+        with pytest.raises(UserError, match=f"{saved}: the way samples are laid into rows was 2, is 3. Give"):
+            start(True, saved)
+    assert start(False, unpacked).step == 0
