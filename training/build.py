@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from data.encoders.kinds import find_kind
 from data.loading.loader import LoaderOptions, read_singly
 from data.storage.rows import RowPlan
 from data.storage.scores import Scores, find_scores
+from errors import UserError
+from extension import load_part
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle, find_triton_obstacle
 from models.parallel.shard import NO_TP, TensorParallel
@@ -25,7 +28,7 @@ from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, Precision, RouterDtype, RunConfig
 from training.distributed.p2p import count_spared
 from training.distributed.process import current_device, has_accelerator, has_triton
-from training.distributed.ranks import Ranks
+from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
 from training.engine.start import start_engine
 from training.inputs import loaders
@@ -84,6 +87,7 @@ def build_stage(run: Run, trains: bool = True, resident: Resident | None = None)
     loss = build_run_loss(config, last)
     with ranks.phase("building the stages and loading their weights"):
         module = StageModule(setup.layers, setup.bounds, setup.source, loss, stage_ranks, options)
+        build_front(module, run)
     if trains and module.deferred_share is not None:
         ranks.say(
             f"schedule={config.schedule}: {module.deferred_share:.0%} of the trained matrices' gradients can wait"
@@ -91,6 +95,18 @@ def build_stage(run: Run, trains: bool = True, resident: Resident | None = None)
     if config.fused_kernels is FusedKernels.auto:
         ranks.say(f"fused_kernels=auto: {describe_fused(module.fused, find_obstacle(current_device()))}")
     return module
+
+
+def build_front(module: StageModule, run: Run) -> None:
+    """Give the first stage what it does with the columns of the data before its first layer (`DataKind.front`). All
+    ranks call it. Raises UserError."""
+    mistake = None
+    if front := find_kind(run.config.data.name).front:
+        try:
+            load_part(front)(module, run.setup.source, current_device(), DTYPES[run.config.precision])
+        except UserError as error:
+            mistake = error
+        raise_together(mistake)
 
 
 def choose_kernels(config: RunConfig, architecture: PretrainedConfig) -> Kernels:

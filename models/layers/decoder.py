@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,10 +37,13 @@ class Names:
 class Embedding(nn.Embedding):
     """Token embedding. `padding_idx` follows Hugging Face: that row gets no gradient from the input side.
 
-    noise: maps the embeddings of training, [B, T, D], to what the layers get (`models/layers/neftune.py`); None for no
-    change. lookup: maps token ids [B, T] to rows of the weight, [B, T, D], in place of torch's own function.
+    takes_vectors: whether the inputs end in vectors [N, D], such as those of images, and the places [N] in the
+    flattened tokens [B x T] whose embeddings they replace. noise: maps the embeddings of training, [B, T, D], to what
+    the layers get (`models/layers/neftune.py`); None for no change. lookup: maps token ids [B, T] to rows of the
+    weight, [B, T, D], in place of torch's own function.
     """
 
+    takes_vectors = False
     noise: Callable[[torch.Tensor], torch.Tensor] | None = None
     lookup: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -51,6 +54,10 @@ class Embedding(nn.Embedding):
         embeddings = self.look_up(inputs[0])  # [B, T, D]
         if self.noise is not None and self.training:
             embeddings = self.noise(embeddings)
+        if self.takes_vectors:
+            _, positions, segments, vectors, places = cast(tuple[torch.Tensor, ...], inputs)
+            embeddings = embeddings.flatten(0, 1).index_copy(0, places, vectors).view_as(embeddings)
+            return embeddings, positions, segments
         return embeddings, *inputs[1:]
 
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:

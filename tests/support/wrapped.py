@@ -85,6 +85,11 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 16},
         "tie_word_embeddings": False,
     },
+    "internvl": {
+        "text_config": _family("qwen2"),
+        "vision_config": {**_VISION, "image_size": [32, 32], "patch_size": [8, 8]},
+        "tie_word_embeddings": False,
+    },
     "llava": {
         "text_config": _family("llama"),
         "vision_config": {"model_type": "clip_vision_model", **_VISION},
