@@ -17,9 +17,11 @@ from batch import Column, Per, Side
 from data.loading.columns import ReadColumn, ReadRows
 from errors import UserError
 from extensions.images.pictures import Picture, open_image
-from extensions.images.processor import open_processor
+from extensions.images.processor import ImageProcessor, open_processor
 
-PLACES = "image_places"
+VECTOR_PLACES = "vector_places"  # int64 [N]: of the vectors of images, in the flattened tokens [B x T]
+# int64 [B, W, 3]: of each token its frame, row and column, in families whose rotary angles take them
+SPATIAL_IDS = "spatial_ids"
 
 
 class ReadImages:
@@ -40,15 +42,20 @@ class ReadImages:
 
     def _read(self, rows: ReadRows) -> dict[str, Tensor]:
         processor = open_processor(self._path, self._data.image_backend)
+        is_image = rows.whole == processor.image_token_id
         attached = [json.loads(each.content) for row in rows.ids for each in rows.rows.attachments(int(row))]
-        places = (rows.whole == processor.image_token_id).flatten().nonzero().squeeze(1)
+        places = is_image.flatten().nonzero().squeeze(1)
         count = sum(each["tokens"] for each in attached)
         if count != len(places):
             raise RuntimeError(f"{len(places)} tokens of images in a micro-batch whose images have {count}")
-        if not attached:
-            return {PLACES: places} | {name: torch.empty(0) for name in processor.family.inputs}
-        processed = processor.process([self._open(each) for each in attached])
-        return {PLACES: places} | {name: processed[name] for name in processor.family.inputs}
+        found = {name: torch.empty(0) for name in processor.family.inputs}
+        if attached:
+            found = processor.process([self._open(each) for each in attached])
+        columns = {VECTOR_PLACES: places} | {name: found[name] for name in processor.family.inputs}
+        if processor.family.has_places:
+            grids = list(found["image_grid_thw"]) if attached else []
+            columns[SPATIAL_IDS] = _place_tokens(rows, is_image, grids, processor)
+        return columns
 
     def _open(self, attached: dict[str, Any]) -> Any:
         picture = Picture(attached.get("path", ""), base64.b64decode(attached.get("content", "")))
@@ -62,12 +69,35 @@ class ReadImages:
         return open_image(read, where, self._data.image_max_pixels, self._data.image_refuse_pixels)
 
 
+def _place_tokens(rows: ReadRows, is_image: Tensor, grids: list[Tensor], processor: ImageProcessor) -> Tensor:
+    """Return `SPATIAL_IDS` as the model of `transformers` computes them of each document alone. grids: of the images,
+    in their order."""
+    model, left = processor.build_positions(), iter(grids)
+    placed = torch.zeros(*rows.whole.shape, 3, dtype=torch.int64)
+    for number, row in enumerate(rows.ids):
+        first, attachments = 0, rows.rows.attachments(int(row))
+        for _, start, stop in rows.rows.pieces(int(row)):
+            end = first + stop - start
+            own = [next(left) for each in attachments if first <= each.start < end]
+            positions, _ = model.get_rope_index(
+                rows.whole[number : number + 1, first:end],
+                mm_token_type_ids=is_image[number : number + 1, first:end].int(),
+                image_grid_thw=torch.stack(own) if own else None,
+            )
+            placed[number, first:end] = positions[:, 0].T
+            first = end
+    return placed
+
+
 def list_columns(data: Any, tokenizer: PreTrainedTokenizerBase) -> list[ReadColumn]:
     """Return the columns of images, in the order in which `Front` takes them. data: the keys of `data`."""
     read = ReadImages(data, tokenizer.name_or_path)
     family = open_processor(tokenizer.name_or_path, data.image_backend).family
-    dtypes = {PLACES: torch.int64, "pixel_values": torch.float32}
+    names = [VECTOR_PLACES, *([SPATIAL_IDS] if family.has_places else []), *family.inputs]
     return [
-        ReadColumn(Column(name, dtypes.get(name, torch.int64), Per.batch, side=Side.first_stage), partial(read, name))
-        for name in (PLACES, *family.inputs)
+        ReadColumn(
+            Column(name, torch.float32 if name == "pixel_values" else torch.int64, Per.batch, side=Side.first_stage),
+            partial(read, name),
+        )
+        for name in names
     ]

@@ -24,12 +24,14 @@ class Family:
 
     inputs: the names of what its image processor returns and its tower takes, `pixel_values` first. write: returns the
     tokens that stand for an image, as texts, `IMAGE` for each of its vectors. options: returns what the image
-    processor is called with.
+    processor is called with. has_places: tokens have a place in an image besides their position in the text: a frame, a
+    row and a column, by which rotary angles are computed.
     """
 
     inputs: tuple[str, ...]
     write: Callable[[Processed, Any], list[str]]
     options: Callable[[Any], dict[str, Any]] = field(default=lambda config: {})
+    has_places: bool = False
 
 
 def _write_grid(processed: Processed, config: Any) -> list[str]:
@@ -54,6 +56,7 @@ def _write_tiles(processed: Processed, config: Any) -> list[str]:
     return ["<img>", *[IMAGE] * count, "</img>"]
 
 
+_QWEN = Family(("pixel_values", "image_grid_thw"), _write_grid, has_places=True)
 FAMILIES: dict[str, Family] = {
     "internvl": Family(("pixel_values",), _write_tiles, lambda config: {"crop_to_patches": True}),
     "mistral3": Family(
@@ -61,6 +64,7 @@ FAMILIES: dict[str, Family] = {
         _write_rows,
         lambda config: {"patch_size": {"height": _count_side(config), "width": _count_side(config)}},
     ),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
 }
 
 

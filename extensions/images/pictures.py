@@ -156,7 +156,7 @@ def _list_parts(slot: Slot, has_images: bool, folder: Path) -> Iterator[str | Pi
             yield first
             for each in rest:
                 yield from (None, each)
-        elif kind in (IMAGE_PART, "image_url"):
+        elif isinstance(part, dict) and kind in (IMAGE_PART, "image_url"):
             source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
             yield None if source is None else _read_source(source, f"{where}: its image", folder)
         else:

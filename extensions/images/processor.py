@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import MODEL_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from errors import UserError
 from extensions.images.families import IMAGE, Family, find_family
@@ -56,6 +56,14 @@ class ImageProcessor:
         """The token that an image's vectors take the place of."""
         config: Any = self.config
         return config.image_token_id
+
+    def build_positions(self) -> Any:
+        """Return the model's class with its config and nothing else, which is all that `get_rope_index` reads."""
+        model_class = MODEL_MAPPING[type(self.config)]
+        model: Any = object.__new__(model_class)
+        torch.nn.Module.__init__(model)
+        model.config = self.config
+        return model
 
 
 @lru_cache(maxsize=2)

@@ -9,6 +9,7 @@ that is recomputed does not run it again.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,39 +18,44 @@ from transformers import PreTrainedModel
 
 from batch import Inputs
 from errors import UserError
-from extensions.images.columns import PLACES
+from extensions.images.columns import SPATIAL_IDS, VECTOR_PLACES
 from extensions.images.families import Family, find_family
 from models.generic.backbone import compute_buffers
-from models.layers.decoder import Embedding
+from models.layers.decoder import Embedding, PipelineDecoderLayer
 from models.layers.wrapped import Wrapper
 from models.weights.source import WeightSource
 from training.pipeline.module import StageModule
 
 
 class ImageFront:
-    """From the inputs of a micro-batch to the argument of the first layer, with an image's vectors and their places."""
+    """From the inputs of a micro-batch to the argument of the first layer."""
 
     def __init__(self, tower: PreTrainedModel, family: Family, dtype: torch.dtype, width: int) -> None:
         self._tower, self._family, self._dtype, self._width = tower, family, dtype, width
+        vision: Any = tower.config.vision_config  # type: ignore[union-attr]
+        self.num_deeper = len(getattr(vision, "deepstack_visual_indexes", ()))
 
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Return ids, positions, segments, the vectors of all images [N, D], and their places [N] in the flattened ids
-        [B x T]."""
-        places = inputs.columns[PLACES]
-        given = {name: inputs.columns[name] for name in self._family.inputs}
-        vectors = given["pixel_values"].new_empty(0, self._width, dtype=self._dtype)
+        """Return ids, positions and segments; frames, rows and columns in families that have them; the vectors of all
+        images, [N, D], or [1 + K, N, D] where K layers add others to their outputs; and their places [N] in the
+        flattened ids [B x T]."""
+        columns = inputs.columns
+        places, given = columns[VECTOR_PLACES], {name: columns[name] for name in self._family.inputs}
+        vectors = given["pixel_values"].new_empty(1 + self.num_deeper, 0, self._width, dtype=self._dtype)
         if len(places):
             model: Any = self._tower
-            found = model.get_image_features(**given, return_dict=True).pooler_output
-            # One tensor for each image, or [images, vectors of each, D]
-            vectors = torch.cat([each.flatten(0, -2) for each in found]).to(self._dtype)
-        return inputs.input_ids, inputs.position_ids, inputs.segment_ids, vectors, places
+            found = model.get_image_features(**given, return_dict=True)
+            each = [found.pooler_output, *(found.deepstack_features if self.num_deeper else ())]
+            # Of each the images, one tensor for each, or [images, vectors of one, D]
+            vectors = torch.stack([torch.cat([image.flatten(0, -2) for image in images]) for images in each])
+        spatial = (columns[SPATIAL_IDS],) if self._family.has_places else ()
+        return inputs.input_ids, inputs.position_ids, inputs.segment_ids, *spatial, vectors.to(self._dtype), places
 
 
 def build_front(module: StageModule, source: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the stage that has the first layer its tower. Raises UserError for a
-    model without one, and for a tensor that is missing."""
+    """Give the stage that has the first layer its tower, and all stages what their layers need to know. Raises
+    UserError for a model without a tower, and for a tensor that is missing."""
     wrapper = source.wrapper
     if wrapper is None:
         raise UserError(
@@ -57,14 +63,36 @@ def build_front(module: StageModule, source: WeightSource, device: torch.device,
             "that does, or data=chat"
         )
     family = find_family(wrapper.config, str(source.path))
-    if not module.has_first_layer:
-        return
-    tower = load_tower(wrapper, source, device, dtype)
-    module.front = ImageFront(tower, family, dtype, source.config.hidden_size)
     for layer in module.local_layers:
-        if layer.index == 0:
-            assert isinstance(layer.module, Embedding), type(layer.module)
-            layer.module.takes_vectors = True
+        if isinstance(layer.module, PipelineDecoderLayer):
+            layer.module.context.takes_spatial_ids = family.has_places
+    if module.has_first_layer:
+        front = ImageFront(load_tower(wrapper, source, device, dtype), family, dtype, source.config.hidden_size)
+        module.front = front
+        _hand_vectors_on(module, front.num_deeper)
+
+
+def _hand_vectors_on(module: StageModule, num_deeper: int) -> None:
+    """Have the embedding, and the layers that add vectors to their outputs, take them. Raises UserError where the first
+    chunk has too few layers for that."""
+    embedding, *layers = module.list_modules(0)
+    assert isinstance(embedding, Embedding), type(embedding)
+    embedding.takes_vectors, embedding.hands_vectors_on = True, num_deeper > 0
+    if len(layers) < num_deeper or not all(isinstance(each, PipelineDecoderLayer) for each in layers[:num_deeper]):
+        raise UserError(
+            f"the first {num_deeper} layers of this model take vectors of the images, and have to be in the first "
+            f"chunk, which has {len(layers)}; give fewer num_stages, or schedule=1f1b"
+        )
+    for number, layer in enumerate(layers[:num_deeper], start=1):
+        layer.register_forward_hook(partial(_add_vectors, number, number == num_deeper))
+
+
+def _add_vectors(number: int, is_last: bool, _module: nn.Module, _given: Any, outputs: tuple[Tensor, ...]) -> Any:
+    """Return the outputs of a layer with the vectors of this number added at their places; the last one hands them on
+    to no other."""
+    hidden_states, *others, vectors, places = outputs
+    added = hidden_states.flatten(0, 1).index_add(0, places, vectors[number]).view_as(hidden_states)
+    return (added, *others) if is_last else (added, *others, vectors, places)
 
 
 def load_tower(wrapper: Wrapper, source: WeightSource, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

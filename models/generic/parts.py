@@ -33,7 +33,10 @@ class BackboneContext(MicroBatchContext):
                 masks[kind, always] = self._make_mask(inputs, kind, always)
             return masks[kind, always]
 
-        self._arguments = self.backbone.read_arguments(inputs[0], inputs[1], make_mask)
+        position_ids = inputs[1]
+        if self.spatial_ids is not None:  # as the models of `transformers` take both: [4, B, T]
+            position_ids = torch.cat([position_ids.unsqueeze(0), self.spatial_ids.permute(2, 0, 1)])
+        self._arguments = self.backbone.read_arguments(inputs[0], position_ids, make_mask)
         return {}
 
     def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:

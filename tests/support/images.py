@@ -49,6 +49,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
+for name in ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"):
+    FAMILIES[name] = (
+        "<|image_pad|>",
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {},
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 256, "longest_edge": 4096},
+            "patch_size": 8,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+        },
+    )
 
 
 def save_model(folder: Path, model_type: str) -> None:

@@ -100,6 +100,24 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN_VISION,
         "tie_word_embeddings": False,
     },
+    "qwen2_5_vl": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "qwen2_5_vl_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 48,
+            "patch_size": 8,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+        "tie_word_embeddings": True,
+    },
     "qwen2_vl": {
         "text_config": {
             **_TEXT,

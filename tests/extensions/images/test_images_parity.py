@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cases import BOUND, CHECKPOINTED, LAYOUTS, Case, merge, train_case, worst_difference
+from support.cases import BOUND, LAYOUTS, Case, merge, train_case, worst_difference
 from support.images import FAMILIES, load_plain, save_image_records, save_model, train_plain
 from support.workers import WorkerGroup
 
