@@ -17,8 +17,8 @@ OVERLAP = 1
 
 
 class Attachment(NamedTuple):
-    """What travels with some tokens of a sample, such as the image that they stand for. The length policy never cuts
-    through these tokens."""
+    """A thing that travels with some tokens of a sample, such as the image that they stand for. The length policy never
+    cuts through these tokens."""
 
     start: int  # the first of the tokens
     stop: int  # the one after the last

@@ -21,7 +21,6 @@ class DataKind:
     label_key: the key under which a sample has a label beside its targets; empty where it has none.
     label_names: of the labels of its samples, where they are always the same.
     lists_labels: a record has a list of labels, one for each of its words.
-    attaches: its samples may have attachments (`data/sample.py`), such as images.
     columns: "module:function" of what the first stage reads of its samples besides their tokens. The function takes
         the keys of `data` and the tokenizer, and returns columns (`ReadColumn` in data/loading/columns.py). Empty for
         nothing.
@@ -45,7 +44,6 @@ class DataKind:
     label_key: str = ""
     label_names: tuple[str, ...] = ()
     lists_labels: bool = False
-    attaches: bool = False
     columns: str = ""
     front: str = ""
     not_packed: str = ""

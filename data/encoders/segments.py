@@ -7,7 +7,7 @@ by token id, so a tokenizer whose pad token is its eos token trains the end toke
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,7 +33,10 @@ Pieces = list[Piece]
 
 
 class PieceEncoder(ABC):
-    """An encoder that splits records into pieces, so that many records can be tokenized in one call."""
+    """An encoder that splits records into pieces, so that many records can be tokenized in one call. attaches: whether
+    pieces may have attachments."""
+
+    attaches: ClassVar[bool] = False
 
     @abstractmethod
     def split(

@@ -45,7 +45,7 @@ class Encoding:
 
     samples_per_record: more than 1 where the samples of a record stay together; they then follow each other.
     shares_rows: whether they have at most `max_seq_length` tokens together. selection: the records that are taken.
-    label_key, attaches: as of `DataKind`.
+    label_key: as of `DataKind`.
     """
 
     encoder: Encoder
@@ -57,7 +57,11 @@ class Encoding:
     shares_rows: bool = False
     selection: Selection = TAKE_ALL
     label_key: str = ""
-    attaches: bool = False
+
+    @property
+    def attaches(self) -> bool:
+        """Whether samples may have attachments."""
+        return getattr(self.encoder, "attaches", False)
 
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
         """Return the name of the folder of these sources, see `compute_cache_key`."""

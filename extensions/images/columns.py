@@ -1,5 +1,5 @@
-"""What the first stage reads of the images of a micro-batch: the tensors that the tower takes, and where its vectors
-belong."""
+"""The columns that the first stage reads of the images of a micro-batch: the tensors that the tower takes, and the
+places of its vectors."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +30,7 @@ from extensions.images.processor import ImageProcessor, open_processor
 class ImageChatEncoder(ChatEncoder):
     """`ChatEncoder` for records some of which have images. The fields are keys of `data`."""
 
+    attaches: ClassVar[bool] = True
     images_field: str = "images"
     image_folder: str = "."
     image_backend: ImageBackend = ImageBackend.pil

@@ -10,7 +10,6 @@ KINDS = (
         "image_chat",
         ImageChatEncoder,
         task="sft",
-        attaches=True,
         columns="extensions.images.columns:list_columns",
         front="extensions.images.tower:build_front",
         not_split="a cut may go through an image",

@@ -78,9 +78,9 @@ def open_processor(path: str, backend: ImageBackend) -> ImageProcessor:
     try:
         from transformers import AutoImageProcessor
 
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         family = find_family(config, path)
-        processor = AutoImageProcessor.from_pretrained(path, backend=backend.value)
+        processor = AutoImageProcessor.from_pretrained(path, backend=backend.value, trust_remote_code=False)
     except (ImportError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(

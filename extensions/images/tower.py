@@ -21,7 +21,8 @@ from errors import UserError
 from extensions.images.columns import SPATIAL_IDS, VECTOR_PLACES
 from extensions.images.families import Family, find_family
 from models.generic.backbone import compute_buffers
-from models.layers.decoder import Embedding, PipelineDecoderLayer
+from models.generic.parts import BackboneContext
+from models.layers.decoder import PipelineDecoderLayer
 from models.layers.wrapped import Wrapper
 from models.weights.source import WeightSource
 from training.pipeline.module import StageModule
@@ -64,8 +65,9 @@ def build_front(module: StageModule, source: WeightSource, device: torch.device,
         )
     family = find_family(wrapper.config, str(source.path))
     for layer in module.local_layers:
-        if isinstance(layer.module, PipelineDecoderLayer):
-            layer.module.context.takes_spatial_ids = family.has_places
+        if isinstance(layer.module, PipelineDecoderLayer) and family.has_places:
+            assert isinstance(layer.module.context, BackboneContext), layer.module.context
+            layer.module.context.takes_spatial_ids = True
     if module.has_first_layer:
         front = ImageFront(load_tower(wrapper, source, device, dtype), family, dtype, source.config.hidden_size)
         module.front = front
@@ -73,26 +75,26 @@ def build_front(module: StageModule, source: WeightSource, device: torch.device,
 
 
 def _hand_vectors_on(module: StageModule, num_deeper: int) -> None:
-    """Have the embedding, and the layers that add vectors to their outputs, take them. Raises UserError where the first
+    """Have the embedding and the layers that add vectors to their outputs take them. Raises UserError where the first
     chunk has too few layers for that."""
     embedding, *layers = module.list_modules(0)
-    assert isinstance(embedding, Embedding), type(embedding)
-    embedding.takes_vectors, embedding.hands_vectors_on = True, num_deeper > 0
-    if len(layers) < num_deeper or not all(isinstance(each, PipelineDecoderLayer) for each in layers[:num_deeper]):
+    deeper = [each for each in layers[:num_deeper] if isinstance(each, PipelineDecoderLayer)]
+    if len(deeper) < num_deeper:
         raise UserError(
-            f"the first {num_deeper} layers of this model take vectors of the images, and have to be in the first "
-            f"chunk, which has {len(layers)}; give fewer num_stages, or schedule=1f1b"
+            f"data=image_chat: the first {num_deeper} layers of this model take vectors of images, and the first chunk "
+            f"has {len(deeper)} of them; give fewer num_stages, or schedule=1f1b"
         )
-    for number, layer in enumerate(layers[:num_deeper], start=1):
-        layer.register_forward_hook(partial(_add_vectors, number, number == num_deeper))
+    for number, layer in enumerate([embedding, *deeper]):
+        layer.register_forward_hook(partial(_put_vectors, number, number == num_deeper))
 
 
-def _add_vectors(number: int, is_last: bool, _module: nn.Module, _given: Any, outputs: tuple[Tensor, ...]) -> Any:
-    """Return the outputs of a layer with the vectors of this number added at their places; the last one hands them on
-    to no other."""
+def _put_vectors(number: int, is_last: bool, _module: nn.Module, _given: Any, outputs: tuple[Tensor, ...]) -> Any:
+    """Return the outputs of the embedding (0), where vectors take the place of others, or of a decoder layer, where
+    they are added. is_last: no later layer takes any."""
     hidden_states, *others, vectors, places = outputs
-    added = hidden_states.flatten(0, 1).index_add(0, places, vectors[number]).view_as(hidden_states)
-    return (added, *others) if is_last else (added, *others, vectors, places)
+    rows = hidden_states.flatten(0, 1)
+    put = rows.index_add(0, places, vectors[number]) if number else rows.index_copy(0, places, vectors[0])
+    return put.view_as(hidden_states), *others, *(() if is_last else (vectors, places))
 
 
 def load_tower(wrapper: Wrapper, source: WeightSource, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

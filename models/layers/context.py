@@ -62,10 +62,6 @@ class MicroBatchContext:
         self.sequence_part: ContextParallel = NO_CP
         # Of the next micro-batches; None where the host does not know, and has to ask the device for each
         self.bounds: DocumentBounds | None = None
-        # Set where inputs have a fourth tensor, int64 [B, T, 3]: of each token the frame, the row and the column by
-        # which angles are computed in place of `position_ids`
-        self.takes_spatial_ids = False
-        self.spatial_ids: torch.Tensor | None = None  # of the current micro-batch
         self.locates_tokens = False  # set where something asks for `tokens`
         self._batches_documents = False  # set where something asks for `batches`
         # Of the current micro-batch. Without batches each of its rows is one document
@@ -89,13 +85,11 @@ class MicroBatchContext:
         computes again. Selective checkpointing records a layer operator by operator and must find the same ones again,
         so the computation here is hidden from it.
         """
-        spatial_ids: Any = inputs[3:4]  # or tokens
-        inputs = inputs[:3]
+        inputs = inputs[:3]  # tokens may follow
         position_ids = inputs[1]
         with _disable_current_modes():
             if position_ids is not self._position_ids:
                 self._position_ids, self._segment_ids = position_ids, inputs[2]
-                self.spatial_ids = spatial_ids[0] if self.takes_spatial_ids else None
                 self._numbers = number_documents(position_ids, self.bounds)
                 own = self._take_part(inputs)
                 self.tokens = self._locate_tokens(inputs[2]) if self.locates_tokens else None

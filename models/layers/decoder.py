@@ -37,13 +37,10 @@ class Names:
 class Embedding(nn.Embedding):
     """Token embedding. `padding_idx` follows Hugging Face: that row gets no gradient from the input side.
 
-    takes_vectors: whether the inputs end in vectors [1 + K, N, D], such as those of images, and the places [N] in the
-    flattened tokens [B x T] whose embeddings the first N replace. hands_vectors_on: to the layers after it. noise: maps
-    the embeddings of training, [B, T, D], to what the layers get (`models/layers/neftune.py`); None for no change.
-    lookup: maps token ids [B, T] to rows of the weight, [B, T, D], in place of torch's own function.
+    noise: maps the embeddings of training, [B, T, D], to what the layers get (`models/layers/neftune.py`); None for no
+    change. lookup: maps token ids [B, T] to rows of the weight, [B, T, D], in place of torch's own function.
     """
 
-    takes_vectors = hands_vectors_on = False
     noise: Callable[[torch.Tensor], torch.Tensor] | None = None
     lookup: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -54,10 +51,6 @@ class Embedding(nn.Embedding):
         embeddings = self.look_up(inputs[0])  # [B, T, D]
         if self.noise is not None and self.training:
             embeddings = self.noise(embeddings)
-        if self.takes_vectors:
-            vectors, places = inputs[-2:]
-            embeddings = embeddings.flatten(0, 1).index_copy(0, places, vectors[0]).view_as(embeddings)
-            inputs = inputs if self.hands_vectors_on else inputs[:-2]
         return embeddings, *inputs[1:]
 
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -129,38 +129,58 @@ def process(folder: Path, paths: list[str], model: Any) -> dict[str, torch.Tenso
 
 
 def train_plain(case: Case, model: Any) -> dict[str, Any]:
-    """Train the plain model on the case's samples, each global batch one batch, with the exact loss."""
-    config = case.config()
-    records = [json.loads(line) for line in Path(config.train_file).read_text().splitlines()]
-    (folder,) = find_tokenized(case.workdir)
-    dataset, plan = TokenizedDataset(folder, True, True), build_row_plan(config, "train_file")
-    rows, order = Rows(folder, plan, True, True), GlobalOrder(count_rows(folder, plan), config.global_batch_size, 42)
-    assert config.seed == 42
+    """Train the plain model on the case's samples, with the exact loss of each global batch."""
+    config, batches = case.config(), Batches(case)
     for name, parameter in model.named_parameters():
         is_tower = any(part in name for part in ("vision_tower", "multi_modal_projector", ".visual."))
-        parameter.requires_grad_(parameter.requires_grad and not is_tower)
+        parameter.requires_grad_(not is_tower)
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=config.learning_rate)
     model.train()
     losses, norms = [], []
     for step in range(case.steps):
-        samples = [sample for row in order.sample_ids(step) for sample, _, _ in rows.pieces(int(row))]
         optimizer.zero_grad()
-        total = torch.zeros(())
-        targets = 0
-        for sample in samples:
-            ids, labels = (
-                torch.from_numpy(each(sample).astype("int64"))[None] for each in (dataset.input_ids, dataset.labels)
-            )
-            images = process(case.model, list_images(records[sample]), model)
-            logits = model(input_ids=ids, **images, **name_kinds(ids, model, images)).logits[0, :-1]
-            total = total + torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
-            targets += int((labels[0, 1:] != -100).sum())
-        loss = total / targets
+        loss = batches.measure(model, batches.list_samples(step))
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))))
         losses.append(loss.item())
         optimizer.step()
     return {"losses": losses, "norms": norms, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+@torch.no_grad()
+def measure_plain(case: Case, model: Any) -> float:
+    """Return the mean loss of a target of all samples."""
+    batches = Batches(case)
+    return batches.measure(model.eval(), list(range(len(batches.records)))).item()
+
+
+class Batches:
+    """The samples of a case, of which each is that of the record of its number, with the images of the record."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, config = case, case.config()
+        self.records = [json.loads(line) for line in Path(config.train_file).read_text().splitlines()]
+        (folder,) = find_tokenized(case.workdir)
+        plan = build_row_plan(config, "train_file")
+        self._dataset, self._rows = TokenizedDataset(folder, True, True), Rows(folder, plan, True, True)
+        assert len(self._dataset) == len(self.records)
+        self._order = GlobalOrder(count_rows(folder, plan), config.global_batch_size, config.seed)
+
+    def list_samples(self, step: int) -> list[int]:
+        """Return the samples of a global batch."""
+        return [sample for row in self._order.sample_ids(step) for sample, _, _ in self._rows.pieces(int(row))]
+
+    def measure(self, model: Any, samples: list[int]) -> torch.Tensor:
+        """Return the mean loss of a target of samples."""
+        total, targets = torch.zeros(()), 0
+        for sample in samples:
+            read = (self._dataset.input_ids, self._dataset.labels)
+            ids, labels = (torch.from_numpy(each(sample).astype("int64"))[None] for each in read)
+            images = process(self._case.model, list_images(self.records[sample]), model)
+            logits = model(input_ids=ids, **images, **name_kinds(ids, model, images)).logits[0, :-1]
+            total = total + torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
+            targets += int((labels[0, 1:] != -100).sum())
+        return total / targets
 
 
 def name_kinds(ids: torch.Tensor, model: Any, images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

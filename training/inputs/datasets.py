@@ -179,7 +179,6 @@ def build_encoding(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBa
         shares_rows=plan.rows_per_group < plan.group_size,
         selection=build_selection(data, key),
         label_key=find_kind(data.name).label_key,
-        attaches=find_kind(data.name).attaches,
     )
 
 

@@ -56,8 +56,7 @@ class StageModule(PipelineModule):
 
     active_chunk: int  # the chunk that `forward` runs
     forward_funcs: list[Any]
-    # From inputs to the argument of the first layer, on the first stage
-    front: Callable[[Inputs], tuple[torch.Tensor, ...]] = attrgetter("activations")
+    front: Callable[[Inputs], tuple[torch.Tensor, ...]] = attrgetter("activations")  # the first layer's argument
     local_layers: list[StageLayer]  # of this stage; a shared module is in it once, as the layer that owns its weights
     in_fp32: list[torch.nn.Parameter]  # the parameters of this stage that stay in fp32, where others have 16 bits
 
