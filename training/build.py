@@ -87,7 +87,6 @@ def build_stage(run: Run, trains: bool = True, resident: Resident | None = None)
     loss = build_run_loss(config, last)
     with ranks.phase("building the stages and loading their weights"):
         module = StageModule(setup.layers, setup.bounds, setup.source, loss, stage_ranks, options)
-        build_front(module, run)
     if trains and module.deferred_share is not None:
         ranks.say(
             f"schedule={config.schedule}: {module.deferred_share:.0%} of the trained matrices' gradients can wait"
@@ -97,8 +96,8 @@ def build_stage(run: Run, trains: bool = True, resident: Resident | None = None)
     return module
 
 
-def build_front(module: StageModule, run: Run) -> None:
-    """Give the first stage what it does with the columns of the data before its first layer (`DataKind.front`). All
+def build_front(module: StageModule, run: Run) -> StageModule:
+    """Return the stage with what it does with the columns of the data before its first layer (`DataKind.front`). All
     ranks call it. Raises UserError."""
     mistake = None
     if front := find_kind(run.config.data.name).front:
@@ -107,6 +106,7 @@ def build_front(module: StageModule, run: Run) -> None:
         except UserError as error:
             mistake = error
         raise_together(mistake)
+    return module
 
 
 def choose_kernels(config: RunConfig, architecture: PretrainedConfig) -> Kernels:
@@ -129,7 +129,7 @@ def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
 
 def build_engine(run: Run, trains: bool = True, resident: Resident | None = None) -> Engine:
     """Start the engine of this rank's stage; see `build_stage`."""
-    stage = build_stage(run, trains, resident)
+    stage = build_front(build_stage(run, trains, resident), run)
     with run.ranks.phase("starting the engine"):
         return start_engine(stage, run.config, run.setup.layout, trains)
 

@@ -34,7 +34,8 @@ Pieces = list[Piece]
 
 class PieceEncoder(ABC):
     """An encoder that splits records into pieces, so that many records can be tokenized in one call. attaches: whether
-    pieces may have attachments."""
+    pieces may have attachments; then it has a method `describe_attachments(tokenizer)`, which returns a text of what
+    these depend on besides the fields, such as the files of an image processor."""
 
     attaches: ClassVar[bool] = False
 

@@ -73,6 +73,9 @@ class Encoding:
             "selection": self.selection.describe(),
             **({"shares_rows": True} if self.shares_rows else {}),
         }
+        if self.attaches:
+            encoder: Any = self.encoder
+            options["attachments"] = encoder.describe_attachments(self.tokenizer)
         kind = find_own(self.encoder)
         if self.label_key != ("" if kind is None else kind.label_key):  # which the encoder's name does not imply
             options["label_key"] = self.label_key

@@ -6,6 +6,7 @@ vector, as the model's processor in `transformers` does. No token of an image is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
 
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
@@ -21,7 +23,7 @@ from data.encoders.messages import ALPACA_FIELDS, ASSISTANT, SHAREGPT_FIELD, SHA
 from data.encoders.rendering import Renderer
 from data.encoders.segments import Piece, Pieces
 from errors import UserError
-from extensions.images.keys import ImageBackend
+from extensions.images.options import ImageBackend
 from extensions.images.pictures import Picture, Slot, find_mark, open_image, take_pictures
 from extensions.images.processor import ImageProcessor, open_processor
 
@@ -49,6 +51,12 @@ class ImageChatEncoder(ChatEncoder):
             self._encode(each, f"{location}: image {n}", processor, tokenizer) for n, each in enumerate(pictures, 1)
         ]
         return [self._put_images(pieces, images, location, tokenizer, processor) for pieces in samples]
+
+    def describe_attachments(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return a hash of the model's image processor, by which tokenized data are found again."""
+        processor = open_processor(tokenizer.name_or_path, self.image_backend)
+        options = json.dumps(processor.family.options(processor.config), sort_keys=True)
+        return xxhash.xxh3_64_hexdigest(f"{processor.processor.to_json_string()}{options}")
 
     def _take_pictures(self, record: dict, location: str) -> tuple[dict, list[Picture]]:
         """Return the record with marks in place of its images, and these."""

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
+from extensions.images.options import ImageBackend
 from training.config.ranges import positive
-
-
-class ImageBackend(Enum):
-    """The library by which the model's image processor resizes: pixels differ between the two."""
-
-    pil = "pil"
-    torchvision = "torchvision"
 
 
 @dataclass

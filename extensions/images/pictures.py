@@ -7,7 +7,6 @@ import binascii
 import io
 import json
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,16 +58,15 @@ def open_image(read: bytes, where: str, max_pixels: int | None, refuse_pixels: i
     naming `where` for what is no image, for one that is cut off, and for one of more than `refuse_pixels`."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
+    Image.MAX_IMAGE_PIXELS = None  # the limit is `refuse_pixels`
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a large one, which is counted here
-            image = Image.open(io.BytesIO(read))
-            if image.width * image.height > refuse_pixels:
-                raise UserError(
-                    f"{where}: has {image.width} x {image.height} pixels, and "
-                    f"data.image_refuse_pixels={refuse_pixels}; make it smaller, or raise that"
-                )
-            turned = ImageOps.exif_transpose(image).convert("RGB")
+        image = Image.open(io.BytesIO(read))
+        if image.width * image.height > refuse_pixels:
+            raise UserError(
+                f"{where}: has {image.width} x {image.height} pixels, and data.image_refuse_pixels={refuse_pixels}; "
+                "make it smaller, or raise that"
+            )
+        turned = ImageOps.exif_transpose(image).convert("RGB")
     except UserError:
         raise
     except UnidentifiedImageError:

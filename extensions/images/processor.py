@@ -15,7 +15,7 @@ from transformers import MODEL_MAPPING, AutoConfig, PretrainedConfig, PreTrained
 
 from errors import UserError
 from extensions.images.families import IMAGE, Family, find_family
-from extensions.images.keys import ImageBackend
+from extensions.images.options import ImageBackend
 
 if TYPE_CHECKING:
     from PIL.Image import Image

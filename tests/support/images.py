@@ -26,7 +26,7 @@ from training.inputs.datasets import build_row_plan
 TEMPLATE = """{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ 'A: ' + m.content }}</s>{%- else -%}Q: {% \
 if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% else %}\
 {{ p.text }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}{%- endif -%}{%- endfor -%}\
-{%- if add_generation_prompt -%}A: {%- endif -%}"""
+{%- if add_generation_prompt -%}{{ 'A: ' }}{%- endif -%}"""
 SPECIAL = ["<pad>", "<s>", "</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>"]
 SPECIAL += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 # model_type -> the token of an image's vectors, what the template writes, fields of the model, its image processor
@@ -70,7 +70,7 @@ def save_model(folder: Path, model_type: str) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - 8, special_tokens=SPECIAL, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(inspect.getsource(textwrap).splitlines(), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     token, written, fields, processor = FAMILIES[model_type]
