@@ -56,7 +56,7 @@ class ImageChatEncoder(ChatEncoder):
         """Return a hash of the model's image processor, by which tokenized data are found again."""
         processor = open_processor(tokenizer.name_or_path, self.image_backend)
         options = json.dumps(processor.family.options(processor.config), sort_keys=True)
-        return xxhash.xxh3_64_hexdigest(f"{processor.processor.to_json_string()}{options}")
+        return xxhash.xxh3_64_hexdigest(f"{processor.processor.to_json_string()}{options}".encode())
 
     def _take_pictures(self, record: dict, location: str) -> tuple[dict, list[Picture]]:
         """Return the record with marks in place of its images, and these."""

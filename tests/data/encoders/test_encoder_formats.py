@@ -49,7 +49,10 @@ LONGER = [
     {"role": "user", "content": "And an ant? <|im_end|>"},
     {"role": "assistant", "content": "<think>insect</think>Six."},
 ]
-PIXELS = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAwAAAAICAIAAABChommAAAAHklEQVR42mM8IWfDQAgwMRABaKHI4uERXIoY6etwANJuBDCm8bnPAAAAAElFTkSuQmCC"
+PIXELS = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAwAAAAICAIAAABChommAAAAHklEQVR42mM8IWfDQAgwMRABaKHI4uERXIoY"
+    "6etwANJuBDCm8bnPAAAAAElFTkSuQmCC"
+)
 SEEN = [{"type": "text", "text": "What is it? "}, {"type": "image", "image": PIXELS}]
 PAIR = {"prompt": QUESTION, "chosen": ANSWER, "rejected": "Nine."}
 FOUND = {"query": QUESTION, "positive": ANSWER}

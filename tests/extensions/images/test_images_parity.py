@@ -62,7 +62,7 @@ def list_families(*few: str) -> list[Any]:
 
 def build_case(root: Path, workdir: Path, model_type: str, layout: str, *overrides: str) -> Case:
     num_stages, world_size = LAYOUTS[layout]
-    given = ("data=image_chat", "learning_rate=0.005", "global_batch_size=8", *overrides)
+    given = ("data=image_chat", "learning_rate=0.005", "max_grad_norm=1", "global_batch_size=8", *overrides)
     return Case(root / model_type, root / "train.jsonl", workdir, num_stages, world_size, 5, given)
 
 
