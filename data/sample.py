@@ -6,7 +6,7 @@ one target, as a whole. A kind of data is a class that implements `Encoder`; its
 targets, under a key of their own (`DataKind.label_key`).
 """
 
-from typing import NotRequired, Protocol, TypedDict
+from typing import NamedTuple, NotRequired, Protocol, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +14,15 @@ IGNORE_INDEX = -100
 # A sample that is cut continues with the last token of the previous piece, from which the token after the cut is
 # predicted.
 OVERLAP = 1
+
+
+class Attachment(NamedTuple):
+    """A thing that travels with some tokens of a sample, such as the image that they stand for. The length policy never
+    cuts through these tokens."""
+
+    start: int  # the first of the tokens
+    stop: int  # the one after the last
+    content: str  # as the kind of data reads it
 
 
 class Sample(TypedDict):
@@ -24,6 +33,7 @@ class Sample(TypedDict):
     label: NotRequired[list[int] | list[float]]
     num_last: NotRequired[int]  # tokens at its end that stay where it is truncated; 0 by default
     num_first: NotRequired[int]  # tokens before its own text, such as those of a query; 0 by default
+    attachments: NotRequired[list[Attachment]]  # in their order; none by default
     num_cut: NotRequired[int]  # tokens that the length policy has truncated; 0 by default
 
 

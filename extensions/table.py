@@ -28,6 +28,10 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "elastic": ("--elastic", "--hosts_command"),
     "hub": ("hub", "hub.", "training.hub", "training.hub.upload", "training.hub.model_card"),
+    "images": (
+        *("data.images_field", "data.image_folder", "data.image_backend", "data.image_max_pixels"),
+        *("data.image_refuse_pixels", "data=image_chat"),
+    ),
     "import_config": (),
     "inspection": ("inspect_data",),
     "preferences": (

@@ -18,8 +18,9 @@ from test_structure import ROOT, SOURCE_FOLDERS, list_sources, read_imports
 LOCK = ROOT / "requirements.lock"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Imported where a key asks for it, on a machine that has it; `training/resolution/packages.py`,
-# `training/trackers/build.py` and `models/layers/fused_kernels.py` end a run without it with one line.
-OPTIONAL = {"bitsandbytes", "liger-kernel", "mlflow", "swanlab", "trackio", "comet-ml"}
+# `training/trackers/build.py`, `extensions/images/processor.py` and `models/layers/fused_kernels.py` end a run without
+# it with one line.
+OPTIONAL = {"bitsandbytes", "liger-kernel", "mlflow", "swanlab", "trackio", "comet-ml", "pillow"}
 ENGINES = {"vllm", "sglang", "made-up-engine"}  # which benchmarks/engines.py loads from wheels
 COMMANDS = {"mypy", "pre-commit", "pytest-xdist", "ruff", "uv"}  # of the group dev: run, not imported
 TESTS = list((ROOT / "tests").rglob("*.py"))

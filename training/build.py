@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from data.encoders.kinds import find_kind
 from data.loading.loader import LoaderOptions, read_singly
 from data.storage.rows import RowPlan
 from data.storage.scores import Scores, find_scores
+from errors import UserError
+from extension import load_part
 from models.layers.flash_kernels import use_flash_attention_3
 from models.layers.fused_kernels import describe_fused, find_obstacle, find_triton_obstacle
 from models.parallel.shard import NO_TP, TensorParallel
@@ -25,7 +28,7 @@ from training.config.precision import DTYPES
 from training.config.schema import FlashKernels, FusedKernels, Offload, Precision, RouterDtype, RunConfig
 from training.distributed.p2p import count_spared
 from training.distributed.process import current_device, has_accelerator, has_triton
-from training.distributed.ranks import Ranks
+from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
 from training.engine.start import start_engine
 from training.inputs import loaders
@@ -93,6 +96,19 @@ def build_stage(run: Run, trains: bool = True, resident: Resident | None = None)
     return module
 
 
+def build_front(module: StageModule, run: Run) -> StageModule:
+    """Return the stage with what it does with the columns of the data before its first layer (`DataKind.front`). All
+    ranks call it. Raises UserError."""
+    mistake = None
+    if front := find_kind(run.config.data.name).front:
+        try:
+            load_part(front)(module, run.setup.source, current_device(), DTYPES[run.config.precision])
+        except UserError as error:
+            mistake = error
+        raise_together(mistake)
+    return module
+
+
 def choose_kernels(config: RunConfig, architecture: PretrainedConfig) -> Kernels:
     """Return how the stages of a run compute on this rank's device."""
     return Kernels(
@@ -113,7 +129,7 @@ def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
 
 def build_engine(run: Run, trains: bool = True, resident: Resident | None = None) -> Engine:
     """Start the engine of this rank's stage; see `build_stage`."""
-    stage = build_stage(run, trains, resident)
+    stage = build_front(build_stage(run, trains, resident), run)
     with run.ranks.phase("starting the engine"):
         return start_engine(stage, run.config, run.setup.layout, trains)
 

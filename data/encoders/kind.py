@@ -22,6 +22,12 @@ class DataKind:
     is_whole: whether a sample is one target as a whole, without a label: a user-defined encoder may omit `label`.
     label_names: of the labels of its samples, where they are always the same.
     lists_labels: a record has a list of labels, one for each of its words.
+    columns: "module:function" of what the first stage reads of its samples besides their tokens. The function takes
+        the keys of `data` and the tokenizer, and returns columns (`ReadColumn` in data/loading/columns.py). Empty for
+        nothing.
+    front: "module:function" of what gives the first stage its way with these columns (`StageModule.front`). Each rank
+        calls it with its stage, the run's source of weights, its device and the dtype of the weights; it may raise
+        UserError.
     not_packed, not_split, not_streamed: why data.packing=true, data.length_policy=split or data.streaming=true is
         refused; empty where it is not.
     format_version: part of the names of the tokenized folders of a kind of this project; those of a user's extension
@@ -40,6 +46,8 @@ class DataKind:
     is_whole: bool = False
     label_names: tuple[str, ...] = ()
     lists_labels: bool = False
+    columns: str = ""
+    front: str = ""
     not_packed: str = ""
     not_split: str = ""
     not_streamed: str = ""

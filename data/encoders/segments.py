@@ -7,31 +7,37 @@ by token id, so a tokenizer whose pad token is its eos token trains the end toke
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
-from data.sample import IGNORE_INDEX, Group, Sample
+from data.sample import IGNORE_INDEX, Attachment, Group, Sample
 from errors import UserError
 
 
 class Piece(NamedTuple):
     """A part of a sample. content: text or token ids. first_label: of the first token, where the model generates
     another one in its place: a template may show a turn of the history without the token that ended it. is_answer: the
-    model generates it, even if it is no target, such as reasoning that is not trained on."""
+    model generates it, even if it is no target, such as reasoning that is not trained on. attachment: what travels with
+    its tokens, see `Attachment`; empty for nothing."""
 
     content: str | list[int]
     is_target: bool
     first_label: int | None = None
     is_answer: bool = False
+    attachment: str = ""
 
 
 Pieces = list[Piece]
 
 
 class PieceEncoder(ABC):
-    """An encoder that splits records into pieces, so that many records can be tokenized in one call."""
+    """An encoder that splits records into pieces, so that many records can be tokenized in one call. attaches: whether
+    pieces may have attachments; then it has a method `describe_attachments(tokenizer)`, which returns a text of what
+    these depend on besides the fields, such as the files of an image processor."""
+
+    attaches: ClassVar[bool] = False
 
     @abstractmethod
     def split(
@@ -174,8 +180,11 @@ def _join(segments: Sequence[Piece]) -> Sample:
     input_ids: list[int] = []
     labels: list[int] = []
     first_label = num_prompt = None
-    for token_ids, is_target, replaced, is_answer in segments:
+    attachments: list[Attachment] = []
+    for token_ids, is_target, replaced, is_answer, attachment in segments:
         assert isinstance(token_ids, list)
+        if attachment:
+            attachments.append(Attachment(len(input_ids), len(input_ids) + len(token_ids), attachment))
         if num_prompt is None and (is_answer or is_target):
             num_prompt = len(input_ids)
         first_label = replaced if replaced is not None else first_label  # kept for the next piece where this is empty
@@ -184,7 +193,8 @@ def _join(segments: Sequence[Piece]) -> Sample:
         if added and first_label is not None:
             added[0], first_label = first_label, None
         labels += added
-    return Sample(input_ids=input_ids, labels=labels, num_prompt=len(input_ids) if num_prompt is None else num_prompt)
+    sample = Sample(input_ids=input_ids, labels=labels, num_prompt=len(input_ids) if num_prompt is None else num_prompt)
+    return {**sample, "attachments": attachments} if attachments else sample
 
 
 @lru_cache(maxsize=4)

@@ -23,7 +23,15 @@ from data.sources.selection import TAKE_ALL, Selection, hash_record
 from data.storage.cache import compute_cache_key, describe_sources
 from data.storage.length import LengthCounts, fit_group, fit_samples
 from data.storage.summary import BatchCounts, sum_counts
-from data.storage.tokenized import CUT_COLUMN, LABEL_DTYPES, PLACE_COLUMN, PROMPT_COLUMN
+from data.storage.tokenized import (
+    ATTACHED_COLUMN,
+    ATTACHED_LENGTH_COLUMN,
+    CUT_COLUMN,
+    LABEL_DTYPES,
+    PLACE_COLUMN,
+    PROMPT_COLUMN,
+    write_attachments,
+)
 from errors import UserError
 
 Encoded = Sample | list[Sample] | Group
@@ -51,6 +59,11 @@ class Encoding:
     label_key: str = ""
     is_whole: bool = False
 
+    @property
+    def attaches(self) -> bool:
+        """Whether samples may have attachments."""
+        return getattr(self.encoder, "attaches", False)
+
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
         """Return the name of the folder of these sources, see `compute_cache_key`."""
         options = {
@@ -61,6 +74,9 @@ class Encoding:
             "selection": self.selection.describe(),
             **({"shares_rows": True} if self.shares_rows else {}),
         }
+        if self.attaches:
+            encoder: Any = self.encoder
+            options["attachments"] = encoder.describe_attachments(self.tokenizer)
         kind = find_own(self.encoder)
         if self.label_key != ("" if kind is None else kind.label_key):  # which the encoder's name does not imply
             options["label_key"] = self.label_key
@@ -88,9 +104,10 @@ class LabelKind(NamedTuple):
 class EncodedBatch:
     """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length,
     num_targets, num_cut and place in its file of each, and num_prompt where they are answers; int32. Where the kind of
-    data has labels of samples, those of each, end to end: `label`, int32, or `value`, float64. files: counts of each
-    file by its number. hashes: of the records that became samples, or were dropped as too long, uint64. label_kinds: of
-    its samples, at most one. skipped: the message of each record that was skipped as bad."""
+    data has labels of samples, those of each, end to end: `label`, int32, or `value`, float64. Where its samples may
+    have attachments, those of each, end to end: `attached`, uint8, and their bytes, `attached_length`. files: counts of
+    each file by its number. hashes: of the records that became samples, or were dropped as too long, uint64.
+    label_kinds: of its samples, at most one. skipped: the message of each record that was skipped as bad."""
 
     columns: dict[str, np.ndarray]
     files: dict[int, BatchCounts]
@@ -126,6 +143,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     input_ids, labels, lengths, num_targets, num_prompt, num_cut, places = (array("i") for _ in range(7))
     hashes: list[int] = []
     sample_labels: list[int | float] = []
+    attached: list[bytes] = []
     kinds: set[LabelKind] = set()
     for record, encoded in _encode_records(records, states, encoding):
         try:
@@ -144,6 +162,8 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
             num_targets.append(count_targets(piece))
             if _holds_answers(encoded, encoding.label_key):
                 num_prompt.append(piece["num_prompt"] if "num_prompt" in piece else _find_target(piece))
+            if encoding.attaches:
+                attached.append(write_attachments(piece.get("attachments", ())))
             record.counts.num_tokens += lengths[-1]
             record.counts.num_targets += num_targets[-1]
             found = _list_labels(encoded, encoding.label_key)
@@ -155,6 +175,9 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     if num_prompt:
         columns[PROMPT_COLUMN] = num_prompt
     arrays = {name: np.array(values, np.int32) for name, values in columns.items()}
+    if encoding.attaches:
+        arrays[ATTACHED_COLUMN] = np.frombuffer(b"".join(attached), np.uint8)
+        arrays[ATTACHED_LENGTH_COLUMN] = np.array([len(each) for each in attached], np.int32)
     check_label_kinds(kinds, encoding.encoder)
     if sample_labels:
         ((name, _),) = kinds

@@ -177,10 +177,14 @@ def _list_starts(length: int, max_seq_length: int) -> Sequence[int]:
 
 
 def _cut(sample: Sample, start: int, stop: int) -> Sample:
+    attachments = sample.get("attachments", [])
+    stop = min([stop, *(each.start for each in attachments if each.start < stop < each.stop)])
     labels = [IGNORE_INDEX, *sample["labels"][start + 1 : stop]]
     cut = Sample(input_ids=sample["input_ids"][start:stop], labels=labels)
     if "label" in sample:
         cut["label"] = sample["label"]
+    if attachments:
+        cut["attachments"] = [each for each in attachments if each.stop <= stop]
     if "num_prompt" in sample:
         cut["num_prompt"] = max(OVERLAP if start else 0, sample["num_prompt"] - start)
     return cut

@@ -18,7 +18,7 @@ import numpy as np
 
 from console import pluralize
 from data.options import Packing
-from data.sample import IGNORE_INDEX
+from data.sample import IGNORE_INDEX, Attachment
 from data.sources.mixture import Mixture
 from data.storage.cache import lock_folder
 from data.storage.hashes import find_changed, write_hashes
@@ -346,6 +346,18 @@ class Rows:
     def list_samples(self, rows: np.ndarray) -> np.ndarray:
         """Return the sample of each piece of the rows, int64 [pieces], also of no rows."""
         return np.array([sample for row in rows for sample, _, _ in self.pieces(int(row))], np.int64)
+
+    def attachments(self, row: int) -> list[Attachment]:
+        """Return the attachments of the samples of the row, whose tokens are counted from its first; each piece is a
+        whole sample."""
+        found, first = [], 0
+        for sample, start, stop in self.pieces(row):
+            found += [
+                Attachment(first + each.start, first + each.stop, each.content)
+                for each in self._dataset.attachments(sample)
+            ]
+            first += stop - start
+        return found
 
     def sample_labels(self, rows: np.ndarray) -> np.ndarray:
         """Return the labels of the samples of the rows, [pieces, K], also of no rows; K is 0 for data without."""

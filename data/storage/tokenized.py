@@ -16,6 +16,9 @@ Each column is a flat binary file, NAME.bin:
     num_prompt     int32 [num_samples]       the number of tokens before the answer, if samples are answers to a prompt
     label          int32 [num_samples, K]    K labels of the whole sample, if the kind of data has them
     value          float64 [num_samples, K]  the same for labels that are numbers
+    attached       uint8 [num_bytes]         the attachments of all samples, end to end, if the kind of data has some:
+                                             a JSON list of [first token, token after the last, content] of each
+    attached_length  int32 [num_samples]     the bytes of each sample's
     record_hash    uint64 [num_records]      the hash of each record that became samples, or was dropped as too long
 
 Other files: summary.json has the counts (`data/storage/summary.py`), hashes.json the size and the hash of each file
@@ -38,6 +41,7 @@ from typing import Self
 import numpy as np
 import xxhash
 
+from data.sample import Attachment
 from data.sources.indexed import IndexedCorpus
 from data.storage.hashes import find_changed, write_hashes
 from data.storage.summary import Summary
@@ -50,6 +54,7 @@ SAMPLES_AT_A_TIME = 2**12  # that are read together to check their ids
 TOKEN_COLUMNS = ("input_ids", "labels")
 SAMPLE_COLUMNS = ("length", "num_targets", "source")  # those that every folder has, in addition to `offset`
 PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN = "num_prompt", "num_cut", "place"
+ATTACHED_COLUMN, ATTACHED_LENGTH_COLUMN = "attached", "attached_length"
 # Columns that are not in `TokenizedWriter.fingerprints`. A checkpoint stores the fingerprints of its data, and those of
 # versions that did not write these columns have to match.
 UNHASHED = (PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN)
@@ -65,6 +70,11 @@ HASHES_COLUMN, HASH_DTYPE = "record_hash", np.dtype(np.uint64)
 BYTES_PER_TOKEN = sum(DTYPES[name].itemsize for name in TOKEN_COLUMNS)
 BYTES_PER_SAMPLE = sum(DTYPES[name].itemsize for name in (*SAMPLE_COLUMNS, "offset"))
 BYTES_PER_SAMPLE += 2 * np.dtype(np.int32).itemsize  # num_cut and place
+
+
+def write_attachments(attachments: Sequence[Attachment]) -> bytes:
+    """Return the attachments of a sample as the folder stores them."""
+    return json.dumps(attachments, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def load_summary(path: str | Path) -> Summary:
@@ -260,6 +270,21 @@ class TokenizedDataset:
                 labels = map_column(path, name, dtype)
                 return None if len(labels) % len(self) else labels.reshape(len(self), -1)
         return None
+
+    @cached_property
+    def _attached(self) -> tuple[np.ndarray, np.ndarray]:
+        """The column of attachments, and where those of each sample begin, int64 [num_samples + 1]."""
+        path = self._arguments[0]
+        lengths = map_column(path, ATTACHED_LENGTH_COLUMN, np.dtype(np.int32))
+        ends = np.cumsum(lengths, dtype=np.int64)
+        return map_column(path, ATTACHED_COLUMN, np.dtype(np.uint8)), np.concatenate([np.zeros(1, np.int64), ends])
+
+    def attachments(self, index: int) -> list[Attachment]:
+        """Return the attachments of sample `index`, in their order. Raises FileNotFoundError for a kind of data without
+        them."""
+        column, offsets = self._attached
+        first, end = offsets[index : index + 2]
+        return [Attachment(*each) for each in json.loads(column[first:end].tobytes())]
 
     @cached_property
     def num_prompt(self) -> np.ndarray:

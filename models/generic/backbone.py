@@ -62,7 +62,7 @@ class Backbone:
         self.module.config = config
         self.layers: list[nn.Module] = list(getattr(self.module, self.list_name))
         self.parts = {name: part for name, part in self.module.named_children() if name != self.list_name}
-        _compute_buffers(self.model, self.layers)
+        compute_buffers(self.model, self.layers)
         self.embedding = find_name(self.model, self.model.get_input_embeddings()).removeprefix(f"{self.name}.")
         self._make_mask: MakeMask = _make_none
         self._forward = self._use_our_masks(inspect.unwrap(type(self.module).forward))
@@ -284,7 +284,7 @@ def _find_layers(model: nn.Module) -> tuple[str, str]:
     return backbone, own_name
 
 
-def _compute_buffers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
+def compute_buffers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
     """Compute the buffers that follow from the config alone, of modules on the meta device; not those of layers that
     are stored in files. `transformers` computes them as it does initial weights, since it loads that way too; a module
     may compute the buffers of its children."""

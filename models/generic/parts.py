@@ -23,7 +23,15 @@ class BackboneContext(MicroBatchContext):
     def __init__(self, config: PretrainedConfig, backbone: Backbone) -> None:
         super().__init__(config)
         self.backbone = backbone
+        # Set where inputs have a fourth tensor, int64 [B, T, 3]: of each token the frame, the row and the column by
+        # which angles are computed
+        self.takes_spatial_ids = False
+        self._spatial_ids: torch.Tensor | None = None
         self._arguments: list[dict[str, Any]] = []
+
+    def __call__(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
+        self._spatial_ids = inputs[3] if self.takes_spatial_ids else None  # type: ignore[misc]
+        return super().__call__(inputs, attention_type, layer_idx)
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
         masks: dict[tuple[str, bool], Any] = {}
@@ -33,7 +41,10 @@ class BackboneContext(MicroBatchContext):
                 masks[kind, always] = self._make_mask(inputs, kind, always)
             return masks[kind, always]
 
-        self._arguments = self.backbone.read_arguments(inputs[0], inputs[1], make_mask)
+        position_ids = inputs[1]
+        if self._spatial_ids is not None:  # [4, B, T], as the models of `transformers` take both
+            position_ids = torch.cat([position_ids.unsqueeze(0), self._spatial_ids.permute(2, 0, 1)])
+        self._arguments = self.backbone.read_arguments(inputs[0], position_ids, make_mask)
         return {}
 
     def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:

@@ -85,6 +85,11 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 16},
         "tie_word_embeddings": False,
     },
+    "internvl": {
+        "text_config": _family("qwen2"),
+        "vision_config": {**_VISION, "image_size": [32, 32], "patch_size": [8, 8]},
+        "tie_word_embeddings": False,
+    },
     "llava": {
         "text_config": _family("llama"),
         "vision_config": {"model_type": "clip_vision_model", **_VISION},
@@ -94,6 +99,24 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "model_type": "qwen3_vl_text", "head_dim": 16, "rope_parameters": _MROPE},
         "vision_config": _QWEN_VISION,
         "tie_word_embeddings": False,
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "qwen2_5_vl_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 48,
+            "patch_size": 8,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+        "tie_word_embeddings": True,
     },
     "qwen2_vl": {
         "text_config": {

@@ -216,7 +216,7 @@ class Runner:
                 self._targets[unit.micro_batch] = batch.targets
             if unit.chunk == 0:
                 assert batch.inputs is not None
-                return batch.inputs.activations
+                return self._stage.front(batch.inputs)
         message = find_input(self._schedule, unit)
         if message is None:
             return ()

@@ -9,11 +9,13 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from data.encoders.kinds import find_kind
 from data.loading import loader as loaders
 from data.loading.columns import WHOLE_IDS, ReadColumn, list_scored_columns
 from data.loading.stream_loader import StreamLoader
 from data.storage.scores import Scores
 from data.worker_processes import start_server
+from extension import load_part
 from models.parallel.shard import find_length_multiple
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
@@ -93,6 +95,8 @@ def build_options(
 def _list_columns(config: RunConfig, module: StageModule, data: RankData, key: str) -> Iterator[ReadColumn]:
     """Yield the columns that this rank's stage reads. key: of the files, as in `RankData.scores`."""
     yield from get_objective(config).columns
+    if module.has_first_layer and (columns := find_kind(config.data.name).columns):
+        yield from load_part(columns)(config.data, data.tokenizer)
     if module.num_further:
         yield WHOLE_IDS
     if module.has_loss and key in data.scores:

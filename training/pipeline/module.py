@@ -6,7 +6,8 @@ What is done to its layers before is in `preparation.py`, what its ranks are to 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+from batch import Inputs
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.documents import DocumentBounds
 from models.layers.layer import Layer
@@ -54,6 +56,7 @@ class StageModule(PipelineModule):
 
     active_chunk: int  # the chunk that `forward` runs
     forward_funcs: list[Any]
+    front: Callable[[Inputs], tuple[torch.Tensor, ...]] = attrgetter("activations")  # the first layer's argument
     local_layers: list[StageLayer]  # of this stage; a shared module is in it once, as the layer that owns its weights
     in_fp32: list[torch.nn.Parameter]  # the parameters of this stage that stay in fp32, where others have 16 bits
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+IMAGES_TOO = CHATML.replace(
+    "{{ message.content }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{{ part.text or '<pad>' }}{% endfor %}{% endif %}",
+)
 QUESTION, ANSWER = "How many legs has a spider?", "Eight."
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": ANSWER}]
@@ -43,11 +49,17 @@ LONGER = [
     {"role": "user", "content": "And an ant? <|im_end|>"},
     {"role": "assistant", "content": "<think>insect</think>Six."},
 ]
+PIXELS = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAwAAAAICAIAAABChommAAAAHklEQVR42mM8IWfDQAgwMRABaKHI4uERXIoY"
+    "6etwANJuBDCm8bnPAAAAAElFTkSuQmCC"
+)
+SEEN = [{"type": "text", "text": "What is it? "}, {"type": "image", "image": PIXELS}]
 PAIR = {"prompt": QUESTION, "chosen": ANSWER, "rejected": "Nine."}
 FOUND = {"query": QUESTION, "positive": ANSWER}
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "sft": [{"prompt": QUESTION, "completion": ANSWER}, {"messages": LONGER}],
     "chat": [{"messages": ANSWERED}, {"messages": LONGER}, {"prompt": ASKED, "completion": ANSWERED[-1:]}],
+    "image_chat": [{"messages": ANSWERED}, {"messages": [{"role": "user", "content": SEEN}, ANSWERED[-1]]}],
     "pretrain": [{"text": QUESTION}, {"text": "a</s>b"}],
     "preference": [PAIR, {"prompt": ASKED, "chosen": ANSWERED[-1:], "rejected": LONGER[-1:]}],
     "unpaired_preference": [{"prompt": QUESTION, "completion": ANSWER, "label": label} for label in (True, False)],
@@ -60,15 +72,26 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
 NAMED = {"classification", "token_classification"}  # kinds that need the names of their classes
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes, which no library has to train."""
+def build_tokenizer(folder: str = "") -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, which no library has to train. folder: of a model that reads images, to be made; empty for
+    none."""
     symbols = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(symbols)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>", pad_token="<pad>", chat_template=CHATML
     )
+    if folder:
+        config = {"model_type": "qwen2_5_vl", "image_token_id": SPECIAL_TOKENS.index("<pad>")}
+        processor = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 784, "longest_edge": 3136},
+        }
+        for name, content in (("config", config), ("preprocessor_config", processor)):
+            (Path(folder) / f"{name}.json").write_text(json.dumps(content))
+        tokenizer.name_or_path, tokenizer.chat_template = folder, IMAGES_TOO
+    return tokenizer
 
 
 def build_encoder(name: str) -> Any:
@@ -76,11 +99,12 @@ def build_encoder(name: str) -> Any:
 
 
 def build_encodings() -> dict[str, Encoding]:
-    tokenizer = build_tokenizer()
+    with_images = build_tokenizer(tempfile.mkdtemp())
+    tokenizers = {name: with_images if name == "image_chat" else build_tokenizer() for name in KINDS}
     return {
         name: Encoding(
             encoder,
-            tokenizer,
+            tokenizers[name],
             4096,
             samples_per_record=KINDS[name].count_samples(encoder),
             label_key=KINDS[name].label_key,

@@ -1,0 +1,1 @@
+"""Images: conversations about pictures, for vision-language models whose tower stays frozen."""

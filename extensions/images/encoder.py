@@ -1,0 +1,158 @@
+"""Conversations about images: those of `data=chat`, with the tokens that stand for an image where it has its place.
+
+The chat template writes what it writes for an image of one size, and the token for a vector of it is repeated for each
+vector, as the model's processor in `transformers` does. No token of an image is a target.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import ClassVar
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from data.counts import ContentCounts
+from data.encoders.chat import ChatEncoder
+from data.encoders.messages import ALPACA_FIELDS, ASSISTANT, SHAREGPT_FIELD, SHAREGPT_ROLES
+from data.encoders.rendering import Renderer
+from data.encoders.segments import Piece, Pieces
+from errors import UserError
+from extensions.images.options import ImageBackend
+from extensions.images.pictures import Picture, Slot, find_mark, open_image, take_pictures
+from extensions.images.processor import ImageProcessor, open_processor
+
+
+@dataclass(frozen=True)
+class ImageChatEncoder(ChatEncoder):
+    """`ChatEncoder` for records some of which have images. The fields are keys of `data`."""
+
+    attaches: ClassVar[bool] = True
+    images_field: str = "images"
+    image_folder: str = "."
+    image_backend: ImageBackend = ImageBackend.pil
+    image_max_pixels: int | None = None
+    image_refuse_pixels: int = 100_000_000
+
+    def split(
+        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, counts: ContentCounts
+    ) -> list[Pieces]:
+        """Return the pieces of each sample. Raises `UserError` naming `location` for what `ChatEncoder` refuses, and
+        for images that cannot be read or have no place."""
+        text_only, pictures = self._take_pictures(record, location)
+        samples = super().split(text_only, location, tokenizer, counts)
+        processor = open_processor(tokenizer.name_or_path, self.image_backend)
+        images = [
+            self._encode(each, f"{location}: image {n}", processor, tokenizer) for n, each in enumerate(pictures, 1)
+        ]
+        return [self._put_images(pieces, images, location, tokenizer, processor) for pieces in samples]
+
+    def describe_attachments(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return a hash of the model's image processor, by which tokenized data are found again."""
+        processor = open_processor(tokenizer.name_or_path, self.image_backend)
+        options = json.dumps(processor.family.options(processor.config), sort_keys=True)
+        return xxhash.xxh3_64_hexdigest(f"{processor.processor.to_json_string()}{options}".encode())
+
+    def _take_pictures(self, record: dict, location: str) -> tuple[dict, list[Picture]]:
+        """Return the record with marks in place of its images, and these."""
+        changed = {name: value for name, value in record.items() if name != self.images_field}
+        holders = list(self._list_holders(changed))
+        slots = [Slot(f"{location}: {where}", holder[name], is_answer) for holder, name, where, is_answer in holders]
+        contents, pictures = take_pictures(slots, record.get(self.images_field), location, Path(self.image_folder))
+        for (holder, name, _, _), content in zip(holders, contents, strict=True):
+            holder[name] = content
+        return changed, pictures
+
+    def _list_holders(self, record: dict) -> Iterator[tuple[dict, str, str, bool]]:
+        """Yield the objects that have a content, its key in them, what errors call it, and whether it is an answer.
+        Lists of messages in `record` are copied first, so that they may be changed."""
+        lists = (self.messages_field, SHAREGPT_FIELD, self.prompt_field, self.completion_field)
+        for field in lists:
+            if isinstance(record.get(field), list):
+                record[field] = [dict(each) if isinstance(each, dict) else each for each in record[field]]
+                for number, message in enumerate(record[field], start=1):
+                    name = "value" if field == SHAREGPT_FIELD else "content"
+                    if isinstance(message, dict) and name in message:
+                        role = message.get("role") or SHAREGPT_ROLES.get(str(message.get("from")))
+                        yield message, name, f"message {number}", role == ASSISTANT
+        for field in (ALPACA_FIELDS[0], "input", self.prompt_field):
+            if isinstance(record.get(field), str):
+                yield record, field, f"field '{field}'", False
+
+    def _encode(
+        self, picture: Picture, where: str, processor: ImageProcessor, tokenizer: PreTrainedTokenizerBase
+    ) -> Piece:
+        """Return the tokens that stand for an image."""
+        read = picture.read(where)
+        image = open_image(read, where, self.image_max_pixels, self.image_refuse_pixels)
+        try:
+            processed = processor.process([image])
+        except Exception as error:  # of the processor: a strip that is too long for it
+            reason = " ".join(str(error).split())[:160]
+            raise UserError(f"{where}: the model's image processor refuses it ({reason}); remove the record") from None
+        token_ids = processor.list_tokens(processed, tokenizer)
+        return Piece(
+            token_ids, is_target=False, attachment=picture.write(token_ids.count(processor.image_token_id), read)
+        )
+
+    def _put_images(
+        self,
+        pieces: Pieces,
+        images: list[Piece],
+        location: str,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ImageProcessor,
+    ) -> Pieces:
+        """Return the pieces of a sample with images in place of their marks. Raises UserError for a text that the
+        tokenizer reads as the token of an image."""
+        token = str(tokenizer.convert_ids_to_tokens(processor.image_token_id))
+        for piece in pieces:
+            if isinstance(piece.content, str) and token in piece.content:
+                raise UserError(
+                    f"{location}: has '{token}' in a text, where no image belongs to it; remove it, or give "
+                    "data.control_tokens=text"
+                )
+        before, after = _find_frame(tokenizer, token) if images else ("", "")
+        put: Pieces = []
+        for piece in pieces:
+            number = find_mark(piece.content)
+            put += [piece] if number is None else [Piece(before, False), images[number], Piece(after, False)]
+        return list(_join_texts(put))
+
+
+def _join_texts(pieces: Pieces) -> Iterator[Piece]:
+    """Yield the pieces with neighbouring texts in one, so that their letters become the tokens that they become
+    together."""
+    for (is_text, *_), together in groupby(pieces, lambda each: (isinstance(each.content, str), each[1:])):
+        found = list(together)
+        if is_text and all(each.first_label is None for each in found[1:]):
+            content = "".join(str(each.content) for each in found)
+            if content:
+                yield found[0]._replace(content=content)
+        else:
+            yield from found
+
+
+@lru_cache(maxsize=4)
+def _find_frame(tokenizer: PreTrainedTokenizerBase, token: str) -> tuple[str, str]:
+    """Return what the chat template writes before and after the token of an image. Raises UserError for a template that
+    does not write it once for an image."""
+    renderer, text = Renderer(tokenizer, "data.chat_template"), {"type": "text", "text": "a text"}
+    with_image, without = (
+        renderer.render([{"role": "user", "content": parts}])
+        for parts in ([text, {"type": "image"}, text], [text, text])
+    )
+    start = next((place for place, (one, two) in enumerate(zip(with_image, without)) if one != two), len(without))
+    frame = with_image[start : start + len(with_image) - len(without)]
+    if frame.count(token) != 1:
+        raise UserError(
+            f"data.chat_template: it does not write '{token}' for an image; give the model's own template "
+            "(data.chat_template=null)"
+        )
+    before, _, after = frame.partition(token)
+    return before, after
