@@ -84,6 +84,10 @@ class Wrapper:
         """Return whether a tensor, by its name in the model, belongs to the text model."""
         return name.startswith((self.base, self.head))
 
+    def count_outside(self) -> int:
+        """Return the elements of the tensors outside the text model, such as a vision tower's."""
+        return sum(tensor.numel() for name, tensor in self._tensors.items() if not self.is_text(name))
+
     def has(self, name: str) -> bool:
         """Return whether the model has this tensor."""
         return name in self._tensors

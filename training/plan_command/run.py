@@ -14,8 +14,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from console import fit, measure_width
+from data.encoders.kinds import find_kind
 from errors import UserError
 from extension import find_plan, load_part
+from formatting import render_bytes
 from masking import mask_text
 from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
@@ -28,6 +30,7 @@ from models.weights.quantized import parse_quantization
 from models.weights.sources import open_weights
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import CheckedConfig
+from training.config.precision import DTYPES
 from training.config.schema import NOT_GIVEN, RunConfig, to_typed
 from training.costs.hardware import Machine, complete_hardware
 from training.disk_space import measure_passthrough
@@ -124,7 +127,11 @@ def fits_at(
 def list_notes(config: RunConfig, model: ResolvedModel) -> Iterator[str]:
     """Yield what there is to say of the model to plan."""
     if (wrapper := model.wrapper) is not None:
-        yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; the rest is on no GPU"
+        rest = "the rest is on no GPU"
+        if find_kind(config.data.name).front:
+            size = render_bytes(wrapper.count_outside() * DTYPES[config.precision].itemsize)
+            rest = f"the rest, {size} and its activations, is on the first stage too, and not counted"
+        yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; {rest}"
     if warning := warn_of_length(model.architecture, config.max_seq_length):
         yield f"warning: {warning}"
 

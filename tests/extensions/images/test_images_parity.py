@@ -23,9 +23,14 @@ from support.cases import (
     train_run,
     worst_difference,
 )
+from support.configs import compose_config
 from support.images import FAMILIES, load_plain, measure_plain, save_image_records, save_model, train_plain
 from support.runs import read_metrics
 from support.workers import WorkerError, WorkerGroup
+
+from formatting import render_bytes
+from training.config.schema import to_typed
+from training.plan_command.run import plan_run
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +138,20 @@ def test_a_run_exports_what_transformers_loads(
     towers = [name for name, tensor in before.items() if tensor.dtype == torch.bfloat16]
     assert towers and all(torch.equal(after[name], before[name]) for name in towers)
     assert abs(measure_plain(case, load_plain(out / "hf")) - read_metrics(out)[-1]["eval_loss"]) < 1e-4
+
+
+def test_a_plan_says_what_it_does_not_count(root: Path, tmp_path: Path) -> None:
+    overrides = (
+        "data=image_chat", f"model_name_or_path={root}/mistral3", "plan=true", "world_size=2", "hardware=a100_80g",
+        f"output_dir={tmp_path}", "num_stages=2", "precision=bf16",
+    )  # fmt: skip
+    planned = next(plan_run(to_typed(compose_config("base", *overrides), ("train_file",))))
+    tower = load_file(root / "mistral3" / "model.safetensors")
+    count = sum(tensor.numel() for name, tensor in tower.items() if tensor.dtype == torch.bfloat16)
+    assert planned == (
+        "text only: the plan of the 'mistral' in Mistral3ForConditionalGeneration; the rest, "
+        f"{render_bytes(2 * count)} and its activations, is on the first stage too, and not counted"
+    )
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(4, marks=full), 1])
