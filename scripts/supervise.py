@@ -366,8 +366,8 @@ def main() -> None:
     parser.add_argument(
         "--stuck_minutes",
         type=float,
-        help="longer than a step, an evaluation, a save and an upload take, and than what comes before the first step: "
-        "a download, tokenizing, scoring; without it nothing counts as stuck",
+        help="longer than a step, an evaluation, and a download at start take; all work that has a bar (tokenizing, "
+        "scoring, a save, an export) counts as progress, and so does an upload; without it nothing counts as stuck",
     )
     parser.add_argument("command", nargs="+", help="the training command, after --")
     with exit_with_message():

@@ -19,6 +19,7 @@ REASONS = {
     "models/storage/manifest.py": ("find_wrong_size", "find_wrong_content", "describe_missing"),
     "models/storage/steps.py": ("find_damaged_latest",),
     "models/weights/sources.py": ("_find_fault_of_latest",),
+    "training/distributed/meeting.py": ("_describe_end", "_describe_silence"),
     "training/checkpoint/resume.py": ("_find_quick_damage", "find_damage"),
 }
 # Raises with the words of a range, which the schema states.

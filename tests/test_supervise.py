@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.supervise import build_restart, build_start, compose_command, find_output_dir, trains
+from console import report_progress
+from scripts.supervise import Supervisor, build_restart, build_start, compose_command, find_output_dir, trains
 from training.checkpoint.run_folder import RunFolder
 
 KEPT = "overwrite_output_dir=false"
@@ -186,6 +187,23 @@ def test_the_clock_of_the_file_system_need_not_be_right(tmp_path: Path) -> None:
     """A run counts as stuck when nothing changes, whatever the times of its files."""
     code, said, starts = run(tmp_path, "ahead,work", "--stuck_minutes", "0.1")
     assert code == 0 and len(starts) == 2 and said.count("has changed for 0.1 minutes: ending the run") == 1
+
+
+def test_progress_that_writes_elsewhere_is_seen_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of tokenizing, into a cache."""
+    from training.distributed.process import touching
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # a supervisor handles signals
+    log = tmp_path / "logs" / "rank_0.log"
+    log.parent.mkdir()
+    log.touch()
+    os.utime(log, (0, 0))
+    supervisor = Supervisor(tmp_path, stuck_seconds=1)
+    before = supervisor._look()
+    with touching(log):
+        assert supervisor._look() == before
+        report_progress()
+        assert supervisor._look() != before
 
 
 def test_a_signal_is_passed_on_and_nothing_started_again(tmp_path: Path) -> None:

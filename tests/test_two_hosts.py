@@ -155,6 +155,24 @@ def test_a_rank_that_ends_is_named_on_both_hosts_and_the_others_end(
         assert host.seconds_after_error < 60, host.output
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_mistake_on_one_host_ends_both(
+    hosts: TwoHosts, root: Path, tmp_path: Path, launcher: str, failing: int
+) -> None:
+    """Before they have met: the other host would wait for it there."""
+    (tmp_path / "wrong.jsonl").write_text("no JSON\n")
+    hosts.mounts[failing][root / "train.jsonl"] = tmp_path / "wrong.jsonl"
+    words = torchrun(hosts, 1) if launcher == "torchrun" else list_launcher_words(hosts, 1, tmp_path)
+    given = arguments(root, tmp_path / "out", "data.cache_dir=cache")  # of each host its own
+    ended = run_on_hosts(hosts, words, given, tmp_path)
+    assert all(host.code != 0 for host in ended) and [host.left_alive for host in ended] == [[], []], ended
+    (error,), (named,) = ended[failing].errors(), ended[1 - failing].errors()
+    mistake = error.removeprefix(f"error (rank {failing}): ")
+    assert named == f"error: rank {failing} ({hosts.names[failing]}) has ended: {mistake}"
+    assert all(host.seconds_after_error < 60 for host in ended), ended
+
+
 @pytest.mark.parametrize("what", ["weights", "config", "data", "same"])
 def test_hosts_with_different_copies_do_not_train(hosts: TwoHosts, root: Path, tmp_path: Path, what: str) -> None:
     other = tmp_path / "other"

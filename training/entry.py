@@ -25,6 +25,7 @@ from training.cli.help import render_help
 from training.config.schema import find_output_dir, is_training, register_schema
 from training.distributed.host_share import set_allocator_defaults
 from training.distributed.launcher import end_with_launcher
+from training.distributed.meeting import tell_other_hosts
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error, read_ranks
 from training.engine.deepspeed_internals import check_internals
 from training.pipeline.schedules import find_schedule
@@ -57,6 +58,7 @@ def prepare(script: Path, config_name: str) -> bool:
     with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("SLURM_PROCID", "0") == "0"):
         ranks = read_ranks()
     end_with_launcher(ranks)
+    tell_other_hosts(ranks)
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     if {"--help", "-h"} & set(sys.argv[1:]):

@@ -50,11 +50,22 @@ class ExportReceiver:
         """Return when the last export has been taken."""
         raise NotImplementedError
 
+    def give_up(self) -> None:
+        """Say how the last export can be taken later: a signal ends the process before it has been."""
+        raise NotImplementedError
+
 
 @cache
 def list_receivers() -> tuple[type[ExportReceiver], ...]:
     """Return the receivers of extensions."""
     return tuple(load_part(extension.receiver) for extension in load_extensions() if extension.receiver)
+
+
+def check_receivers(config: RunConfig) -> tuple[type[ExportReceiver], ...]:
+    """Return the receivers of extensions, which have checked what a config asks of them. Raises UserError."""
+    for receiver in list_receivers():
+        receiver.check(config)
+    return list_receivers()
 
 
 def is_taken(config: RunConfig, step: int) -> bool:

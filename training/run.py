@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from console import report_progress
 from data.storage.file_report import save_skipped
 from extension import list_actions, load_part
 from training.build import build_engine, build_eval_loaders, build_loaders, build_resident, prepare_auxiliary
@@ -23,13 +24,14 @@ from training.config.schema import Init, RunConfig, find_output_dir, is_training
 from training.disk_space import check_room
 from training.distributed import process
 from training.distributed.ending import discard_earlier_end, record_end, record_end_in
-from training.distributed.interrupts import discard_requests, exit_code, leave_on_signals
+from training.distributed.interrupts import discard_requests, exit_code, leave_on_signals, noticing_signals
+from training.distributed.meeting import watch_meeting
 from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks, refuse_exits
 from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
 from training.export import export_end, export_steps, prepare_folder
-from training.export_receiver import ExportReceiver, list_receivers
+from training.export_receiver import ExportReceiver, check_receivers
 from training.host_files import check_same_files
 from training.inputs.datasets import (
     check_ids,
@@ -61,6 +63,7 @@ from training.summary import RunEnd, RunTotals, list_warnings, show_end, show_ev
 
 # Ranks wait this long for rank 0 of their host to tokenize.
 PREPARATION_TIMEOUT = timedelta(hours=12)
+_SECONDS_BETWEEN_LOOKS = 0.5  # at uploads
 Action = Callable[[RunConfig, Ranks, Collection[str]], None]
 """Takes a config, the ranks before they join, and the keys that the command line gives and the groups that it
 chooses."""
@@ -78,9 +81,8 @@ def run(composed: Any, given: Collection[str] = ()) -> None:
         if (action := find_action(config)) is not None:
             action(config, ranks, given)
             return
-        kinds = list_receivers() if ranks.is_main and not config.evaluate_only else ()
-        for kind in kinds:
-            kind.check(config)
+        watch_meeting(ranks, config.start_minutes)
+        kinds = check_receivers(config) if ranks.is_main and not config.evaluate_only else ()
         with ranks.phase("checking the run and reading the model's config"):
             setup = check_run(config, ranks, given)
         this_run = Run.of(setup, ranks)
@@ -88,7 +90,7 @@ def run(composed: Any, given: Collection[str] = ()) -> None:
             receivers = [*filter(None, (kind.open(config, this_run.folder) for kind in kinds))]
     log = this_run.folder.path / "logs" / f"rank_{ranks.rank}.log"
     process.redirect_output_to_log(log, ranks)
-    with exit_on_user_error(ranks, log=log), refuse_exits():
+    with exit_on_user_error(ranks, log=log), refuse_exits(), process.touching(log):
         signum = evaluate_only(this_run) if config.evaluate_only else train(this_run, receivers)
         process.leave_process_group()
     if signum:
@@ -202,9 +204,9 @@ def train(run: Run, receivers: Sequence[ExportReceiver] = ()) -> int:
         watchdog.limit_collectives()  # including those of the loop's group
         with watchdog.following(engine.module):
             loop.run()
-        conclude(run, loop, telemetry=telemetry, totals=totals, receivers=receivers)
-    if loop.signum and ranks.is_main:
-        record_end(exit_code(loop.signum), f"stopped by {signal.Signals(loop.signum).name}, after a save")
+        end = conclude(run, loop, telemetry=telemetry, totals=totals, receivers=receivers)
+    process.leave_process_group()
+    hand_over(loop, end, receivers)
     folder.release_lock()
     return loop.signum
 
@@ -337,17 +339,15 @@ def begin_line(run: Run) -> list[Event]:
 
 def conclude(
     run: Run, loop: TrainingLoop, *, telemetry: Telemetry, totals: RunTotals, receivers: Sequence[ExportReceiver]
-) -> None:
-    """Export the model of a finished run, show how the run ended, and then upload the model and close its page and its
-    loggers, which may wait for a network."""
-    closed_last = [reporter for reporter in loop.reporters if isinstance(reporter, IsolatedReporter)]
+) -> RunEnd | None:
+    """Export the model of a finished run, and show how the run ended. Returns that on the main rank, None on others."""
     for reporter in loop.reporters:
-        if reporter not in closed_last:
+        if not isinstance(reporter, IsolatedReporter):
             reporter.close()
     if summary := telemetry.summarize():
         run.ranks.say(summary)
     if not run.ranks.is_main:
-        return
+        return None
     state = loop.state
     best = state.best if run.config.load_best_model_at_end else None
     exported = None
@@ -361,10 +361,25 @@ def conclude(
     records = loop.train_loader.describe_records()
     end = RunEnd(state.step, state.total_steps, loop.ended_by, loop.signum, loop.last_eval, best, exported)
     show_end(run, totals, end, records)
-    if exported is not None:
+    return end
+
+
+def hand_over(loop: TrainingLoop, end: RunEnd | None, receivers: Sequence[ExportReceiver]) -> None:
+    """Upload the model of a finished run, and close its page and its loggers, which may wait for a network: on the main
+    rank, once the others have left. The run stays finished when a signal ends that wait."""
+    if end is None:
+        return
+    if end.signum:
+        record_end(exit_code(end.signum), f"stopped by {signal.Signals(end.signum).name}, after a save")
+    with noticing_signals() as noticed:
+        if end.exported is not None:
+            for receiver in receivers:
+                receiver.start(end.exported, f"step {end.step if end.best is None else end.best.step}")
+        while any(receiver.is_busy for receiver in receivers) and not noticed.wait(_SECONDS_BETWEEN_LOOKS):
+            report_progress()
         for receiver in receivers:
-            receiver.start(exported, f"step {state.step if best is None else best.step}")
-        for receiver in receivers:
-            receiver.wait()
-    for reporter in closed_last:
-        reporter.close()
+            if receiver.is_busy:
+                receiver.give_up()
+        for reporter in loop.reporters:
+            if isinstance(reporter, IsolatedReporter):
+                reporter.close()

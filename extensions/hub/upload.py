@@ -118,6 +118,7 @@ class Uploader(ExportReceiver):
     def __init__(self, repository: Repository, run: RunFolder) -> None:
         self._repository, self._run = repository, run
         self._thread: threading.Thread | None = None
+        self._message = ""  # what is being uploaded
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -148,6 +149,7 @@ class Uploader(ExportReceiver):
     def start(self, folder: Path, message: str) -> None:
         """Upload `folder`, an export of the run, which must not change meanwhile. Waits for the upload before."""
         self.wait()
+        self._message = message
         self._thread = threading.Thread(target=self._upload, args=(folder, message), daemon=True)
         self._thread.start()
 
@@ -157,15 +159,19 @@ class Uploader(ExportReceiver):
             self._thread.join(_SECONDS_BETWEEN_SIGNS)
             report_progress()
 
+    def give_up(self) -> None:
+        say(f"hub: {self._message} is not uploaded, since a signal ends this run, which has finished. {self._later}")
+
+    @property
+    def _later(self) -> str:
+        return f"Later: python -m extensions.hub {self._run.path} --repo_id {self._repository.repo_id}"
+
     def _upload(self, folder: Path, message: str) -> None:
         try:
             say(f"hub: {message} is at {self._repository.upload(self._run, folder, message)}")
         except Exception as error:
             print_exception(error, sys.stdout)  # the rank's log
-            say(
-                f"hub: {message} could not be uploaded ({describe_error(error)}); the run continues. Later: "
-                f"python -m extensions.hub {self._run.path} --repo_id {self._repository.repo_id}"
-            )
+            say(f"hub: {message} could not be uploaded ({describe_error(error)}); the run continues. {self._later}")
 
 
 def describe_error(error: Exception) -> str:

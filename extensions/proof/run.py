@@ -20,6 +20,7 @@ from training.config.incompatible import CheckedConfig
 from training.config.schema import RunConfig
 from training.distributed import process
 from training.distributed.interrupts import leave_on_signals
+from training.distributed.meeting import watch_meeting
 from training.distributed.process import has_accelerator
 from training.distributed.ranks import Ranks, exit_on_user_error, raise_together, refuse_exits
 from training.plan_command.run import describe_model
@@ -33,6 +34,7 @@ from training.setup import Run, build_setup, find_run_machine, open_source
 def prove(config: RunConfig, ranks: Ranks, given: Collection[str] = ()) -> None:
     """Take a step of a small model at the layout of a run, and compare it with plain transformers. Raises UserError for
     a run that cannot be proven, and for one that is not equal."""
+    watch_meeting(ranks, config.start_minutes)
     with ranks.phase("checking the run and reading the model's config"):
         described = describe_model(config).config
         run = check_run(config, ranks, given)

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from console import pluralize
 from errors import UserError
 from filesystem import hash_ends, write_atomically
 from masking import mask, mask_text
+from scripts.supervise import Supervisor
 from training.cli.command_line import (
     SHARED_COMMAND,
     CheckNames,
@@ -52,6 +52,14 @@ WEIGHTS = (".safetensors", ".bin", ".pt")
 HOW_TO_START = ("resume", "overwrite_output_dir")  # keys that do not change what a finished run has made
 MOST_READABLE = 150  # characters of a folder's name before its hash; a file system takes 255
 Launch = Callable[[Sequence[str]], int]
+
+
+class Interrupted(Exception):
+    """A signal ends the sweep, and has ended the run that was under way."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,7 @@ def run(script: Path, arguments: Sequence[str], config_name: str) -> int:
             "--multirun num_gpus=2 ..."
         )
     jobs, num_gpus = plan_sweep(arguments, script.parent / "conf", config_name, check_names)
-    return run_sweep(jobs, num_gpus, build_launch(script, num_gpus, jobs[0].output_dir.parent.name))
+    return run_sweep(jobs, num_gpus, build_launch(script, num_gpus, jobs[0].output_dir.parent))
 
 
 def plan_sweep(
@@ -254,10 +262,13 @@ def _first_value(override: str) -> str:
 
 
 def run_sweep(jobs: Sequence[SweptRun], num_gpus: int, launch: Launch) -> int:
-    """Run the jobs in order, except those that have finished before. Returns 0 when all have finished, else 1.
+    """Run the jobs in order, except those that have finished before. Returns 0 when all have finished, 128 + N when
+    signal N has ended the sweep before, else 1.
 
-    num_gpus: the ranks of each job. launch: runs the training command with these arguments, and returns its exit code.
+    num_gpus: the ranks of each job. launch: runs the training command with these arguments, and returns its exit code;
+    it may raise Interrupted.
     """
+    unfinished = 1
     try:
         for number, job in enumerate(jobs, 1):
             if job.read_completed() is not None:
@@ -275,18 +286,21 @@ def run_sweep(jobs: Sequence[SweptRun], num_gpus: int, launch: Launch) -> int:
             before = job.files
             launch(job.arguments)
             job.note_files(before)
-    except KeyboardInterrupt:
-        pass
+    except Interrupted as interrupted:
+        unfinished = 128 + interrupted.signum
     print(render_table(jobs))
-    return 0 if all(job.read_completed() is not None for job in jobs) else 1
+    return 0 if all(job.read_completed() is not None for job in jobs) else unfinished
 
 
-def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
-    """Return a function that starts the trainer through DeepSpeed's launcher, which prints only errors.
+def build_launch(trainer: Path, num_gpus: int, folder: Path) -> Launch:
+    """Return a function that starts the trainer through DeepSpeed's launcher, which prints only errors. From now on
+    signals are for its ranks, which save and exit, and it raises Interrupted then.
 
-    group: the name of the runs' group in Weights & Biases.
+    folder: that of all runs, whose name is that of their group in Weights & Biases.
     """
-    environment = {"WANDB_RUN_GROUP": group, **os.environ, SHARED_COMMAND: "true"}
+    os.environ.setdefault("WANDB_RUN_GROUP", folder.name)
+    os.environ[SHARED_COMMAND] = "true"
+    supervisor = Supervisor(folder, stuck_seconds=None)
 
     def launch(arguments: Sequence[str]) -> int:
         launcher = [
@@ -299,12 +313,10 @@ def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
             "--master_port",
             str(find_free_port()),
         ]
-        process = subprocess.Popen([*launcher, str(trainer), *arguments], env=environment)
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.wait()  # its ranks have received the signal too, and save
-            raise
+        code = 0 if supervisor.signum else supervisor.run([*launcher, str(trainer), *arguments])[0]
+        if supervisor.signum:  # also one that has come between two runs
+            raise Interrupted(supervisor.signum)
+        return code
 
     return launch
 

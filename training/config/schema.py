@@ -393,6 +393,7 @@ class RunConfig:
     early_stopping_threshold: float = zero_or_more()
     grace_seconds: float = positive()
     stuck_minutes: float | None = positive()
+    start_minutes: float | None = positive()
 
     precision: Precision = MISSING
     gradient_reduce_dtype: ReduceDtype = MISSING

@@ -39,6 +39,18 @@ class _RecordFile:
 
 
 _place: _RecordFile | None = None
+_listeners: list[Callable[[int, str], None]] = []
+
+
+def notify_of_end(listener: Callable[[int, str], None]) -> None:
+    """From now on, have `announce_end` call this with an exit code and a message."""
+    _listeners.append(listener)
+
+
+def announce_end(code: int, message: str) -> None:
+    """Tell the listeners why this rank is about to end. code, message: see `record_end`, which does this first."""
+    for listener in _listeners:
+        listener(code, message.strip())
 
 
 def record_end_in(file: Path, rank: int, claim: Claim | None = None) -> None:
@@ -64,6 +76,7 @@ def discard_earlier_end(file: Path) -> None:
 def record_end(code: int, message: str) -> None:
     """Write why this rank is about to end, unless another one has. code: its exit code, an `Ending` or 128 + N for
     signal N. message: what it has said. Callable from any thread."""
+    announce_end(code, message)
     if _place is None:
         return
     reason = Ending(code).name.lower() if code in set(Ending) else "signal"

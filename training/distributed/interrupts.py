@@ -132,6 +132,18 @@ def leave_on_signals(ranks: Ranks, notify: Callable[[], None] = lambda: None) ->
         listener.close()
 
 
+@contextmanager
+def noticing_signals() -> Iterator[threading.Event]:
+    """Within this context a signal only sets the event that is yielded: there is nothing left to save."""
+    noticed = threading.Event()
+    listener = SignalListener(lambda signum: noticed.set())
+    listener.start()
+    try:
+        yield noticed
+    finally:
+        listener.close()
+
+
 class Interrupts:
     """Receives requests from `start` to `close`. All ranks call `agree` after each step."""
 

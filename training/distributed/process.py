@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import math
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +27,7 @@ import console
 from models.layers.fused_kernels import find_triton_obstacle
 from training.distributed import host_share
 from training.distributed.ranks import Ranks
-from training.distributed.rendezvous import choose_init_method, explain_used_port
+from training.distributed.rendezvous import choose_init_method
 
 T = TypeVar("T")
 # A process that joins without a GPU builds and loads DeepSpeed's op for `inference_all_reduce`, which nothing here
@@ -41,6 +43,7 @@ _SILENCE = (
     "NCCL_P2P_DISABLE=1 (docs/errors.md, GPUs that never answer)"
 )
 
+_SECONDS_BETWEEN_TOUCHES = 5.0
 _OWN_TIMEOUT = "own_timeout"  # the description of a group whose timeout nobody changes
 
 
@@ -145,8 +148,7 @@ def join_process_group(timeout: timedelta | None = None) -> None:
     # A rank uses several communicators at once (stages, replicas, experts): only with this does NCCL (2.26 and later)
     # promise that kernels of different ones, launched in the same order on all ranks, do not wait for each other
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    with explain_used_port():
-        deepspeed.init_distributed(init_method=init_method, **({} if timeout is None else {"timeout": timeout}))
+    deepspeed.init_distributed(init_method=init_method, **({} if timeout is None else {"timeout": timeout}))
     with _hint_at_silence():
         dist.barrier()
 
@@ -184,8 +186,9 @@ def limit_collectives(timeout: timedelta) -> None:
 
 
 def leave_process_group() -> None:
-    """Destroy the process groups."""
-    comm.destroy_process_group()
+    """Destroy the process groups, if there are any."""
+    if dist.is_initialized():
+        comm.destroy_process_group()
 
 
 def broadcast_from_main(compute: Callable[[], T], ranks: Ranks) -> T:
@@ -228,6 +231,23 @@ def redirect_output_to_log(file: Path, ranks: Ranks) -> None:
         if isinstance(handler, logging.handlers.MemoryHandler):
             for record in handler.buffer:
                 root.handle(record)
+
+
+@contextmanager
+def touching(log: Path) -> Iterator[None]:
+    """Within this context, any progress of this process sets the time of its log file, every few seconds: work that
+    writes elsewhere is seen in the run's folder too, by `scripts/supervise.py`."""
+    last = -math.inf
+
+    def touch() -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= _SECONDS_BETWEEN_TOUCHES:
+            last = now
+            with suppress(OSError):
+                os.utime(log)
+
+    with console.listen_to_progress(touch):
+        yield
 
 
 class _WarningEcho(logging.Handler):

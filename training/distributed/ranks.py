@@ -21,7 +21,7 @@ from typing import NoReturn
 import console
 from errors import Ending, UserError, choose_ending, explain_refusal
 from masking import mask_text, print_exception
-from training.distributed.ending import record_end
+from training.distributed.ending import announce_end, record_end
 
 SECONDS_FOR_ANOTHER_TO_REPORT = 10
 _TRIED_PORTS = 50
@@ -157,6 +157,7 @@ def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = No
         if not reports or is_lost_peer(error):
             time.sleep(SECONDS_FOR_ANOTHER_TO_REPORT)
         if known is None and log is None:
+            announce_end(Ending.EXCEPTION, _describe_unexpected(error))
             raise
         if reports:
             where = f" (rank {ranks.rank})" if log is not None and ranks.world_size > 1 else ""

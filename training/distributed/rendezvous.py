@@ -21,16 +21,23 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from errors import UserError
 
 LOOPBACK = "127.0.0.1"
-_SCHEME = "loopback"
+_SCHEME = "ranks"
+_servers: list[dist.TCPStore] = []  # at most one: that of rank 0, until its process group has it
 
 
 def choose_init_method() -> str | None:
     """Return the `init_method` of the process group, and point MASTER_ADDR to the loopback where all ranks are on this
-    host; None: torch's own."""
-    if not _is_on_one_host() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    host; None: torch's own, with the store of torchrun."""
+    if is_kept_by_launcher():
         return None
-    os.environ["MASTER_ADDR"] = LOOPBACK
+    if _is_on_one_host():
+        os.environ["MASTER_ADDR"] = LOOPBACK
     return f"{_SCHEME}://"
+
+
+def is_kept_by_launcher() -> bool:
+    """Return whether the launcher keeps the store, as torchrun does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_on_one_host() -> bool:
@@ -40,16 +47,32 @@ def _is_on_one_host() -> bool:
     return local_size == environ["WORLD_SIZE"] or address == "localhost" or address.startswith("127.")
 
 
+def serve() -> None:
+    """Start the server on rank 0, before its process group; does nothing where there is one. Raises UserError where the
+    port is in use."""
+    if not _servers and not is_kept_by_launcher():
+        _servers.append(_start_server())
+
+
+def _start_server() -> dist.TCPStore:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with explain_used_port():
+        listener = socket.create_server((LOOPBACK, port)).detach() if _is_on_one_host() else None
+        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+
+
+def connect(timeout: timedelta) -> dist.TCPStore:
+    """Return a new connection to the store, once it is there. timeout: of this, and of each operation. Raises
+    RuntimeError."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)
+
+
 def _meet(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     if rank == 0:
-        listener = socket.create_server((LOOPBACK, port))
-        store = dist.TCPStore(
-            LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
-        )
-    else:
-        store = dist.TCPStore(LOOPBACK, port, world_size, is_master=False, timeout=timeout)
-    yield store, rank, world_size
+        serve()
+    yield _servers.pop() if rank == 0 else connect(timeout), rank, world_size
 
 
 register_rendezvous_handler(_SCHEME, _meet)

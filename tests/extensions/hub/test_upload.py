@@ -6,11 +6,13 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,10 @@ from extensions.hub.model_card import find_base, find_license, render_card
 from extensions.hub.upload import Repository, Uploader
 from training.checkpoint.run_folder import RunFolder
 from training.distributed.ranks import SINGLE_PROCESS
+from training.observability.loggers import IsolatedReporter
+from training.observability.metrics import Reporter
 from training.observability.run_page import read_history
+from training.summary import RunEnd
 
 ROOT = Path(__file__).resolve().parents[3]
 FACTS: dict[str, Any] = {
@@ -321,6 +326,42 @@ def test_a_rank_that_waits_for_an_upload_is_not_stuck(run_folder: RunFolder, mon
     with listen_to_progress(note):
         uploader.wait()
     assert len(signs) >= 2 and not uploader.is_busy
+
+
+def test_a_signal_ends_the_wait_for_an_upload_and_the_run_stays_finished(
+    run_folder: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It says how to upload later, and closes what else is open."""
+    from training.run import hand_over
+
+    started, may_end, closed = (threading.Event() for _ in range(3))
+
+    class Slow:
+        repo_id = "me/mine"
+
+        def upload(self, *arguments: object) -> str:
+            started.set()
+            assert may_end.wait(60)
+            return "somewhere"
+
+    class Tracker(Reporter):
+        def close(self) -> None:
+            closed.set()
+
+    def terminate() -> None:
+        assert started.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate).start()
+    loop: Any = SimpleNamespace(reporters=[IsolatedReporter("tracker", Tracker)])
+    end = RunEnd(3, 3, "the last step", exported=run_folder.export)
+    hand_over(loop, end, [Uploader(Slow(), run_folder)])  # type: ignore[arg-type]
+    may_end.set()
+    command = f"python -m extensions.hub {run_folder.path} --repo_id me/mine"
+    assert f"hub: step 3 is not uploaded, since a signal ends this run, which has finished. Later: {command}" in (
+        capfd.readouterr().err
+    )
+    assert closed.is_set() and not run_folder.ended.exists()
 
 
 @pytest.mark.full

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -229,3 +234,35 @@ def test_the_runs_start_in_order_and_end_in_a_table(tmp_path: Path, capsys: pyte
     started.clear()
     run_sweep(jobs, 2, launch)
     assert started == ["seed=2"]  # the others had finished
+
+
+# In place of DeepSpeed's launcher: ends at once when it gets a signal, and starts a rank that saves then.
+LAUNCHER = '''
+import os, subprocess, sys
+rank = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (open("saved", "a").write("1"), sys.exit(143)))
+open("starts", "a").write("1")
+time.sleep(300)
+"""
+sys.exit(subprocess.run([sys.executable, "-c", rank], env={**os.environ, "RANK": "0", "LOCAL_RANK": "0"}).returncode)
+'''
+
+
+def test_a_signal_lets_the_run_that_is_under_way_save_and_starts_no_other(tmp_path: Path) -> None:
+    launcher = tmp_path / "deepspeed" / "launcher"
+    launcher.mkdir(parents=True)
+    for folder in (launcher, launcher.parent):
+        (folder / "__init__.py").touch()
+    (launcher / "runner.py").write_text(LAUNCHER)
+    words = ("num_gpus=1", "-cn", "base", "model_name_or_path=m", "train_file=t", "output_dir=out", "seed=1,2")
+    command = [sys.executable, str(CONF.parent / "trainer_base_ds_mp.py"), "--multirun", *words]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    sweep = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "starts").exists():
+        assert sweep.poll() is None
+        time.sleep(0.05)
+    sweep.send_signal(signal.SIGTERM)
+    output, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 143 and "seed=2  failed" in output
+    assert (tmp_path / "starts").read_text() == (tmp_path / "saved").read_text() == "1"
