@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from errors import UserError
+from training.config.incompatible import CheckedConfig, check_together
 from training.config.schema import CheckpointMode, ContextParallelMode, RunConfig
-from training.config.validate import check_config
 from training.costs.hardware import Machine
 from training.distributed.topology import build_layout
 from training.pipeline.schedules import SCHEDULES
@@ -188,7 +188,7 @@ class Planner:
         stage has too much of what others, each of one chunk, have room for. Raises UserError where the run would."""
         values = tuple(getattr(keys, key) for key in VARIED)
         if values not in self.known:
-            check_config(keys, has_accelerator=True)
+            check_together(CheckedConfig(keys))  # the config of the search has passed all other checks
             model = self.models.get(Sharing.of(keys))
             target = Target(int(keys.world_size), True, self._machine, fills=False, is_planned=True)
             plan = plan_resolved(resolve_layout(model, keys, target), self._machine)
@@ -214,12 +214,12 @@ class Planner:
 
 def list_choices(planner: Planner, base: Candidate, is_too_slow: Callable[[Candidate], bool]) -> Iterator[Candidate]:
     """Yield a layout with more and more recomputation, until there is room or all that is left is too slow; with each
-    also the overrides that save memory. base: the layout with nothing recomputed."""
+    also the overrides that save memory; nothing where none of these makes it fit. base: the layout with nothing
+    recomputed."""
     if not base.plan.fits:  # most layouts of a large model never do, which this shows with few plans
-        keys = replace(base.keys, schedule=PLAIN)
-        most_saved = [each for choices in CHECKPOINTING[-2:] for each in _list_level(planner, keys, choices)]
+        plain_keys = replace(base.keys, schedule=PLAIN)
+        most_saved = (each for choices in CHECKPOINTING[-2:] for each in _list_level(planner, plain_keys, choices))
         if not any(candidate.plan.fits for candidate in most_saved):
-            yield from most_saved
             return
     for choices in CHECKPOINTING:
         level = _list_level(planner, base.keys, choices)

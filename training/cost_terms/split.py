@@ -17,18 +17,20 @@ from training.cost_terms.cost_term import Chunk, PlannedRun, Stage, list_stages
 from training.cost_terms.table import sum_memory, sum_pass_cost
 from training.costs.cost import LayerCost
 from training.distributed.topology import Layout
-from training.pipeline.partition import Fits
+from training.pipeline.partition import FindStop
 from training.pipeline.schedule import PassTimes
 
 
 def time_layers(costs: Sequence[LayerCost], run: PlannedRun) -> list[int]:
     """Return the nanoseconds of both passes through each layer alone, by which layers are balanced over stages."""
     last = len(costs) - 1
-    chunks = (
-        Chunk(run, 0, index, range(index, index + 1), [cost], has_loss=index == last)
-        for index, cost in enumerate(costs)
-    )
-    return [round(sum(_time(chunk))) for chunk in chunks]
+
+    @cache  # layers that cost the same, between the first and the last, take as long
+    def time_layer(cost: LayerCost, index: int) -> int:
+        chunk = Chunk(run, 0, index, range(index, index + 1), [cost], has_loss=index == last)
+        return round(sum(_time(chunk)))
+
+    return [time_layer(cost, min(index, 1) if index < last else last) for index, cost in enumerate(costs)]
 
 
 def set_times(layout: Layout, costs: Sequence[LayerCost], bounds: Sequence[int], run: PlannedRun) -> Layout:
@@ -43,12 +45,12 @@ def _time(chunk: Chunk) -> PassTimes:
     return PassTimes(*(round(1e9 * seconds) for seconds in (cost.forward_seconds, backward - deferred, deferred)))
 
 
-def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
-    """Return the function that says whether a stage fits a GPU. costs: of all layers, for one micro-batch.
+def build_find_stop(costs: Sequence[LayerCost], run: PlannedRun) -> FindStop:
+    """Return the function that says which layers of a stage fit a GPU. costs: of all layers, for one micro-batch.
 
-    A range of layers that fits does so without its last ones, so a stage's longest range is found by halving, where it
-    is not as long as the one found before. A stage of so many layers that cost the same is counted once, wherever it
-    starts.
+    A range of layers that fits does so without its last ones, so a stage's longest range is found by doubling and then
+    halving, where it is not as long as the one found before. A stage of so many layers that cost the same is counted
+    once, wherever it starts.
     """
     last_stage = run.layout.num_stages - 1
     known: dict[tuple[Any, ...], bool] = {}
@@ -72,12 +74,12 @@ def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
         for stop in (as_long, as_long + 1):
             if low < stop <= high:
                 low, high = (stop, high) if holds(stage_id, start, stop) else (low, stop - 1)
-        stops = range(low + 1, high + 1)
+        step = 1
+        while low + step <= high and holds(stage_id, start, low + step):  # from short ranges on, which count fastest
+            low, step = low + step, 2 * step
+        stops = range(low + 1, min(low + step, high + 1))
         found = low + bisect_left(stops, True, key=lambda stop: not holds(stage_id, start, stop))
         lengths[stage_id] = found - start
         return found
 
-    def fits(stage_id: int, start: int, stop: int) -> bool:
-        return stop <= find_stop(stage_id, start)
-
-    return fits
+    return find_stop

@@ -7,6 +7,7 @@ A split is given by its bounds, P x V + 1 layer indices of V chunks per stage: c
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -21,7 +22,8 @@ from models.architecture.alike import map_alike
 from models.layers.layer import Layer
 from training.pipeline.schedule import OneForwardOneBackward, Schedule
 
-Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop
+# Where the longest range of layers that stage s can hold from `start` on stops; `start` where it can hold none
+FindStop = Callable[[int, int], int]
 ALIKE = 1.05  # times the heaviest stage is as good: the times of layers are not known more precisely
 METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers per stage"
 
@@ -46,17 +48,17 @@ def split_layers(
     num_stages: int,
     method: Any,
     *,
-    fits: Fits | None = None,
+    find_stop: FindStop | None = None,
     schedule: Schedule | None = None,
     tail: int = 1,
     joined: Collection[int] = (),
 ) -> list[int]:
     """Return the bounds of the split that `partition_method` names.
 
-    weights: as `weigh_layers` returns them. fits: what `balanced` respects, where some split can and a stage is one
-    chunk. schedule: says which chunks a stage has; None for one. tail: how many of the last layers have to be in one
-    chunk. joined: the layers that have to be in one chunk with the one before them. Raises UserError for a list that
-    does not add up, or that cuts the tail or before a joined layer.
+    weights: as `weigh_layers` returns them. find_stop: what `balanced` respects, where some split can and a stage is
+    one chunk. schedule: says which chunks a stage has; None for one. tail: how many of the last layers have to be in
+    one chunk. joined: the layers that have to be in one chunk with the one before them. Raises UserError for a list
+    that does not add up, or that cuts the tail or before a joined layer.
     """
     num_layers = len(weights)
     starts = [index for index in range(num_layers - tail + 1) if index not in joined]  # of what can be a chunk
@@ -80,28 +82,28 @@ def split_layers(
     if schedule is not None and schedule.num_chunks > 1:
         alike = replace(schedule, num_micro_batches=schedule.num_stages)  # on which the split does not depend
         found = list(_balance_chunks(tuple(whole), alike))
-    elif fits is None or method != "balanced":
+    elif find_stop is None or method != "balanced":
         found = _balance_within(whole, num_stages, None, schedule if method == "balanced" else None)
     else:
         found = _balance_within(
-            whole, num_stages, lambda stage, start, stop: fits(stage, edges[start], edges[stop]), schedule
+            whole, num_stages, lambda stage, start: bisect_right(edges, find_stop(stage, edges[start])) - 1, schedule
         )
     return [edges[bound] for bound in found]
 
 
 def balance(
-    weights: Sequence[int], num_stages: int, fits: Fits | None = None, schedule: Schedule | None = None
+    weights: Sequence[int], num_stages: int, find_stop: FindStop | None = None, schedule: Schedule | None = None
 ) -> list[int] | None:
     """Return the contiguous split with the least maximal weight, no stage empty; among those, the one with the least
     sum of squares.
 
-    fits: only splits all of whose stages fit are considered. schedule: where it is 1F1B, a heaviest stage within
+    find_stop: only splits whose stages all fit are considered. schedule: where it is 1F1B, a heaviest stage within
     `ALIKE` of the least is as good, and of these splits the one with the shortest step is taken first. Returns None
     when there is no such split. Exact, by dynamic programming over (stages, layers): O(P * L^2).
     """
     prefix = np.cumsum([0.0, *weights])
     own = prefix[None, :] - prefix[:, None]  # weight of the layers from a row's to before a column's [L+1, L+1]
-    allowed = _list_allowed(len(weights), num_stages, fits)
+    allowed = _list_allowed(len(weights), num_stages, find_stop)
     found = _best_split([np.where(each, own, np.inf) for each in allowed], np.maximum)
     if found is None:
         return None
@@ -145,27 +147,26 @@ def _balance_chunks(weights: tuple[int, ...], schedule: Schedule) -> list[int]:
 
 
 def _balance_within(
-    weights: Sequence[int], num_stages: int, fits: Fits | None, schedule: Schedule | None = None
+    weights: Sequence[int], num_stages: int, find_stop: FindStop | None, schedule: Schedule | None = None
 ) -> list[int]:
-    """`balance` under `fits`, or without it where no split fits: then the plan reports what is missing."""
+    """`balance` under `find_stop`, or without it where no split fits: then the plan reports what is missing."""
     bounds = list(_balance_evenly(tuple(weights), num_stages, schedule))
-    if fits is None or all(fits(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))):
+    if find_stop is None or all(bounds[stage + 1] <= find_stop(stage, bounds[stage]) for stage in range(num_stages)):
         return bounds
-    return balance(weights, num_stages, fits, schedule) or bounds
+    return balance(weights, num_stages, find_stop, schedule) or bounds
 
 
-def _list_allowed(num_layers: int, num_stages: int, fits: Fits | None) -> list[Any]:
+def _list_allowed(num_layers: int, num_stages: int, find_stop: FindStop | None) -> list[Any]:
     """Return of each stage whether it can hold the layers from a row's to before a column's [L+1, L+1]."""
     is_stage = np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=bool), 1)
-    if fits is None:
+    if find_stop is None:
         return [is_stage] * num_stages
-    listed, starts = [], np.arange(num_layers + 1) == 0
+    listed, numbers = [], np.arange(num_layers + 1)
+    starts = numbers == 0
     for stage in range(num_stages):
-        allowed = is_stage & starts[:, None]
-        for start, stop in np.argwhere(allowed).tolist():
-            allowed[start, stop] = fits(stage, start, stop)
-        listed.append(allowed)
-        starts = allowed.any(axis=0)
+        stops = [find_stop(stage, start) if starts[start] else 0 for start in range(num_layers)]
+        listed.append(is_stage & (numbers <= np.array([*stops, 0])[:, None]))
+        starts = listed[-1].any(axis=0)
     return listed
 
 
@@ -208,9 +209,13 @@ def balance_chunks(weights: Sequence[int], schedule: Schedule) -> list[int]:
 
     def find_best(splits: Any) -> int:
         chunks = np.diff(prefix[splits])  # [K, P x V] of K splits
-        stages = chunks[:, held].sum(axis=2)  # [K, P]
-        judged = np.hstack([-np.sort(-stages), -np.sort(-chunks / shares)])
-        return int(np.lexsort(judged.T[::-1])[0])  # of those that are as good the first
+        left = np.arange(len(splits))
+        for weights in (chunks[:, held].sum(axis=2), chunks / shares):  # [K, P], [K, P x V]
+            heaviest = -np.sort(-weights[left])
+            while len(left) > 1 and heaviest.shape[1] > 0:
+                least = heaviest[:, 0] == heaviest[:, 0].min()
+                left, heaviest = left[least], heaviest[least, 1:]
+        return int(left[0])  # of those that are as good the first
 
     best = np.array(_balance_within(weights, num_chunks, None))
     while True:

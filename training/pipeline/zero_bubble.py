@@ -116,7 +116,14 @@ class Order(NamedTuple):
 
 @cache
 def find_order(num_stages: int, num_micro_batches: int, times: tuple[PassTimes, ...], limit: int) -> Order:
-    """Return the best order that the rules give. times: of each chunk [2 P]. limit: micro-batches in flight."""
+    """Return the best order that the rules give. times: of each chunk [2 P]. limit: micro-batches in flight.
+
+    No order is better than one in which a rank waits for nothing but its first input; then no further rules are tried.
+    """
+    chunks = [(stage, 2 * num_stages - 1 - stage) for stage in range(num_stages)]
+    work = (num_micro_batches * sum(sum(times[chunk]) for chunk in each) for each in chunks)
+    entering = itertools.accumulate((each.forward for each in times[: num_stages - 1]), initial=0)
+    least = max(map(sum, zip(entering, work, strict=True)))
     tried = (
         _Rules(num_stages, num_micro_batches, times, limit * CHUNKS, gap=gap, preference=preference, reserve=reserve)
         for gap, preference, reserve in itertools.product(_GAPS, _PREFERENCES, _RESERVES)
@@ -124,6 +131,8 @@ def find_order(num_stages: int, num_micro_batches: int, times: tuple[PassTimes, 
     )
     best: Order | None = None
     for rules in tried:
+        if best is not None and best.seconds <= least:
+            break
         order = _arrange(rules, math.inf if best is None else best.seconds)
         if order is not None and (best is None or order.seconds < best.seconds):
             best = order

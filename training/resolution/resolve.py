@@ -40,7 +40,7 @@ from training.config.validate import check_config
 from training.cost_terms import table
 from training.cost_terms.activations import time_remade
 from training.cost_terms.cost_term import PlannedRun, list_stages
-from training.cost_terms.split import build_fits, set_times, time_layers
+from training.cost_terms.split import build_find_stop, set_times, time_layers
 from training.costs.cost import LayerCost
 from training.costs.hardware import ANY_CPU, Machine, complete_hardware
 from training.distributed.topology import Layout, build_layout
@@ -235,7 +235,9 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
         time_layers(costs, run) if method == "balanced" else weigh_layers(model.layers, method),
         layout.num_stages,
         method,
-        fits=build_fits(costs, replace(run, hardware=target.machine)) if target.machine and target.fills else None,
+        find_stop=build_find_stop(costs, replace(run, hardware=target.machine))
+        if target.machine and target.fills
+        else None,
         schedule=None if config.evaluate_only and layout.num_chunks == 1 else build_schedule(layout),
         tail=count_tail(model.layers),
         joined=model.joined,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -33,9 +34,14 @@ from extensions.search.space import (
 from training.config import incompatible
 from training.config.incompatible import INCOMPATIBLE, CheckedConfig, Feature, Pair, check_together
 from training.config.schema import RunConfig, to_typed
+from training.costs.cost import LayerCost, MicroBatchShape, count_layers
 from training.costs.hardware import GIB
-from training.plan_command.run import build_plan, plan_run
+from training.distributed.topology import build_layout
+from training.plan_command.run import build_plan, plan_run, resolve_planned
 from training.planner.advice import SAVING, UNUSED
+from training.resolution import counts
+from training.resolution.counts import FAR
+from training.resolution.resolve import ResolvedModel
 
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
 NEARLY = (
@@ -132,6 +138,60 @@ def test_nothing_that_fits_is_faster(memory: float, monkeypatch: pytest.MonkeyPa
     faster = [(key, seconds) for key, seconds in fitting if seconds < found[-1].plan.step_seconds]
     assert len(fitting) > len(found) == SHOWN and faster
     assert all(listed[key] <= seconds * (1 + 1e-9) for key, seconds in faster)
+
+
+def count_sizes(config: RunConfig, model: ResolvedModel, sizes: Sequence[int]) -> list[Sequence[LayerCost]]:
+    """The costs of the layers at micro-batches of these sizes, asked for in this order."""
+    layout = build_layout(config, int(config.world_size), model.num_units, has_accelerator=True)
+    layouts = (replace(layout, micro_batch_size=size) for size in sizes)
+    return [model.counts.count_costs(each, config.max_seq_length) for each in layouts]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each micro-batch that layers have run with."""
+    rows: list[int] = []
+
+    def count(layers: Any, config: Any, batch: MicroBatchShape, **keys: Any) -> list[LayerCost]:
+        rows.append(batch.rows)
+        return count_layers(layers, config, batch, **keys)
+
+    monkeypatch.setattr(counts, "count_layers", count)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("keys", "ran"),
+    [
+        (("model=llama_tiny",), [1, 2, FAR]),
+        (("model=llama_tiny", "tensor_parallel_size=2", "sequence_parallel=true"), [1, 2, FAR, 4]),  # copies no one row
+        (("model=llama_tiny", "adapter=lora", "attn_implementation=eager"), [1, 2, FAR, 4]),  # another peak
+        (("model=llama_tiny", "adapter=lora", "adapter.load_in_4bit=true", "compile=true"), [1, 2, FAR]),
+        (("model=mixtral_8x7b", "model.num_hidden_layers=1", "expert_parallel_size=2"), [1, 2, FAR]),
+    ],
+    ids=str,
+)
+def test_layers_run_at_few_sizes_and_the_others_are_exact(
+    keys: tuple[str, ...], ran: list[int], runs: list[int]
+) -> None:
+    config, sizes = build("world_size=2", "num_stages=1", *keys), [1, 2, 4, 8, 64]
+    found = count_sizes(config, resolve_planned(config), sizes)
+    assert runs == ran
+    assert found == [count_sizes(config, resolve_planned(config), [size])[0] for size in sizes]
+    assert runs == [*ran, *sizes]
+
+
+def test_layers_whose_costs_are_on_no_line_run_at_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kink that the sizes before it do not show: the far one does."""
+
+    def count(layers: Any, config: Any, batch: MicroBatchShape, **keys: Any) -> list[LayerCost]:
+        costs = count_layers(layers, config, batch, **keys)
+        return [replace(cost, bytes=replace(cost.bytes, widest=max(1, batch.rows - 8))) for cost in costs]
+
+    monkeypatch.setattr(counts, "count_layers", count)
+    config = build("world_size=1", "num_stages=1", "model=llama_tiny")
+    found = count_sizes(config, resolve_planned(config), [1, 2, 4, 8, 16])
+    assert [costs[1].bytes.widest for costs in found] == [1, 1, 1, 1, 8]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

@@ -13,7 +13,7 @@ from support.configs import build_config
 from training.config.schema import Device
 from training.cost_terms import table
 from training.cost_terms.cost_term import Kept, Memory, PassCost, PlannedRun, Stage, StepCost, list_stages
-from training.cost_terms.split import build_fits
+from training.cost_terms.split import build_find_stop
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.links import Sent
@@ -108,12 +108,12 @@ def test_its_bytes_are_in_the_fit_check(monkeypatch: pytest.MonkeyPatch) -> None
     """A GPU that holds two layers a stage, but with the term no longer those of the first stage."""
     run = describe_run()
     run = replace(run, hardware=replace(GPU, memory=(PLAIN.fullest.memory.peak + GIB) / GIB))
-    assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [True, True]
-    assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) == [0, 2, 4]
+    assert all(build_find_stop([LAYER] * 4, run)(stage, 0) >= 2 for stage in (0, 1))
+    assert balance([1] * 4, 2, build_find_stop([LAYER] * 4, run)) == [0, 2, 4]
     add_dummy(monkeypatch)
     run = replace(run)  # which keeps what it has summed
-    assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [False, True]
-    assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) is None
+    assert [build_find_stop([LAYER] * 4, run)(stage, 0) >= 2 for stage in (0, 1)] == [False, True]
+    assert balance([1] * 4, 2, build_find_stop([LAYER] * 4, run)) is None
     assert not replace(plan(), run=run).fits
 
 
@@ -165,13 +165,13 @@ def test_the_fit_check_finds_what_each_range_of_layers_takes(interval: int) -> N
         return table.sum_memory(Stage(run, stage, costs, [range(start, stop)])).peak
 
     run = replace(run, hardware=replace(GPU, memory=measure(1, 4, 7) / GIB))
-    fits = build_fits(costs, run)
+    find_stop = build_find_stop(costs, run)
     ranges = [(0, 0, stop) for stop in range(1, 10)]
     ranges += [
         (stage, start, stop) for stage in (1, 2) for start in range(1, 9) for stop in range(start + 1, 9 + stage)
     ]
     ranges += [(3, start, 12) for start in range(3, 12)]
-    found = [fits(*each) for each in ranges]
+    found = [stop <= find_stop(stage, start) for stage, start, stop in ranges]
     assert found == [measure(*each) <= run.hardware.usable_bytes for each in ranges]
     assert True in found and False in found
 

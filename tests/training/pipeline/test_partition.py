@@ -75,7 +75,11 @@ def balance_under_cap(layers: list[tuple[int, int]], most_stages: int, cap: int)
         for cut in list_cuts(weights, num_stages)
         if all(fits(stage, *bounds) for stage, bounds in enumerate(itertools.pairwise(cut)))
     ]
-    bounds = balance(weights, num_stages, fits)
+
+    def find_stop(stage: int, start: int) -> int:
+        return max(stop for stop in range(start, len(weights) + 1) if stop == start or fits(stage, start, stop))
+
+    bounds = balance(weights, num_stages, find_stop)
     if bounds is None:
         assert not fitting
         return "none"
@@ -202,14 +206,14 @@ def test_a_tail_stays_in_one_chunk() -> None:
         bounds = split_layers(weights, num_stages, "balanced", tail=3)
         assert bounds[-1] == len(weights) and bounds[-2] <= len(weights) - 3
     assert split_layers(weights, 2, "balanced", tail=3) == [0, 4, 9]
-    asked: list[tuple[int, int, int]] = []
+    asked: list[tuple[int, int]] = []
 
-    def fits_all(stage: int, start: int, stop: int) -> bool:
-        asked.append((stage, start, stop))
-        return True
+    def find_stop(stage: int, start: int) -> int:
+        asked.append((stage, start))
+        return 9
 
-    assert split_layers(weights, 2, "balanced", tail=3, fits=fits_all) == [0, 4, 9]
-    assert (1, 4, 9) in asked
+    assert split_layers(weights, 2, "balanced", tail=3, find_stop=find_stop) == [0, 4, 9]
+    assert (1, 4) in asked
 
 
 def test_a_list_that_cuts_the_tail_is_refused() -> None:

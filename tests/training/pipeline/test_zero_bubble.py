@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from errors import UserError
 from training.costs.simulation import simulate
+from training.pipeline import zero_bubble
 from training.pipeline.partition import balance_chunks
 from training.pipeline.schedule import EVEN, PassTimes, Unit, UnitKind
 from training.pipeline.zero_bubble import ZeroBubble, default_max_in_flight
@@ -87,6 +88,21 @@ def test_more_memory_is_no_slower() -> None:
     times = (PassTimes(1.0, 1.3, 0.8),) * 8
     seconds = [1 - ZeroBubble(4, 16, max_in_flight=limit, pass_times=times).bubble_share for limit in (1, 2, 3, 4, 5)]
     assert seconds == sorted(seconds) and seconds[0] < 0.6 < 0.9 < seconds[-1]
+
+
+def test_no_rules_are_tried_after_an_order_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which the last rank waits for its first input, and for nothing else."""
+    tried, arrange = list[object](), zero_bubble._arrange
+
+    def count(rules: zero_bubble._Rules, most: float) -> zero_bubble.Order | None:
+        tried.append(rules)
+        return arrange(rules, most)
+
+    monkeypatch.setattr(zero_bubble, "_arrange", count)
+    even, uneven = (PassTimes(11, 11, 11),) * 8, (PassTimes(11, 14, 9),) * 7 + (PassTimes(15, 20, 11),)
+    assert zero_bubble.find_order(4, 16, even, 5).seconds == 3 * 11 + 16 * 2 * 33 and len(tried) == 1
+    zero_bubble.find_order(4, 6, uneven, 5)
+    assert len(tried) == 1 + 30
 
 
 @pytest.mark.parametrize(
