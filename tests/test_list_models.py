@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import list_models  # noqa: E402
 
 TABLE = list_models.read_table(list_models.PAGE.read_text())
-SAMPLE = ("axk2", "bloom", "deepseek_v32", "falcon", "granite", "llama", "opt")
+SAMPLE = ("axk2", "bloom", "deepseek_v32", "falcon", "granite", "llama", "minimax_m3_vl_text", "opt")
 RUN = ("gemma4_text", "opt")
 PLANNED = ("falcon", "gemma4_text", "mixtral", "nanochat")
 TRAINED = [name for name, (how, *_) in TABLE.items() if how in ("file", "generic")]

@@ -45,7 +45,7 @@ from training.planner.plan import StagePlan
 
 DECODER = LayerCost(
     name="decoder",
-    parameters=Parameters(held=1, trained=1, active=1, largest_trained=1),
+    parameters=Parameters(held=1, trained=1, active=1, largest_trained=1, largest_made=1),
     work=Work(forward_flops=1.0, attention_width=1),
     bytes=Bytes(saved=10**9, output=1),
 )
@@ -91,7 +91,7 @@ def test_layers_keep_what_their_kernels_keep(rows: list[PublishedRun]) -> None:
 
     def saved(run: PublishedRun) -> int:
         decoder, head = adjust_costs(replace(run, loss=""), [DECODER, HEAD], GPU)
-        assert head is HEAD
+        assert head == HEAD
         return DECODER.bytes.saved - decoder.bytes.saved
 
     assert saved(run) == 0
@@ -188,12 +188,12 @@ def test_gradients_on_their_way_are_not_there_at_the_peak_of_the_loss(rows: list
         replace(
             DECODER,
             bytes=replace(DECODER.bytes, output=50, widest=70),
-            parameters=replace(DECODER.parameters, largest_trained=30),
+            parameters=replace(DECODER.parameters, largest_made=36),
         ),
         replace(
             HEAD,
             bytes=replace(HEAD.bytes, output=50, widest=10**9),
-            parameters=replace(HEAD.parameters, largest_trained=36),
+            parameters=replace(HEAD.parameters, largest_made=10**9),
         ),
     ]
     assert count_gradients_in_pass(run, layers) == 2 * 2 * 50 + 2 * 36  # a block works on the parts of both ranks
@@ -209,7 +209,7 @@ def test_a_loss_counts_as_far_as_it_exceeds_the_gradients_on_their_way(rows: lis
         replace(
             DECODER,
             bytes=replace(DECODER.bytes, output=50, widest=70_000),
-            parameters=replace(DECODER.parameters, largest_trained=30),
+            parameters=replace(DECODER.parameters, largest_made=30),
         )
     ] * 2
     memory = Memory(weights=8, gradients=4, activations=16, buffers=10**6)

@@ -80,7 +80,7 @@ def build_stage(run: Run, trains: bool = True, resident: Resident | None = None)
         routers=setup.routers,
         neftune_noise_alpha=config.neftune_noise_alpha,
         weight_sharding=_choose_weight_sharding(config) if trains else None,
-        sums_in_fp32=trains and config.precision is Precision.bf16 and not config.shards_gradients,
+        sums_in_fp32=trains and config.sums_in_fp32,
     )
     head = None if resident is None else resident.head
     last = LastStage(setup.architecture, stage_ranks.parallel, stage_ranks.sequence_part, head)

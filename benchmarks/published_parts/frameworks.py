@@ -94,6 +94,8 @@ def adjust_costs(run: PublishedRun, costs: Sequence[LayerCost], machine: Machine
         excess += (SCORES_HERE.get(run.family, FUSED_SCORES) - FUSED_SCORES) * run.heads * run.seq / run.tp
 
     def adjust(cost: LayerCost) -> LayerCost:
+        # Whether a system adds gradients to their sums as it computes them is not known of most: autograd makes them
+        cost = replace(cost, parameters=replace(cost.parameters, largest_made=cost.parameters.largest_trained))
         if cost.work.regathers and "gathered" in run.keeps.split():
             cost = replace(cost, work=replace(cost.work, regathers=0))
         if not cost.work.attention_width:
@@ -276,8 +278,8 @@ def count_gradients_in_pass(run: PublishedRun, layers: Sequence[LayerCost]) -> i
     assert run.tp is not None
     parts = run.tp if run.sequence_parallel else 1  # a block works on those of all ranks
     widest = max((layer.bytes.widest for layer in layers[:-1]), default=0)
-    new = max((4 if run.precision == "fp32" else 2) * layer.parameters.largest_trained for layer in layers)
-    return 2 * parts * layers[0].bytes.output + max(widest, new)
+    largest = max((layer.parameters.largest_made for layer in layers[:-1]), default=0)
+    return 2 * parts * layers[0].bytes.output + max(widest, (4 if run.precision == "fp32" else 2) * largest)
 
 
 def shard_weights(run: PublishedRun, memory: Memory, costs: Sequence[LayerCost]) -> Memory:

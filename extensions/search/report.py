@@ -22,12 +22,13 @@ def render_search(
     words: Sequence[str],
     width: int | None = None,
     total_steps: int | None = None,
+    scored_rows: int = 0,
 ) -> str:
     """Return the table of the best layouts, where the price of a GPU is known with that of the run, or of a billion
     tokens; how many the plan cannot distinguish from the first; and the command that trains with the first.
 
     words: the arguments of the search's own command. width: as in `render_rows`. total_steps: of the run; None where
-    not known. Raises UserError when none fits.
+    not known. scored_rows: those that go forward once before training. Raises UserError when none fits.
     """
     first, *others = candidates
     require_fit(first)
@@ -37,7 +38,7 @@ def render_search(
         [
             f"the fastest layouts that fit {run.layout.world_size} x {run.hardware.name}, as predicted:",
             "",
-            *_render_table(candidates, total_steps, width),
+            *_render_table(candidates, total_steps, scored_rows, width),
             "",
             _render_margin(f"the first: {near or 'none'} of these"),
             "",
@@ -52,6 +53,7 @@ def render_sizes(
     words: Sequence[str],
     width: int | None = None,
     total_steps: int | None = None,
+    scored_rows: int = 0,
 ) -> str:
     """Return the table of the best layout of each number of GPUs; which of them is fastest, which cheapest, and which
     needs the fewest GPUs, each with its command; and which the plan cannot distinguish from those. found: by
@@ -75,7 +77,7 @@ def render_sizes(
 
     choices = list[str]()
     for size in dict.fromkeys(roles.values()):
-        costs = (f", {name} {cost}" for name, cost in _price(best[size].plan, total_steps).items())
+        costs = (f", {name} {cost}" for name, cost in _price(best[size].plan, total_steps, scored_rows).items())
         choices += [
             "",
             f"{', '.join(role for role, holder in roles.items() if holder == size)}: {size} GPU{'s' * (size > 1)}, "
@@ -88,7 +90,7 @@ def render_sizes(
         [
             f"the fastest layout of each number of {name}, as predicted:",
             "",
-            *_render_table(list(best.values()), total_steps, width, {"world_size": list(map(str, best))}),
+            *_render_table(list(best.values()), total_steps, scored_rows, width, {"world_size": list(map(str, best))}),
             "",
             *(f"nothing fits {size} x {name}: {_describe_lack(found[size])}" for size in found if size not in best),
             _render_margin(near),
@@ -98,7 +100,11 @@ def render_sizes(
 
 
 def render_other_updates(
-    best: Mapping[str, Candidate], fastest: Candidate, width: int | None = None, total_steps: int | None = None
+    best: Mapping[str, Candidate],
+    fastest: Candidate,
+    width: int | None = None,
+    total_steps: int | None = None,
+    scored_rows: int = 0,
 ) -> str:
     """Return the table of the fastest layout with each change of the update, and which of these the plan cannot
     distinguish from the run's own. best: by overrides. fastest: of the run. Otherwise as `render_search`."""
@@ -109,7 +115,7 @@ def render_other_updates(
             "",
             "other updates, whose numbers are not those of this run; the fastest layout with each, as predicted:",
             "",
-            *_render_table(list(best.values()), total_steps, width, {"": list(best)}),
+            *_render_table(list(best.values()), total_steps, scored_rows, width, {"": list(best)}),
             "",
             _render_margin(f"the run's own fastest: {', '.join(near) or 'none of these'}"),
         ]
@@ -147,16 +153,21 @@ def _render_margin(near: str) -> str:
     return f"a plan cannot tell apart what differs by less than {MARGIN:.0%}; so near to {near}"
 
 
-def _price(plan: Plan, total_steps: int | None) -> dict[str, str]:
-    """Return the price of the run, or of a billion tokens where its steps are not known, by name; empty without one."""
-    name, tokens = ("1B tokens cost", 1e9) if total_steps is None else ("run costs", total_steps * plan.tokens_per_step)
-    price = plan.price(tokens / plan.tokens_per_second)
+def _price(plan: Plan, total_steps: int | None, scored_rows: int) -> dict[str, str]:
+    """Return the price of the run with its forward pass before training, or of a billion tokens where its steps are not
+    known, by name; empty without one."""
+    name, seconds = "1B tokens cost", 1e9 / plan.tokens_per_second
+    if total_steps is not None:
+        earlier = plan.time_forward(scored_rows) if scored_rows else 0.0
+        name, seconds = "run costs", total_steps * plan.step_seconds + earlier
+    price = plan.price(seconds)
     return {} if price is None else {name: render_cost(price)}
 
 
 def _render_table(
     candidates: Sequence[Candidate],
     total_steps: int | None,
+    scored_rows: int,
     width: int | None,
     first: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[str]:
@@ -164,7 +175,7 @@ def _render_table(
     names, and what the plan predicts. first: the first columns, by name."""
     changed = {key for candidate in candidates for key in candidate.changed}
     keys = [key for key in VARIED if key in changed and key not in _OF_THE_BATCH]
-    prices = [_price(candidate.plan, total_steps) for candidate in candidates]
+    prices = [_price(candidate.plan, total_steps, scored_rows) for candidate in candidates]
     columns: dict[str, Sequence[str]] = {
         **first,
         **{key: [render_value(getattr(candidate.keys, key)) for candidate in candidates] for key in keys},

@@ -15,7 +15,7 @@ from extensions.search.space import Candidate, SharedModels
 from models.adapters.options import AdapterName
 from training.config.schema import RunConfig
 from training.costs.hardware import Machine, complete_hardware
-from training.inputs.estimates import count_steps, estimate_steps
+from training.inputs.estimates import count_steps, estimate_scored, estimate_steps
 from training.plan_command.run import (
     check_world_size,
     describe_model,
@@ -51,30 +51,37 @@ def search(config: RunConfig, width: int | None) -> Iterator[str]:
     machine, models = machines[0], SharedModels(config, model)
     searched = [search_plans(each, models, its) for each, its in zip(configs, machines, strict=True)]
     found, nearest = searched[0], searched[0][0]
-    total, _ = estimate_steps(config, nearest.plan.layout.global_batch_size, model.architecture)
-    steps = count_steps(config, total)
+    batch_size = nearest.plan.layout.global_batch_size
+    total, _ = estimate_steps(config, batch_size, model.architecture)
+    scored = estimate_scored(config, batch_size, model.architecture) if model.objective.scored else None
+    known = count_steps(config, total), scored or 0
     if len(configs) > 1:
         best = {int(each.world_size): first for each, (first, *_) in zip(configs, searched)}
-        yield render_sizes(best, sys.argv[1:], width, steps)
+        yield render_sizes(best, sys.argv[1:], width, *known)
         return
     if not nearest.plan.fits:
-        require_fit(nearest, advise(nearest.plan, model.layers, partial(plan_config, machine=machine)))
-    yield render_search(found, sys.argv[1:], width, steps)
-    if others := _try_other_updates(config, models, machine, found):
-        yield render_other_updates(others, nearest, width, steps)
+        require_fit(nearest, advise(nearest.keys, nearest.plan, model.layers, partial(plan_config, machine=machine)))
+    yield render_search(found, sys.argv[1:], width, *known)
+    if others := try_other_updates(config, models, machine, found):
+        yield render_other_updates(others, nearest, width, *known)
 
 
-def _try_other_updates(
+def try_other_updates(
     config: RunConfig, models: SharedModels, machine: Machine, found: Sequence[Candidate]
 ) -> dict[str, Candidate]:
-    """Return the fastest layout with each change of the update, by its overrides; shared as the best few are."""
+    """Return the fastest layout with each change of the update, by its overrides; shared as the best few are, or
+    without tensor parallelism where the run would refuse it."""
     among = list(dict.fromkeys(candidate.sharing for candidate in found[:SHARED_AS] if candidate.plan.fits))
+    whole = [sharing._replace(tensor_parallel_size=1, sequence_parallel=False) for sharing in among]
     best = {}
     for overrides, changed in list_other_updates(config):
         with suppress(UserError):
             check_keys(changed, has_accelerator=True)
             own = models if changed.adapter == config.adapter else SharedModels(changed, resolve_planned(changed))
-            nearest, *_ = search_plans(changed, own, machine, most=1, among=among)
+            try:
+                nearest, *_ = search_plans(changed, own, machine, most=1, among=among)
+            except UserError:  # weights in 4 bits are in no shards
+                nearest, *_ = search_plans(changed, own, machine, most=1, among=list(dict.fromkeys(whole)))
             if nearest.plan.fits:
                 best[overrides] = nearest
     return best

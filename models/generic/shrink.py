@@ -32,7 +32,7 @@ _SIZES: dict[str, int] = {
     r"intermediate_size.*|.*_ffn_dim|ffn_(dim|hidden_size)|feed_forward_size|n_inner|d_inner|dff|dim_ff": 64,
     r".*intermediate_size": 64,
     r"sliding_window(_size)?|.*window_size|local_attention": 6,
-    r"attention_chunk_size|floor_scale|log_scaling_n_floor|.*chunk_size|block_size": 8,
+    r"attention_chunk_size|floor_scale|log_scaling_n_floor|.*chunk_size|(index_)?block_size": 8,
     r"vocab_size.*|.*_vocab_size|n_token|n_words|unpadded_vocab_size": _VOCAB,
     r"kv_lora_rank|.*_rank|.*_lowrank": 16,
     r"q_lora_rank": 24,

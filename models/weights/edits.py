@@ -64,6 +64,15 @@ class Edit:
         """Return a layer after the edit with the names that its tensors have before it."""
         return layer
 
+    def count_held(self, edited: EditedWeights, index: int, layer: Layer) -> int:
+        """Return the bytes of `WeightSource.count_held`: the limit of what was before, since an edit copies at most the
+        tensors of a layer."""
+        named = edited.name_before(layer)
+        for number, own in enumerate(edited.layers_before):
+            if own.hf_prefix == named.hf_prefix:
+                return edited.before.count_held(number, replace(own, experts=layer.experts, kept=layer.kept))
+        return 0
+
     def list_passthrough(self, edited: EditedWeights) -> list[TensorInfo]:
         """Return the passthrough tensors of the edited weights."""
         return edited.before.list_passthrough()
@@ -121,12 +130,7 @@ class EditedWeights:
         return self._edit.name_before(self, layer)
 
     def count_held(self, index: int, layer: Layer) -> int:
-        """The limit of what was before; an edit copies at most the tensors of a layer."""
-        named = self.name_before(layer)
-        for number, own in enumerate(self.layers_before):
-            if own.hf_prefix == named.hf_prefix:
-                return self.before.count_held(number, replace(own, experts=layer.experts, kept=layer.kept))
-        return 0
+        return self._edit.count_held(self, index, layer)
 
     def check_complete(self, layers: list[Layer]) -> None:
         self.before.check_complete(self.layers_before)

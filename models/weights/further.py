@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.further.table import count_trained, list_copies, set_trained
-from models.layers.layer import Layer
+from models.layers.layer import Layer, TensorPiece
 from models.storage.safetensors_writer import TensorInfo
 from models.weights.edits import Edit, EditedWeights, EditOrder, ReadLayer
 from models.weights.source import WeightSource, check_shape, check_tensors, read_as_stored
@@ -39,6 +39,13 @@ class FurtherLayers(Edit):
         tensors = {name: _read_tensor(edited, layer, name, shape) for name, shape in layer.shapes().items()}
         check_tensors(tensors, layer, str(edited.path))
         return tensors
+
+    def count_held(self, edited: EditedWeights, index: int, layer: Layer) -> int:
+        if not (edited.layers[index].is_further and layer.owns_weights):
+            return super().count_held(edited, index, layer)
+        sizes = {info.name: info.nbytes for info in edited.before.list_passthrough()}
+        pieces = (piece for name in layer.shapes() for piece in _list_pieces(layer, name) if piece.index)
+        return sum(sizes[piece.hf_name] for piece in pieces)
 
     def list_passthrough(self, edited: EditedWeights) -> list[TensorInfo]:
         taken = _list_read(edited.layers) | list_copies(edited.config, edited.layers).keys()
@@ -67,8 +74,13 @@ def _list_read(layers: list[Layer]) -> set[str]:
     }
 
 
+def _list_pieces(layer: Layer, name: str) -> list[TensorPiece]:
+    """Return the pieces of a tensor that this rank reads."""
+    return [piece for piece in layer.get_pieces(name) if layer.reads(name, piece)]
+
+
 def _read_tensor(edited: EditedWeights, layer: Layer, name: str, shape: torch.Size) -> torch.Tensor:
-    pieces = [piece for piece in layer.get_pieces(name) if layer.reads(name, piece)]
+    pieces = _list_pieces(layer, name)
     parts = [edited.before.read_passthrough(piece.hf_name) for piece in pieces]
     if not pieces[0].index:
         return parts[0]

@@ -48,6 +48,12 @@ _MISTRAL_LARGE4 = {
     "kv_source_layers": [0, 1, 2, 2, 4, 5, 6, 6],
     "indexer_types": ["full", "full", "full", "shared"] * 2,
 }
+# MiniMax-M3: three dense layers with full attention, then indexers and experts
+_MINIMAX_M3 = {
+    "num_hidden_layers": 8,
+    "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 5,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5,
+}
 _QWEN4_EXP = {
     "ple_layer_ids": [2],
     "eos_token_id": 2,
@@ -143,6 +149,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": _SECTIONS,
     "qwen2_5_vl": _SECTIONS,
     "qwen2_vl": _SECTIONS,
+    "minimax_m3_vl": {"text_config": _MINIMAX_M3},
+    "minimax_m3_vl_text": _MINIMAX_M3,
     "ministral": {"head_dim": 128},
     "mistral_large4": {"text_config": _MISTRAL_LARGE4},
     "mixtral": {"sliding_window": 4096},

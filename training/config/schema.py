@@ -439,6 +439,12 @@ class RunConfig:
         """Whether gradients are sharded and weights whole: by `training/engine/gradient_sums.py`, not by DeepSpeed."""
         return self.shards_gradients and not self.shards_weights
 
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether gradients of weights in bf16 are summed over the micro-batches in fp32, whole, so that what computes
+        them can add to the sums itself."""
+        return self.precision is Precision.bf16 and not self.shards_gradients
+
 
 @cache
 def build_schema() -> type[RunConfig]:

@@ -15,7 +15,8 @@ from training.costs.hardware import GB
 def compute_kept(chunk: Chunk) -> Kept:
     """Return the bytes that a micro-batch keeps, and the peak of recomputation. It keeps the chunk's output, if that is
     sent, and what came in: hidden_states, which a first group that is recomputed counts itself, and integers. What a
-    layer makes for later ones is kept for those that are recomputed.
+    layer lends to later ones is kept for a group that is recomputed and begins with one of them: the keys that its
+    indexer has selected, for layers that select none.
 
     Counted group by group as the backward pass goes: what later groups kept is freed by then, and the group's own input
     where autograd keeps nothing of it. Of what is on the host, the input of the group that is recomputed has come back,
@@ -24,25 +25,31 @@ def compute_kept(chunk: Chunk) -> Kept:
     no backward pass keeps nothing. Its forward pass counts where nothing later takes as much: the factors of an MLP's
     product, one of them before its activation function too, and the product."""
     checkpointing = chunk.checkpointing
-    kept = recomputation = on_host = deferred = 0  # deferred: by the groups that are done
+    kept = recomputation = on_host = copied = deferred = 0  # deferred: by the groups that are done
+    is_borrowed = False  # whether a later group, which is recomputed, takes what an earlier layer lends
     for group in reversed(chunk.groups):
         layers = chunk.layers[group.start : group.stop]
+        lent = [layer.bytes.lent for layer in layers if layer.bytes.lent]
+        if is_borrowed and lent:
+            kept, is_borrowed = kept + lent[-1], False
         if not group.is_recomputed:
             kept += sum(layer.bytes.saved for layer in layers)
             continue
+        is_borrowed = is_borrowed or bool(layers[0].selection and not layers[0].selection.selected_bytes)
         remade = sum(layer.bytes.remade if checkpointing.is_selective else layer.bytes.saved for layer in layers)
         entering, came_back, freed = chunk.input_bytes, 0, 0
         if group.start:
             entering = chunk.layers[group.start - 1].bytes.output * layers[0].num_blocks
             freed = entering if layers[0].bytes.frees_input and chunk.checkpointing.runs_again else 0
             if checkpointing.offloads:
-                on_host, came_back, entering = on_host + entering, 2 * entering, 0
+                on_host, copied = on_host + chunk.run.pin(entering), copied + entering
+                came_back, entering = 2 * entering, 0
         missing = freed
         if not (checkpointing.is_selective or chunk.run.config.compile):
             repeated = max(layer.bytes.repeated for layer in layers)
             missing = min(freed, count_flowing(chunk.layers, chunk) + count_on_the_way(chunk) - repeated)
         recomputation = max(recomputation, came_back + remade + deferred - kept - missing)
-        kept += entering + sum(layer.bytes.lent for layer in layers)
+        kept += entering
         deferred += sum(layer.bytes.deferred for layer in layers)
         if checkpointing.is_selective:
             kept += sum(layer.bytes.kept for layer in layers)
@@ -55,6 +62,7 @@ def compute_kept(chunk: Chunk) -> Kept:
         recomputation=max(recomputation, working - kept),
         deferred=sum(layer.bytes.deferred for layer in chunk.layers),
         host=on_host,
+        copied=copied,
     )
 
 
@@ -104,7 +112,7 @@ def compute_offload(chunk: Chunk, again: PassCost) -> PassCost:
     run, hardware = chunk.run, chunk.run.hardware
     ranks_on_node = min(run.layout.world_size, hardware.cards_per_node)
     rate = min(hardware.host_link_bandwidth, hardware.host_memory_bandwidth / ranks_on_node) * GB
-    copying, forward = compute_kept(chunk).host / rate, sum(time_pass(layer, run) for layer in chunk.layers)
+    copying, forward = compute_kept(chunk).copied / rate, sum(time_pass(layer, run) for layer in chunk.layers)
     backward = sum(time_pass(layer, run, is_backward=True) for layer in chunk.backward_layers) + again.backward_seconds
     first = chunk.hidden_bytes / rate if copying else 0.0
     return PassCost(

@@ -41,12 +41,16 @@ def count_on_the_way(stage: Stage | Chunk) -> int:
     """Return the bytes of the gradient where a layer is widest, or of one parameter's new gradient.
 
     Unless that is in fp32, a CPU copies it to fp32 to add it (`add_gradient`), 4 bytes an element; a GPU casts as it
-    adds. Stage 2 copies gradients by buckets (`gradient_sums.py`). The head is not among the widest: its result is in
-    the loss.
+    adds, and makes no gradient that is added to a lent sum. Stage 2 copies gradients by buckets (`gradient_sums.py`).
+    The head is not among them: its result and its gradient are in the loss. A head that is the embedding of the same
+    stage leaves its gradient to autograd, until that of the embedding has come.
     """
-    layers = stage.layers[:-1] if stage.has_loss else stage.layers
+    run, layers = stage.run, stage.layers[:-1] if stage.has_loss else stage.layers
     widest = max((layer.bytes.widest for layer in layers), default=0)
-    return max(widest, count_new_gradient(stage, stage.largest_trainable))
+    making = stage.layers if run.layout.num_stages == 1 and stage.layers[-1].tied_key else layers
+    is_added = run.config.sums_in_fp32 and run.hardware.device is Device.cuda
+    made = (each.parameters.largest_made if is_added else each.parameters.largest_trained for each in making)
+    return max(widest, count_new_gradient(stage, max(made, default=0)))
 
 
 def count_new_gradient(stage: Stage | Chunk, num_elements: int) -> int:

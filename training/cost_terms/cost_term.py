@@ -15,10 +15,11 @@ from functools import cached_property
 from typing import Any, Self
 
 from training.config.precision import DTYPES
-from training.config.schema import AttnImplementation, Precision, RunConfig
+from training.config.schema import AttnImplementation, Device, Precision, RunConfig
 from training.costs.cost import LayerCost
 from training.costs.hardware import Machine
 from training.costs.links import Sent
+from training.distributed.pinned_memory import pinned_bytes
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import choose_reduce_dtype
 from training.objectives.registry import count_rows
@@ -82,6 +83,7 @@ class Kept(Summed):
     recomputation: int = 0  # `Memory.recomputation`
     deferred: int = 0  # its activations between the two halves of its backward pass
     host: int = 0  # in the host's memory
+    copied: int = 0  # to the host's memory, and back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,11 @@ class PlannedRun:
         """Bytes of a gradient summed over micro-batches."""
         return 2 if self.config.precision is Precision.fp16 else 4
 
+    def pin(self, nbytes: int) -> int:
+        """Return the bytes of the host for a tensor that is copied to a GPU from there, or that stays there for a
+        CPU."""
+        return pinned_bytes(nbytes) if self.hardware.device is Device.cuda else nbytes
+
     @property
     def is_eager(self) -> bool:
         """Whether attention is two products of matrices, of all scores."""
@@ -176,6 +183,7 @@ class Chunk:
     indices: range  # of its layers in the model
     layers: Sequence[LayerCost]
     has_loss: bool  # that of the model
+    has_backward: bool = True  # False for a pass that only goes forward
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -218,11 +226,6 @@ class Chunk:
         return 0 if self.has_loss else 2 * self.layers[-1].bytes.output + self.integer_bytes
 
     @cached_property
-    def largest_trainable(self) -> int:
-        """Elements of the largest trainable tensor."""
-        return max(layer.parameters.largest_trained for layer in self.layers)
-
-    @cached_property
     def checkpointing(self) -> ActivationCheckpointing:
         return build_activation_checkpointing(self.run.config)
 
@@ -231,9 +234,9 @@ class Chunk:
         """The number of its first layers that run no backward pass: those of the model's first chunk below the first
         layer with a trained parameter. Any later chunk runs all of its layers backward, since the engine asks for the
         gradient of whatever a chunk receives (`Runner._forward`)."""
-        if self.number > 0:
+        if self.number > 0 and self.has_backward:
             return 0
-        trained = (number for number, layer in enumerate(self.layers) if layer.parameters.trained)
+        trained = (number for number, layer in enumerate(self.layers) if layer.parameters.trained and self.has_backward)
         return next(trained, len(self.layers))
 
     @property
@@ -323,10 +326,9 @@ class Stage:
         divided, num_shares = count_distinct("divided", self.layers), layout.topology.num_expert_shares
         return -(-(self.num_trainable - divided) // layout.num_shards) + -(-divided * num_shares // layout.num_shards)
 
-    @cached_property
-    def largest_trainable(self) -> int:
-        """Elements of the largest trainable tensor."""
-        return max(layer.parameters.largest_trained for layer in self.layers)
+    def shares(self, layer: LayerCost) -> bool:
+        """Return whether another stage has the weights of a layer too."""
+        return layer.tied_key is not None and self.run.layout.num_stages > 1
 
 
 def list_stages(run: PlannedRun, costs: Sequence[LayerCost], bounds: Sequence[int]) -> list[Stage]:
@@ -335,6 +337,11 @@ def list_stages(run: PlannedRun, costs: Sequence[LayerCost], bounds: Sequence[in
         Stage(run, stage_id, costs, [range(*bounds[chunk : chunk + 2]) for chunk in run.schedule.list_chunks(stage_id)])
         for stage_id in range(run.layout.num_stages)
     ]
+
+
+def find_largest(layers: Sequence[LayerCost]) -> int:
+    """Return the elements of the largest trained tensor."""
+    return max((layer.parameters.largest_trained for layer in layers), default=0)
 
 
 def count_distinct(count: str, layers: Sequence[LayerCost]) -> int:

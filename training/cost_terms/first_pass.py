@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from training.cost_terms import context_parallel, layer_ranks, layers, selection
 from training.cost_terms.cost_term import Chunk, Memory, PassCost, Stage
-from training.cost_terms.layers import run_forward
 from training.objectives.objective import PassOver
 from training.objectives.registry import get_objective
+
+_FORWARD = (  # the terms of a pass through layers
+    *(layers.compute_passes, selection.compute_selection, context_parallel.compute_exchanges),
+    *(layer_ranks.compute_sums, layer_ranks.compute_exchanges),
+)
 
 
 def compute_auxiliary(stage: Stage) -> Memory:
@@ -41,9 +48,11 @@ def count_working(stage: Stage) -> int:
 def compute_first_pass(chunk: Chunk) -> PassCost:
     """Return the cost of a forward pass over as many tokens before the step: the model's own, for an objective that
     needs one; the auxiliary model's, which the first chunk of its stage counts."""
-    run = chunk.run
+    run, passed = chunk.run, list[Chunk]()
     if run.auxiliary:
-        own = run.auxiliary[chunk.stage_id]
-        return run_forward(own.layers, own.run) if chunk.number == own.chunks[0].number else PassCost()
-    runs_first = get_objective(run.config).pass_over(run.config) not in (None, PassOver.auxiliary)
-    return run_forward(chunk.layers, run) if runs_first else PassCost()
+        own = run.auxiliary[chunk.stage_id].chunks
+        passed = own if chunk.number == own[0].number else []
+    elif get_objective(run.config).pass_over(run.config) not in (None, PassOver.auxiliary):
+        passed = [chunk]
+    forward = [replace(each, has_backward=False) for each in passed]
+    return sum((compute(each) for each in forward for compute in _FORWARD), start=PassCost())

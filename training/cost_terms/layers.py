@@ -6,7 +6,6 @@ which launches both. The constants hold for GPUs of any kind; that of one kind i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
 
@@ -45,18 +44,12 @@ def compute_passes(chunk: Chunk) -> PassCost:
     """Return the cost of the passes: backward is twice forward, less the gradients of frozen matrices, and nothing in
     layers that run none."""
     run, backward = chunk.run, chunk.backward_layers
-    return run_forward(chunk.layers, run) + PassCost(
+    return PassCost(
+        forward_flops=sum(layer.work.forward_flops for layer in chunk.layers),
+        forward_seconds=sum(time_pass(layer, run) for layer in chunk.layers),
         backward_flops=sum(layer.work.backward_flops for layer in backward),
         backward_seconds=sum(time_pass(layer, run, is_backward=True) for layer in backward),
         deferred_seconds=sum(time_products(layer, run, layer.work.deferred_flops, True) for layer in backward),
-    )
-
-
-def run_forward(layers: Sequence[LayerCost], run: PlannedRun) -> PassCost:
-    """Return the cost of a forward pass through layers."""
-    return PassCost(
-        forward_flops=sum(layer.work.forward_flops for layer in layers),
-        forward_seconds=sum(time_pass(layer, run) for layer in layers),
     )
 
 

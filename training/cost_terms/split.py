@@ -67,9 +67,11 @@ def build_find_stop(costs: Sequence[LayerCost], run: PlannedRun) -> FindStop:
     @cache
     def find_stop(stage_id: int, start: int) -> int:
         """The end of the longest range that fits; `start` where none does."""
-        # Under 1F1B a later stage has fewer micro-batches in flight; the first and the last have layers of their own
-        low = find_stop(stage_id - 1, start) if 1 < stage_id < last_stage else start
         high = len(costs) - (last_stage - stage_id)  # a layer or more for each later stage
+        if stage_id == last_stage:  # whose loss is that of the head, so that fewer layers are no such stage
+            return high if holds(stage_id, start, high) else start
+        # Under 1F1B a later stage has fewer micro-batches in flight; the first has a layer of its own
+        low = find_stop(stage_id - 1, start) if stage_id > 1 else start
         as_long = start + lengths.get(stage_id, 0)  # as most ranges are, of layers of one kind
         for stop in (as_long, as_long + 1):
             if low < stop <= high:

@@ -43,7 +43,7 @@ from models.sharding.tensor_parallel import list_shard_specs, shard_module
 from training.costs.trace import Operator, Trace, trace_passes
 from training.costs.traffic import NO_TRAFFIC, PRODUCTS, Traffic, count_remade, count_traffic
 from training.pipeline.activation_checkpoint import may_draw
-from training.pipeline.weight_gradients import list_deferred
+from training.pipeline.weight_gradients import list_deferred, list_lent
 
 GROUPED_PRODUCT = "grouped_mm"  # of `models/experts/products.py`
 _LONGEST = 2**30  # tokens of a row
@@ -71,6 +71,7 @@ class Parameters:
     held: int  # on the rank
     trained: int  # those of `held` that are trained
     largest_trained: int = 0  # elements of the largest trained tensor
+    largest_made: int = 0  # the same without those whose gradients a GPU adds to sums that are lent (`list_lent`)
     active: int = 0  # of the whole layer, those that take part in a token's computation: of experts, the chosen ones
     frozen: int = 0  # those of `active` that are not trained
     whole: int = 0  # of the whole layer
@@ -123,7 +124,7 @@ class Bytes:
     repeated: int = 0
     widest: int = 0  # gradients within the backward pass, where they take most: a widest result, or eager scores
     deferred: int = 0  # kept between the two halves of a backward pass; 0 if the schedule puts nothing off
-    lent: int = 0  # made for the layers after it besides hidden_states, which each that is recomputed takes again
+    lent: int = 0  # made for the layers after it besides hidden_states, which those that are recomputed take again
     # Whether autograd keeps nothing of the hidden_states that the layer takes, as where a norm keeps a copy in fp32:
     # `recompute` (training/pipeline/recomputation.py) lets go of them once it has run the layer again. torch's own
     # function, for layers that may draw random numbers, does not
@@ -265,6 +266,8 @@ class _BuiltLayer:
         parameters = dict(self.module.named_parameters())
         trained = {name: parameter.numel() for name, parameter in parameters.items() if parameter.requires_grad}
         quantized, itemsize = list_quantized(self.module), self.batch.dtype.itemsize
+        splits = self.splits_backward or not self.compiles
+        lent = () if self.layer.is_tied_head else set(list_lent(self.module, splits, self.splits_backward))
         # How many times larger than the first rank's shard a sharded parameter is, over all ranks with experts too
         whole = {
             name: spec.length / parameters[name].shape[spec.dim]
@@ -280,6 +283,7 @@ class _BuiltLayer:
             held=sum(p.numel() for p in parameters.values()),
             trained=sum(trained.values()),
             largest_trained=max(trained.values(), default=0),
+            largest_made=max((count for name, count in trained.items() if name not in lent), default=0),
             active=sum_whole(parameters, self._active),
             frozen=sum_whole([name for name in parameters if name not in trained], self._active),
             whole=sum_whole(parameters, elements),
@@ -502,11 +506,7 @@ class _BuiltLayer:
         position_ids = torch.zeros(batch.rows, batch.seq_length, dtype=torch.long, device="meta")
         shape = batch.rows * layer.num_blocks, batch.seq_length // self._hidden_parts, self.width
         hidden_states = torch.empty(*shape, dtype=self.dtype, device="meta", requires_grad=True)  # [B, T, D] per block
-        inputs: Any = (
-            position_ids if self.is_first else hidden_states,
-            position_ids,
-            position_ids.to(torch.int32),
-        )
+        inputs: Any = (position_ids if self.is_first else hidden_states, position_ids, position_ids.to(torch.int32))
         if layer.is_further and not layer.owns_weights:
             inputs = (*inputs, position_ids)  # in place of tokens
         if isinstance(module, PipelineDecoderLayer):

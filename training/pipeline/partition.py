@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -141,11 +141,6 @@ def _balance_evenly(weights: tuple[int, ...], num_stages: int, schedule: Schedul
     return bounds
 
 
-@lru_cache(maxsize=256)
-def _balance_chunks(weights: tuple[int, ...], schedule: Schedule) -> list[int]:
-    return balance_chunks(weights, schedule)
-
-
 def _balance_within(
     weights: Sequence[int], num_stages: int, find_stop: FindStop | None, schedule: Schedule | None = None
 ) -> list[int]:
@@ -227,6 +222,9 @@ def balance_chunks(weights: Sequence[int], schedule: Schedule) -> list[int]:
         best = splits[found]
 
 
+_balance_chunks = lru_cache(maxsize=256)(balance_chunks)
+
+
 def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int, num_chunks: int) -> list[int]:
     if not all(isinstance(size, int) for size in sizes):
         raise UserError(f"partition_method={sizes} must list whole numbers, the layers of each stage")
@@ -238,10 +236,7 @@ def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int, num_chun
             f"{num_layers} layers (embedding, norm and head count as one each) to num_stages={num_stages}{virtual}, "
             "at least one each"
         )
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
-    return bounds
+    return [0, *accumulate(sizes)]
 
 
 def _num_parameters(layer: Layer) -> int:

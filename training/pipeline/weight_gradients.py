@@ -224,9 +224,7 @@ def split_projections(module: nn.Module, deferred: DeferredGradients, defers: bo
     made able to, they would keep all of it. Returns the number of elements in trained matrices whose gradients can be
     deferred, and in all of them.
     """
-    for _, part in _list_projections(module):
-        if not defers and getattr(part, "entry", None) is not None:
-            continue
+    for _, part in _list_projections(module, defers):
         plain = not isinstance(part, _ROW_PARALLEL)
         # A sharded projection adds its bias after the sum over the ranks.
         split = SplitProjection(part.weight, part.bias if plain else None, isinstance(part, Conv1D), deferred)
@@ -252,13 +250,23 @@ def list_deferred(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield own, parameter
 
 
-def _list_projections(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def list_lent(module: nn.Module, projections: bool, defers: bool) -> Iterator[str]:
+    """Yield the names of weights whose gradients are added to a sum that is lent, on a GPU without being made first:
+    those of a plain embedding and, where `projections` are split, of these. defers: as in `split_projections`."""
+    if isinstance(module, Embedding) and module.is_plain:
+        yield "weight"
+    if projections:
+        yield from (f"{name}.weight" for name, _ in _list_projections(module, defers))
+
+
+def _list_projections(module: nn.Module, defers: bool = True) -> Iterator[tuple[str, Any]]:
     summed, gates = list_partial_gradients(module), {id(gate) for gate in list_gates(module)}
     for name, part in module.named_modules():
         if id(part) in gates:
             continue
         own = {f"{name}.weight"} if isinstance(part, _ROW_PARALLEL) else {f"{name}.weight", f"{name}.bias"}
-        if type(part) in _PROJECTIONS and part.weight.requires_grad and not own & summed:
+        splits = type(part) in _PROJECTIONS and (defers or getattr(part, "entry", None) is None)
+        if splits and part.weight.requires_grad and not own & summed:
             yield name, part
 
 

@@ -108,7 +108,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         earlier=earlier,
         passthrough=find_passthrough_bytes(config),
         width=width,
-        advice=advise(plan, model.layers, build),
+        advice=advise(config, plan, model.layers, build),
         longest=find_longest(plan, fits, most) if is_indexed and most else None,
     )
     yield f"picture of the schedule: {save_picture(plan, config)}"

@@ -25,6 +25,7 @@ from training.costs.hardware import GIB
 from training.planner.plan import Plan
 
 Changes = Mapping[str, Any]  # values by key: those of a group by `group.key`
+Build = Callable[[RunConfig], Plan]  # the plan of a config
 
 # Each gives memory for time, and changes no gradient, as the entries of `SAVING` do
 RECOMPUTED: Changes = {"activation_checkpoint_interval": 1, "activation_checkpoint_mode": CheckpointMode.grouped}
@@ -64,12 +65,12 @@ class Variant(NamedTuple):
         return f"{self.overrides} ({self.plan.fullest.memory.peak / GIB:.1f} GiB)"
 
 
-def advise(plan: Plan, layers: Sequence[Layer], build: Callable[[RunConfig], Plan]) -> list[Variant]:
+def advise(config: RunConfig, plan: Plan, layers: Sequence[Layer], build: Build) -> list[Variant]:
     """Return what single changes bring to a run that fits its GPUs; of one that does not those that make it fit, alone,
     else with recomputation, else with rounded averages too. Empty on a CPU that has room.
 
-    layers: of the model. build: returns the plan of a config, as its run would resolve it; raises UserError where the
-    run would.
+    config: as it was given, so that what is `auto` is chosen anew. layers: of the model. build: returns the plan of a
+    config, as its run would resolve it; raises UserError where the run would.
     """
     levels: list[Sequence[Changes]] = []
     if not plan.fits:
@@ -77,31 +78,26 @@ def advise(plan: Plan, layers: Sequence[Layer], build: Callable[[RunConfig], Pla
         levels.append([RECOMPUTED, *SAVING, *ROUNDED, *unused])
         levels += [[{**RECOMPUTED, **more, **changes} for changes in SAVING] for more in ({}, ROUNDED[0])]
     elif plan.run.hardware.device is Device.cuda:
-        layout, fused = plan.layout, [FUSED] * _fuses_any(layers)
+        layout, fused = plan.layout, [FUSED] * bool(fuse_kernels(layers[len(layers) // 2].build_on_meta()))
         larger = {"micro_batch_size": 2 * layout.micro_batch_size, "gradient_accumulation_steps": None}
         levels.append([*fused, *FASTER, {**larger, "global_batch_size": layout.global_batch_size}])
     for level in levels:
-        if found := list(_try_level(plan, level, build)):
+        if found := list(_try_level(config, plan, level, build)):
             return found
     return []
 
 
-def _fuses_any(layers: Sequence[Layer]) -> bool:
-    """Whether `fused_kernels=auto` has a kernel for a part of a decoder layer."""
-    return bool(fuse_kernels(layers[len(layers) // 2].build_on_meta()))
-
-
-def _try_level(plan: Plan, level: Sequence[Changes], build: Callable[[RunConfig], Plan]) -> Iterator[Variant]:
+def _try_level(config: RunConfig, plan: Plan, level: Sequence[Changes], build: Build) -> Iterator[Variant]:
     """Yield the run with each of these changes that it would not refuse and does not have; where it does not fit, with
     those that make it fit, but for those with more in them than another."""
-    config, enough = plan.run.config, list[Changes]()
+    enough = list[Changes]()
     for changes in level:
         overrides = render_changes(config, changes)
         if not overrides or any(fewer.items() <= changes.items() for fewer in enough):
             continue
         with suppress(UserError):
             changed = build(apply_changes(config, changes))
-            if changed.run.config != config and (plan.fits or changed.fits):
+            if changed.run.config != plan.run.config and (plan.fits or changed.fits):
                 enough.append(changes)
                 yield Variant(overrides, changed)
 

@@ -14,15 +14,7 @@ from functools import cached_property, lru_cache
 
 from training.cost_terms import table
 from training.cost_terms.context_parallel import ModeCost, compare_modes
-from training.cost_terms.cost_term import (
-    Chunk,
-    Memory,
-    PassCost,
-    PlannedRun,
-    Stage,
-    count_distinct,
-    list_stages,
-)
+from training.cost_terms.cost_term import Chunk, Memory, PassCost, PlannedRun, Stage, count_distinct, list_stages
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.links import Sent, compute_sending_seconds, find_bandwidth

@@ -20,7 +20,7 @@ from errors import UserError
 from extensions.search import search
 from extensions.search.command import build_command, list_needs, render_command
 from extensions.search.report import MARGIN, render_other_updates, render_search, render_sizes
-from extensions.search.run import SHARED_AS, list_other_updates
+from extensions.search.run import SHARED_AS, list_other_updates, try_other_updates
 from extensions.search.search import MOST_ORDERS, SHOWN, search_plans
 from extensions.search.space import (
     CHECKPOINTING,
@@ -252,6 +252,10 @@ def test_what_fits_is_listed_and_the_fastest_of_it_first() -> None:
     assert float(run.splitlines()[3].split()[-1].replace(",", "")) == pytest.approx(
         plan.price(1000 * plan.step_seconds), rel=0.01
     )
+    scored = render_search(listed, [], total_steps=1000, scored_rows=16_000)  # a reference goes over them once
+    assert float(scored.splitlines()[3].split()[-1].replace(",", "")) == pytest.approx(
+        plan.price(1000 * plan.step_seconds + plan.time_forward(16_000)), rel=0.01
+    )
 
 
 def test_the_command_trains_as_the_plan_that_was_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,6 +409,16 @@ def test_what_changes_the_update_is_a_table_of_its_own() -> None:
     assert f"{best.plan.tokens_per_second:,.0f}" in named["adapter=lora"]
     already = build(*small, "adapter=lora", "optimizer.state_dtype=bf16")
     assert [overrides for overrides, _ in list_other_updates(already)] == ["optimizer=adamw_8bit"]
+
+
+def test_weights_in_4_bits_are_tried_without_tensor_parallelism() -> None:
+    """Where all of the best layouts have it."""
+    config = build("world_size=2", "model=llama_tiny", "hardware=a100_40g", "max_seq_length=256")
+    models, machine = share_models(config), describe_machine(config)
+    shared = Sharing.of(config)._replace(tensor_parallel_size=2)
+    best = try_other_updates(config, models, machine, search_plans(config, models, machine, most=1, among=[shared]))
+    assert best["adapter=lora"].sharing == shared
+    assert best["adapter=lora adapter.load_in_4bit=true"].sharing == shared._replace(tensor_parallel_size=1)
 
 
 def test_what_a_plan_cannot_tell_apart_is_named_with_the_margin() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_they_are_between_the_norm_and_the_head_and_stay_with_it(root: Path) -> 
     ]  # fmt: skip
     assert count_tail(layers) == 4 and count_tail(build_layers(open_weights(str(root / "deepseek_v3")).config)) == 1
     assert [layer.num_blocks for layer in layers[-4:]] == [1, 3, 3, 3]
+
+
+def test_what_is_assembled_of_their_experts_is_held(root: Path) -> None:
+    """Before any of it is read, the experts of other ranks left out."""
+    source = edit_weights(open_weights(str(root / "deepseek_v3")), [FurtherLayers()])
+    index = len(source.layers) - 2
+    layer, stacks = source.layers[index], ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    held = sum(tensor.nbytes for name, tensor in source.read_layer(index, layer).items() if name in stacks)
+    assert layer.hf_prefix == "model.layers.5." and held > 0
+    assert source.count_held(index, layer) == held
+    half = len(layer.get_pieces(stacks[1])) // 2
+    assert source.count_held(index, replace(layer, experts=dict.fromkeys(stacks, range(half)))) == held // 2
+    assert source.count_held(0, source.layers[0]) == source.before.count_held(0, source.layers_before[0])
 
 
 @pytest.mark.parametrize(("family", "fields"), [("deepseek_v3", {"num_nextn_predict_layers": 2}), ("qwen3_next", {})])

@@ -12,6 +12,7 @@ from support.configs import build_config
 
 from training.config.schema import Device
 from training.cost_terms import table
+from training.cost_terms.buffers import count_on_the_way
 from training.cost_terms.cost_term import Kept, Memory, PassCost, PlannedRun, Stage, StepCost, list_stages
 from training.cost_terms.split import build_find_stop
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
@@ -108,11 +109,12 @@ def test_its_bytes_are_in_the_fit_check(monkeypatch: pytest.MonkeyPatch) -> None
     """A GPU that holds two layers a stage, but with the term no longer those of the first stage."""
     run = describe_run()
     run = replace(run, hardware=replace(GPU, memory=(PLAIN.fullest.memory.peak + GIB) / GIB))
-    assert all(build_find_stop([LAYER] * 4, run)(stage, 0) >= 2 for stage in (0, 1))
+    assert all(build_find_stop([LAYER] * 4, run)(stage, 2 * stage) >= 2 * stage + 2 for stage in (0, 1))
     assert balance([1] * 4, 2, build_find_stop([LAYER] * 4, run)) == [0, 2, 4]
     add_dummy(monkeypatch)
     run = replace(run)  # which keeps what it has summed
-    assert [build_find_stop([LAYER] * 4, run)(stage, 0) >= 2 for stage in (0, 1)] == [False, True]
+    found = build_find_stop([LAYER] * 4, run)
+    assert [found(stage, 2 * stage) >= 2 * stage + 2 for stage in (0, 1)] == [False, True]
     assert balance([1] * 4, 2, build_find_stop([LAYER] * 4, run)) is None
     assert not replace(plan(), run=run).fits
 
@@ -123,7 +125,7 @@ def test_its_bytes_are_in_the_fit_check(monkeypatch: pytest.MonkeyPatch) -> None
     ids=str,
 )
 def test_a_cpu_copies_a_gradient_to_fp32_to_add_it(keys: tuple[str, ...], copied: int) -> None:
-    layer = replace(LAYER, parameters=replace(LAYER.parameters, largest_trained=5 * 10**6))
+    layer = replace(LAYER, parameters=replace(LAYER.parameters, largest_trained=5 * 10**6, largest_made=5 * 10**6))
     run = replace(describe_run(), config=build_config("num_stages=2", "activation_checkpoint_interval=0", *keys))
     on_gpu, on_cpu = (
         compute_plan([layer] * 4, [0, 2, 4], replace(run, hardware=replace(GPU, device=device)))
@@ -132,6 +134,41 @@ def test_a_cpu_copies_a_gradient_to_fp32_to_add_it(keys: tuple[str, ...], copied
     assert (
         on_cpu.stages[0].memory.buffers - on_gpu.stages[0].memory.buffers == copied * layer.parameters.largest_trained
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "counted"),
+    [
+        (("precision=bf16",), 2 * 10**6),
+        (("precision=fp32",), 4 * 5 * 10**6),
+        (("precision=bf16", "zero_stage=2"), 10**7),
+    ],
+    ids=str,
+)
+def test_a_gpu_makes_no_gradient_that_is_added_to_a_lent_sum(keys: tuple[str, ...], counted: int) -> None:
+    layer = replace(LAYER, parameters=replace(LAYER.parameters, largest_trained=5 * 10**6, largest_made=10**6))
+    head = replace(LAYER, parameters=replace(LAYER.parameters, largest_trained=10**9, largest_made=10**9))
+    run = replace(describe_run(), config=build_config("num_stages=2", "activation_checkpoint_interval=0", *keys))
+    first, last = list_stages(run, [layer, layer, layer, head], [0, 2, 4])
+    assert count_on_the_way(first) == count_on_the_way(last) == counted  # the head's gradient is in the loss
+
+
+def test_a_head_that_is_the_embedding_of_its_stage_leaves_its_gradient_to_autograd() -> None:
+    head = replace(LAYER, tied_key="embedding", parameters=replace(LAYER.parameters, largest_made=10**6))
+    run = replace(describe_run(), layout=Layout(Topology.of(1), 1, M))
+    (stage,) = list_stages(run, [replace(head, parameters=LAYER.parameters), LAYER, head], [0, 3])
+    assert count_on_the_way(stage) == 2 * 10**6
+
+
+def test_a_last_stage_is_measured_with_its_head() -> None:
+    """Without its frozen head it would be taken to have the loss of a head that is trained, which takes more."""
+    parameters = replace(LAYER.parameters, trained=0, largest_trained=0)
+    costs = [*[LAYER] * 3, replace(LAYER, parameters=parameters)]
+    run = replace(describe_run(), vocab_size=10**6)
+    whole, part = (table.sum_memory(Stage(run, 1, costs, [range(1, stop)])).peak for stop in (4, 3))
+    assert part > whole
+    find_stop = build_find_stop(costs, replace(run, hardware=replace(GPU, memory=whole / GIB)))
+    assert find_stop(1, 1) == 4
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("fp32", 4)])

@@ -9,7 +9,9 @@ from support.configs import build_config
 
 from training.config.schema import Device
 from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.first_pass import compute_first_pass
 from training.cost_terms.layer_ranks import compute_sums
+from training.cost_terms.layers import compute_passes
 from training.costs.cost import Bytes, LayerCost, Parameters, Work
 from training.costs.hardware import GB, Machine
 from training.costs.links import NETWORK_LATENCY, NODE_LATENCY
@@ -38,6 +40,17 @@ def test_an_all_reduce_is_two_rounds_of_a_ring() -> None:
     cost = compute_sums(Stage(PlannedRun(config, LAYOUT, 50, GPU), 0, [LAYER, LAYER], [range(2)]).chunks[0])
     assert cost.sent == {TENSOR: (4 + 4 + 2) * 2 * (SIZE - 1) / SIZE * HIDDEN}
     assert cost.backward_seconds == pytest.approx((4 + 2) / 4 * cost.forward_seconds)
+
+
+def test_a_pass_before_the_step_waits_for_its_sums() -> None:
+    keys = ("task=kto", "precision=bf16", f"max_seq_length={TOKENS}", "activation_checkpoint_interval=1")
+    config = build_config("micro_batch_size=1", f"tensor_parallel_size={SIZE}", *keys)
+    chunk = Stage(PlannedRun(config, LAYOUT, 50, GPU), 0, [LAYER, LAYER], [range(2)]).chunks[0]
+    first, sums, passes = (compute(chunk) for compute in (compute_first_pass, compute_sums, compute_passes))
+    assert first.sending_seconds == sums.forward_seconds > 0
+    assert first.forward_seconds == pytest.approx(sums.forward_seconds + passes.forward_seconds)
+    assert first.backward_seconds == first.backward_flops == 0
+    assert first.sent == {TENSOR: 4 * 2 * (SIZE - 1) / SIZE * HIDDEN}
 
 
 @pytest.mark.parametrize(

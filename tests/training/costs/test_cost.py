@@ -82,6 +82,17 @@ def test_flash_attention_is_counted_where_its_package_is_missing() -> None:
     assert (flash.bytes.saved, flash.is_estimated) == (sdpa.bytes.saved, False)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_that_are_added_to_lent_sums_are_not_made(tied: bool) -> None:
+    """All but those of norms, and of the head, which the loss makes; of compiled layers the embedding's alone."""
+    config = build_config(tied)
+    embedding, decoder, *_, head = (cost.parameters for cost in count(config))
+    assert (embedding.largest_made, decoder.largest_made, head.largest_made) == (0, D, V * D)
+    assert (embedding.largest_trained, decoder.largest_trained) == (V * D, D * I)
+    compiled = count_layers(build_layers(config), config, MicroBatchShape(B, T, torch.float32), compiles=True)
+    assert [cost.parameters.largest_made for cost in compiled[:2]] == [0, D * I]
+
+
 def test_parameters_are_those_of_the_built_layers() -> None:
     config = build_config()
     modules = [build_real(layer, torch.float32) for layer in build_layers(config)]

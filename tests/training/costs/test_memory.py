@@ -14,6 +14,7 @@ from benchmarks.allocation import AllocationPeak
 from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
 from training.config.schema import CheckpointMode, Device, Precision
+from training.cost_terms.activations import compute_kept
 from training.cost_terms.cost_term import Memory, PlannedRun, Stage
 from training.cost_terms.loss import LossBytes
 from training.cost_terms.model_states import compute_model_states
@@ -36,9 +37,10 @@ OFFLOADED, REDUCED = "offload_optimizer=cpu", "gradient_reduce_dtype=bf16"
 
 
 def layer(saved: int, n: int = 10, trainable: int | None = None, largest: int = 5) -> LayerCost:
+    trained = n if trainable is None else trainable
     return LayerCost(
         name="x",
-        parameters=Parameters(held=n, trained=n if trainable is None else trainable, active=n, largest_trained=largest),
+        parameters=Parameters(held=n, trained=trained, active=n, largest_trained=largest, largest_made=largest),
         work=Work(forward_flops=1.0, attention_width=0),
         bytes=Bytes(saved=saved, output=HIDDEN, kept=saved // 4, remade=saved // 2),
     )
@@ -48,8 +50,9 @@ def state(
     *overrides: str, n: int = 1000, trainable: int | None = None, dp: int = 4, largest: int = 0,
     machine: Machine = HOST, saved: int = 0,
 ) -> Memory:  # fmt: skip
-    """Model states of a stage of n parameters, in bf16 unless `overrides` say otherwise."""
-    run = PlannedRun(build_config("precision=bf16", *overrides), Layout(Topology.of(dp), 1, 8), 7, machine)
+    """Model states of a first stage of n parameters, in bf16 unless `overrides` say otherwise."""
+    layout = Layout(Topology.of(2 * dp, pipe=2), 1, 8)
+    run = PlannedRun(build_config("precision=bf16", *overrides), layout, 7, machine)
     return compute_model_states(Stage(run, 0, [layer(saved, n, trainable, largest)], [range(1)]))
 
 
@@ -81,8 +84,8 @@ def test_what_is_offloaded_from_a_card_is_pinned_in_powers_of_two() -> None:
 
 
 def test_a_matrix_larger_than_a_bucket_is_reduced_by_itself() -> None:
-    largest = 3 * REDUCE_BUCKET  # its copy in bf16, less its new gradient and a CPU's copy of that, which are freed
-    new, copy = (2 + 4) * largest, 2 * largest
+    largest = 3 * REDUCE_BUCKET  # its copy in bf16, less its new gradient, which is freed
+    new, copy = 2 * largest, 2 * largest
     assert state(REDUCED, n=BIG, dp=2, largest=largest, machine=GPU).buffers == max(0, copy - new)
 
 
@@ -117,6 +120,22 @@ def test_a_bucket_of_alike_layers_is_full_at_the_first_of_them() -> None:
         stage = Stage(PlannedRun(build_config(*keys), layout, 7, GPU), 0, [first, alike, alike, last], [range(4)])
         # 1,030 gradients, and what is made of them, when two of the alike layers are freed, and the first one is too
         assert compute_model_states(stage).buffers == (2 + 4) * 1030 - 3 * 500
+
+
+def test_at_zero_stage_2_what_stages_share_is_summed_whole_and_in_no_bucket() -> None:
+    """An embedding that is the head of the last stage."""
+    keys = ("precision=bf16", "zero_stage=2", "activation_checkpoint_interval=1")
+    run = PlannedRun(build_config(*keys), Layout(Topology.of(8, pipe=2), 1, 8), 7, GPU)
+    embedding, decoder = layer(0, n=1000, largest=0), layer(0, n=100, largest=0)
+    untied, tied = (
+        compute_model_states(Stage(run, 0, [first, decoder], [range(2)]))
+        for first in (embedding, replace(embedding, tied_key="embedding"))
+    )
+    assert (untied.gradients, untied.buffers) == (4 * 1100 // 4, (2 + 4) * 1100)
+    assert (tied.gradients, tied.buffers) == (4 * 1100 // 4 + 4 * 1000, (2 + 4) * 100)
+    alone = replace(run, layout=Layout(Topology.of(2, pipe=2), 1, 8))
+    shared = Stage(alone, 0, [replace(embedding, tied_key="embedding"), decoder], [range(2)])
+    assert compute_model_states(shared).gradients == 4 * 1100  # nobody to divide the sums with
 
 
 def test_zero_stage_2_offloaded_holds_its_part_of_the_sums_on_the_gpu() -> None:
@@ -245,6 +264,15 @@ def test_selective_keeps_results_and_remakes_the_rest() -> None:
     assert found.activations == 3 * (2 * HIDDEN + 12000 // 4 + INTEGERS + HIDDEN) and found.recomputation == max(
         5000 // 2, 7000 // 2 - 5000 // 4 - HIDDEN
     )
+
+
+def test_inputs_on_the_host_are_pinned_in_powers_of_two_and_copied_as_they_are() -> None:
+    keys = ("activation_checkpoint_interval=1", "activation_offload=true")
+    layers, layout = [layer(s) for s in (3000, 4000, 5000)], Layout(Topology.of(2, pipe=2), 1, 8)
+    on_cpu = stage_of(layers, layout, 1, *keys)
+    on_gpu = replace(on_cpu, run=replace(on_cpu.run, hardware=GPU))
+    found = [compute_kept(stage.chunks[0]) for stage in (on_cpu, on_gpu)]  # of two groups, not of the first
+    assert [(kept.host, kept.copied) for kept in found] == [(2 * HIDDEN, 2 * HIDDEN), (2 * 1024, 2 * HIDDEN)]
 
 
 def test_only_the_last_stage_makes_logits() -> None:

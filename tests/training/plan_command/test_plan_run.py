@@ -74,7 +74,7 @@ def test_every_shipped_config_fits_the_gpus_that_it_names(
     # test_layer_times.py times layers on this machine; here it is enough that the plan comes out
     monkeypatch.setattr("training.plan_command.run.profile_layers", lambda run, machine: (run.costs, machine))
     if name not in PICTURED:
-        monkeypatch.setattr("training.plan_command.run.advise", lambda plan, layers, build: [])  # test_advice.py
+        monkeypatch.setattr("training.plan_command.run.advise", lambda *_: [])  # test_advice.py
         monkeypatch.setattr("training.plan_command.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
     config = with_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
     report = "\n".join(plan_run(config))

@@ -35,7 +35,7 @@ SMALL = (
 
 def advise_config(config: RunConfig) -> tuple[Plan, list[Variant]]:
     plan, layers = plan_config(config), resolve_planned(config).layers
-    return plan, advise(plan, layers, partial(run.plan_config, machine=describe_machine(config)))
+    return plan, advise(config, plan, layers, partial(run.plan_config, machine=describe_machine(config)))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,19 @@ def test_each_row_is_the_plan_with_its_overrides(keys: tuple[str, ...], expected
 def test_fused_kernels_are_named_where_there_is_one(keys: tuple[str, ...], is_named: bool) -> None:
     _, variants = advise_config(build_config(*SMALL, *keys, "hardware=b300"))
     assert ("fused_kernels=auto" in [variant.overrides for variant in variants]) == is_named
+
+
+def test_what_was_left_to_auto_is_chosen_anew() -> None:
+    """Larger micro-batches, for which what auto has chosen would not fit."""
+    kept = "activation_checkpoint_interval=0"
+    own, larger = (
+        plan_config(build_config(*SMALL, kept, f"micro_batch_size={size}")).fullest.memory.peak / GIB for size in (2, 4)
+    )
+    keys = ("activation_checkpoint_interval=auto", f"hardware.memory={(own + larger) / 2}", "hardware.usable_memory=1")
+    plan, variants = advise_config(build_config(*SMALL, *keys))
+    assert plan.run.config.activation_checkpoint_interval == 0
+    found = next(variant.plan for variant in variants if variant.overrides == "micro_batch_size=4")
+    assert found.fits and found.run.config.activation_checkpoint_interval > 0
 
 
 def test_a_change_that_does_not_fit_says_so() -> None:

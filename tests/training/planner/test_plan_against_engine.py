@@ -506,6 +506,35 @@ def test_matrices_larger_than_a_bucket(
     compare_peaks(workers, root, tmp_path, num_stages, OFFLOADED, monkeypatch, SMALL_BUCKET)
 
 
+@pytest.mark.parametrize(
+    ("tied", "num_stages", "overrides"),
+    [
+        (False, 2, RECOMPUTED),
+        pytest.param(False, 1, RECOMPUTED, marks=pytest.mark.full),
+        pytest.param(True, 2, RECOMPUTED, marks=pytest.mark.full),
+        pytest.param(True, 1, ("activation_checkpoint_interval=0",), marks=pytest.mark.full),
+        pytest.param(True, 2, (*RECOMPUTED, "zero_stage=2"), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_large_vocabulary(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, tied: bool, num_stages: int,
+    overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The first stage: the embedding adds the gradients of its rows to their sum; what stages share is summed whole."""
+    folder = root / ("tied" if tied else "untied")
+    if not folder.exists():
+        save_llama(folder, tied, vocab_size=8192, hidden_size=192, intermediate_size=512, num_hidden_layers=4)
+        save_tokenizer(folder)
+    if not (root / "targets.jsonl").exists():
+        save_long(root / "targets.jsonl", 40)  # nearly every token is a target, as in a plan
+    keys = ("precision=bf16", *overrides)
+    replicas = (0, 1) if "zero_stage=2" in overrides or num_stages == 1 else (0,)
+    compare_peaks(
+        workers, root, tmp_path, num_stages, keys, monkeypatch, BUCKET, folder.name, file="targets", ranks=replicas
+    )
+
+
 def compare_peaks(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch, bucket: int, model: str = "hf", file: str = "train",
@@ -515,7 +544,7 @@ def compare_peaks(
     monkeypatch.setattr("training.cost_terms.model_states.REDUCE_BUCKET", bucket)
     monkeypatch.setattr(chunks, "CHUNK_SIZE", SMALL_BUCKET)
     # the CPU pins nothing, so nothing is rounded up
-    monkeypatch.setattr("training.cost_terms.model_states.pinned_bytes", lambda nbytes: nbytes)
+    monkeypatch.setattr("training.cost_terms.cost_term.pinned_bytes", lambda nbytes: nbytes)
     width = 2 if "tensor_parallel_size=2" in overrides else 1
     replicas = 2 if "zero_stage=2" in overrides else 2 // num_stages  # which have a part each of the gradients
     world_size = width * num_stages * replicas

@@ -136,7 +136,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ..
         if keys not in known:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(run, "save_picture", lambda plan, config: "")
-                patch.setattr(run, "advise", lambda plan, layers, build: [])
+                patch.setattr(run, "advise", lambda *_: [])
                 patch.setattr(run, "render_plan", lambda *shown, **also: known.update({keys: measure(*shown, **also)}))
                 [*run.plan_run(build_config(*given, *keys))]
         return known[keys]
