@@ -148,7 +148,9 @@ class ImageChatEncoder(ChatEncoder):
         put: Pieces = []
         for piece in pieces:
             number = find_mark(piece.content)
-            put += [piece] if number is None else [Piece(before, False), images[number], Piece(after, False)]
+            shown = [piece] if number is None else [Piece(before, False), images[number], Piece(after, False)]
+            first, *others = [each for each in shown if each.content] or [piece]
+            put += [first._replace(first_label=piece.first_label), *others]
         return list(_join_texts(put))
 
 

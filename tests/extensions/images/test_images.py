@@ -293,6 +293,16 @@ def test_equal_texts_about_other_images_are_no_duplicates(root: Path, tmp_path: 
     assert one == same != other
 
 
+def test_the_end_of_an_answer_is_a_target_before_an_image(root: Path) -> None:
+    """Also where the template shows an earlier answer without its end, so that the image follows at once."""
+    tokenizer, record = load_tokenizer(root, "mistral3"), ask(say("A"))
+    tokenizer.chat_template = (tokenizer.chat_template or "").replace("</s>", "").replace("Q: ", "").replace("A: ", "")
+    for parts in ([say("and"), show("small")], [show("small"), say("and")], [show("small"), show("wide"), say("and")]):
+        turns = [*record["messages"], {"role": "user", "content": parts}, ANSWER]
+        sample = ImageChatEncoder(image_folder=str(root)).encode({"messages": turns}, "chat.jsonl:7", tokenizer)
+        assert sample["labels"].count(tokenizer.eos_token_id) == 2, parts
+
+
 def test_a_token_of_an_image_in_a_text_is_letters_or_refused(root: Path) -> None:
     tokenizer = load_tokenizer(root)
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
