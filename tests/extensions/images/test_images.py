@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.images import FAMILIES, save_model
+from support.images import FAMILIES, load_plain, save_model
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from data.encoders.kinds import find_kind
@@ -29,6 +29,8 @@ from extensions.images.columns import ReadImages
 from extensions.images.encoder import ImageChatEncoder
 from extensions.images.options import ImageBackend
 from extensions.inspection.findings import hash_samples
+from models.weights.sources import open_weights
+from scripts.generate import load_model
 
 ANSWER = {"role": "assistant", "content": "Two."}
 
@@ -328,6 +330,15 @@ def test_truncation_never_cuts_through_an_image(root: Path) -> None:
         assert [each[:2] for each in stored] == [list(each[:2]) for each in (first, second)[:kept]]
     skipping = Encoding(encoder, tokenizer, first.stop - 1, LengthPolicy.truncate, OnBadRecord.skip)
     assert not encode_batch(raw, skipping).columns["length"].tolist()  # nothing of it is left
+
+
+@pytest.mark.parametrize("model_type", ["internvl", "qwen3_vl"])
+def test_a_model_of_images_answers_texts(root: Path, model_type: str) -> None:
+    """Also where `transformers` has no class of its text model with a head (Qwen)."""
+    ids = torch.tensor([load_tokenizer(root, model_type)("Count these").input_ids])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    alone = load_model(open_weights(str(root / model_type))).float()
+    assert alone.generate(ids, **options).tolist() == load_plain(root / model_type).generate(ids, **options).tolist()
 
 
 def test_a_model_without_its_image_processor_is_named(root: Path, tmp_path: Path) -> None:
