@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from console import pluralize, say, show_panel
+from data.encoders.kinds import find_kind
 from data.options import Packing
 from data.storage.file_report import describe_files
 from data.storage.rows import Rows
@@ -59,7 +60,7 @@ def show_start(
     if datasets:
         show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
     facts = {"model": _describe_model(setup, prediction), "data": _describe_training_data(config, datasets, budget)}
-    facts |= describe_wrapper(setup.source) | describe_unused(setup.source, config)
+    facts |= describe_wrapper(setup.source, config.data.name) | describe_unused(setup.source, config)
     if (other := setup.auxiliary) is not None:
         facts[other.model.name] = f"{other.setup.architecture.model_type}, from {other.setup.source.path}"
     facts |= describe_adapter(setup)
@@ -105,7 +106,7 @@ def show_evaluation(
     show_panel(f"{Path(config.output_dir).name}: data", describe_files(datasets))
     facts = {
         "model": _describe_model(setup),
-        **describe_wrapper(setup.source),
+        **describe_wrapper(setup.source, config.data.name),
         "data": _describe_evaluations(config, datasets, sizes),
         **describe_adapter(setup),
         **describe_layout(setup, hosts),
@@ -166,11 +167,16 @@ def _describe_experts(setup: RunSetup, prediction: Prediction) -> str:
     return f" ({num_experts} experts, {active} active: {render_count(prediction.plan.count('active'))} parameters)"
 
 
-def describe_wrapper(source: WeightSource) -> Facts:
-    """Return, for a wrapped model, that only its text model is trained and what is not."""
+def describe_wrapper(source: WeightSource, data: str = "") -> Facts:
+    """Return, for a wrapped model, that only its text model is trained and what is not. data: the kind of data."""
     if source.wrapper is None:
         return {}
     outside = find_passthrough(source, export_unused=False).kept
+    if data and find_kind(data).front:
+        return {
+            "images": f"read by {source.wrapper.name}; its {len(outside)} tensors around the text model "
+            f"({render_mib(outside)}) stay as they are, on the first stage"
+        }
     return {
         "text only": f"the text model of {source.wrapper.name}; its other {len(outside)} tensors "
         f"({render_mib(outside)}) are passed through unchanged"

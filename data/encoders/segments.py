@@ -35,7 +35,8 @@ Pieces = list[Piece]
 class PieceEncoder(ABC):
     """An encoder that splits records into pieces, so that many records can be tokenized in one call. attaches: whether
     pieces may have attachments; then it has a method `describe_attachments(tokenizer)`, which returns a text of what
-    these depend on besides the fields, such as the files of an image processor."""
+    these depend on besides the fields, such as the files of an image processor, and `identify(content)`, which returns
+    a text of what an attachment is, wherever it lies."""
 
     attaches: ClassVar[bool] = False
 

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from data.counts import ContentCounts
@@ -25,6 +26,7 @@ from data.storage.length import LengthCounts, fit_group, fit_samples
 from data.storage.summary import BatchCounts, sum_counts
 from data.storage.tokenized import (
     ATTACHED_COLUMN,
+    ATTACHED_HASH_COLUMN,
     ATTACHED_LENGTH_COLUMN,
     CUT_COLUMN,
     LABEL_DTYPES,
@@ -105,7 +107,8 @@ class EncodedBatch:
     """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length,
     num_targets, num_cut and place in its file of each, and num_prompt where they are answers; int32. Where the kind of
     data has labels of samples, those of each, end to end: `label`, int32, or `value`, float64. Where its samples may
-    have attachments, those of each, end to end: `attached`, uint8, and their bytes, `attached_length`. files: counts of
+    have attachments, those of each, end to end: `attached`, uint8; their bytes, `attached_length`; and `attached_hash`,
+    uint64. files: counts of
     each file by its number. hashes: of the records that became samples, or were dropped as too long, uint64.
     label_kinds: of its samples, at most one. skipped: the message of each record that was skipped as bad."""
 
@@ -144,6 +147,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     hashes: list[int] = []
     sample_labels: list[int | float] = []
     attached: list[bytes] = []
+    attached_hashes: list[int] = []
     kinds: set[LabelKind] = set()
     for record, encoded in _encode_records(records, states, encoding):
         try:
@@ -164,6 +168,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
                 num_prompt.append(piece["num_prompt"] if "num_prompt" in piece else _find_target(piece))
             if encoding.attaches:
                 attached.append(write_attachments(piece.get("attachments", ())))
+                attached_hashes.append(_hash_attachments(piece, encoding.encoder))
             record.counts.num_tokens += lengths[-1]
             record.counts.num_targets += num_targets[-1]
             found = _list_labels(encoded, encoding.label_key)
@@ -178,6 +183,7 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding, files: Sequen
     if encoding.attaches:
         arrays[ATTACHED_COLUMN] = np.frombuffer(b"".join(attached), np.uint8)
         arrays[ATTACHED_LENGTH_COLUMN] = np.array([len(each) for each in attached], np.int32)
+        arrays[ATTACHED_HASH_COLUMN] = np.array(attached_hashes, np.uint64)
     check_label_kinds(kinds, encoding.encoder)
     if sample_labels:
         ((name, _),) = kinds
@@ -194,6 +200,12 @@ def check_label_kinds(kinds: Collection[LabelKind], encoder: Encoder) -> None:
             f"data.encoder={name} gives some samples {one} as `label` and others {other}; give each as many, of one "
             "type"
         )
+
+
+def _hash_attachments(sample: Sample, encoder: Any) -> int:
+    """Return a hash of what the attachments of a sample are, wherever they lie."""
+    identities = [(start, stop, encoder.identify(content)) for start, stop, content in sample.get("attachments", ())]
+    return xxhash.xxh3_64_intdigest(repr(identities).encode())
 
 
 def _holds_answers(encoded: Encoded, label_key: str) -> bool:

@@ -19,6 +19,7 @@ Each column is a flat binary file, NAME.bin:
     attached       uint8 [num_bytes]         the attachments of all samples, end to end, if the kind of data has some:
                                              a JSON list of [first token, token after the last, content] of each
     attached_length  int32 [num_samples]     the bytes of each sample's
+    attached_hash  uint64 [num_samples]      the hash of each sample's, wherever the files that they name lie
     record_hash    uint64 [num_records]      the hash of each record that became samples, or was dropped as too long
 
 Other files: summary.json has the counts (`data/storage/summary.py`), hashes.json the size and the hash of each file
@@ -54,10 +55,10 @@ SAMPLES_AT_A_TIME = 2**12  # that are read together to check their ids
 TOKEN_COLUMNS = ("input_ids", "labels")
 SAMPLE_COLUMNS = ("length", "num_targets", "source")  # those that every folder has, in addition to `offset`
 PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN = "num_prompt", "num_cut", "place"
-ATTACHED_COLUMN, ATTACHED_LENGTH_COLUMN = "attached", "attached_length"
+ATTACHED_COLUMN, ATTACHED_LENGTH_COLUMN, ATTACHED_HASH_COLUMN = "attached", "attached_length", "attached_hash"
 # Columns that are not in `TokenizedWriter.fingerprints`. A checkpoint stores the fingerprints of its data, and those of
-# versions that did not write these columns have to match.
-UNHASHED = (PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN)
+# versions that did not write the first of these columns have to match; the others name files, which may be moved.
+UNHASHED = (PROMPT_COLUMN, CUT_COLUMN, PLACE_COLUMN, ATTACHED_COLUMN, ATTACHED_LENGTH_COLUMN)
 DTYPES: dict[str, np.dtype] = {  # of the columns that a writer creates from the start
     **dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)),
     "offset": np.dtype(np.int64),
@@ -285,6 +286,13 @@ class TokenizedDataset:
         column, offsets = self._attached
         first, end = offsets[index : index + 2]
         return [Attachment(*each) for each in json.loads(column[first:end].tobytes())]
+
+    @cached_property
+    def attached_hashes(self) -> np.ndarray | None:
+        """The hash of the attachments of each sample, uint64 [num_samples]. None for a kind of data without them."""
+        path = self._arguments[0]
+        found = column_file(path, ATTACHED_HASH_COLUMN).is_file()
+        return map_column(path, ATTACHED_HASH_COLUMN, HASH_DTYPE) if found else None
 
     @cached_property
     def num_prompt(self) -> np.ndarray:

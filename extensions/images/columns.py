@@ -50,17 +50,23 @@ class ReadImages:
             raise RuntimeError(f"{len(places)} tokens of images in a micro-batch whose images have {count}")
         found = {name: torch.empty(0) for name in processor.family.inputs}
         if attached:
-            found = processor.process([self._open(each) for each in attached])
+            found = processor.process([self.open(each) for each in attached])
         columns = {VECTOR_PLACES: places} | {name: found[name] for name in processor.family.inputs}
         if processor.family.has_places:
             grids = list(found["image_grid_thw"]) if attached else []
             columns[SPATIAL_IDS] = _place_tokens(rows, is_image, grids, processor)
         return columns
 
-    def _open(self, attached: dict[str, Any]) -> Any:
+    def open(self, attached: dict[str, Any]) -> Any:
+        """Return an image. attached: as `Picture.write` keeps it. Raises UserError for one that is another by now."""
         picture = Picture(attached.get("path", ""), base64.b64decode(attached.get("content", "")))
-        where = picture.path or "an image of train_file"
-        read = picture.read(where)
+        where = picture.path or "an image of the data"
+        try:
+            read = picture.read(where)
+        except UserError:
+            raise UserError(
+                f"{picture.path} cannot be read, and could when it was tokenized; put it back, or remove data.cache_dir"
+            ) from None
         if xxhash.xxh3_64_hexdigest(read) != attached["hash"]:
             raise UserError(
                 f"{picture.path} is another file than when it was tokenized; put the former one back, or remove "

@@ -7,6 +7,7 @@ import binascii
 import io
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 FIRST_MARK, MOST_IMAGES = 0x10E000, 0x1000  # private characters: that of each image of a record
 PLACE = "<image>"  # in a text: the place of an image, as LLaMA-Factory has it
-IMAGE_PART = "image"
+IMAGE_PARTS = ("image", "image_url")
 # Of a part, the keys that may hold its image: of transformers' templates, of OpenAI's, and of data sets
 SOURCES = ("image", "path", "url", "image_url", "bytes")
 
@@ -41,9 +42,10 @@ class Picture:
             return self.content
         try:
             return Path(self.path).read_bytes()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError of a path with a zero byte
+            reason = getattr(error, "strerror", None) or str(error)
             raise UserError(
-                f"{where}: image {self.path} cannot be read ({error.strerror}); correct the path, give "
+                f"{where}: image {self.path} cannot be read ({reason}); correct the path, give "
                 "data.image_folder, or remove the record"
             ) from None
 
@@ -97,7 +99,7 @@ def take_pictures(slots: Sequence[Slot], given: Any, location: str, folder: Path
     given: the images of the record, for the places in texts and for the parts that have none of their own. folder:
     where relative paths begin. Raises UserError naming a place, or `location`.
     """
-    others = [given] if isinstance(given, (str, dict)) else list(given or [])
+    others = given if isinstance(given, list) else [] if given is None else [given]
     left = iter([_read_source(each, f"{location}: image {number}", folder) for number, each in enumerate(others, 1)])
     pictures: list[Picture] = []
 
@@ -154,7 +156,7 @@ def _list_parts(slot: Slot, has_images: bool, folder: Path) -> Iterator[str | Pi
             yield first
             for each in rest:
                 yield from (None, each)
-        elif isinstance(part, dict) and kind in (IMAGE_PART, "image_url"):
+        elif isinstance(part, dict) and kind in IMAGE_PARTS:
             source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
             yield None if source is None else _read_source(source, f"{where}: its image", folder)
         else:
@@ -178,7 +180,7 @@ def _read_source(source: Any, where: str, folder: Path) -> Picture:
             return Picture(content=base64.b64decode(encoded, validate=True))
         except (ValueError, binascii.Error):
             raise UserError(f"{where} is a data URI that is not base64; fix or remove the record") from None
-    if source.startswith(("http://", "https://")):
+    if source.lower().startswith(("http://", "https://")):
         raise UserError(f"{where} is an address, {source[:60]}; download it, and give its path")
-    path = Path(source.removeprefix("file://")).expanduser()
+    path = Path(os.path.expanduser(source.removeprefix("file://")))
     return Picture(path=str(path if path.is_absolute() else (folder / path).absolute()))

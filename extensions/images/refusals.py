@@ -23,6 +23,7 @@ ROWS: tuple[Row, ...] = (
         ZERO_3: "it is not tested with sharded weights; give zero_stage=1 or 2",
         FURTHER_TOKENS: "they would be predicted from tokens of images; give mtp.loss_coef=0",
         COLLATOR: "the places of images are those of rows as they are stored; omit data.collator",
+        has_value("proof", "true"): "the small model that it makes has no tower; give data=chat to prove the layout",
         FROM_SCRATCH: "the tower stays as it is, so it needs trained weights; omit init",
     }),
 )  # fmt: skip

@@ -50,7 +50,7 @@ def describe_findings(files: Sequence[Inspected], shown: Callable[[np.ndarray], 
         first = opened[file.key].input_ids(sample * file.group_size)
         return f"{file.key} sample {sample:,} ({locate(file, sample)}): {shown(first)}"
 
-    hashes = [_hash_samples(opened[file.key], file.group_size) for file in files]
+    hashes = [hash_samples(opened[file.key], file.group_size) for file in files]
     lines += _describe_duplicates(files, hashes, name, locate)
     for file in files:
         dataset = opened[file.key]
@@ -63,14 +63,16 @@ def describe_findings(files: Sequence[Inspected], shown: Callable[[np.ndarray], 
     return "\n".join(lines) or "no duplicates, no samples without targets, no outliers in length"
 
 
-def _hash_samples(dataset: TokenizedDataset, group_size: int) -> np.ndarray:
-    """Return a uint64 hash of each sample or group; equal tokens and labels have equal hashes."""
+def hash_samples(dataset: TokenizedDataset, group_size: int) -> np.ndarray:
+    """Return a uint64 hash of each sample or group; equal tokens, labels and images have equal hashes."""
     hashes = np.empty(len(dataset) // group_size, np.uint64)
     for number in range(len(hashes)):
         state = xxhash.xxh3_64()
         for sample in range(number * group_size, (number + 1) * group_size):
             state.update(np.ascontiguousarray(dataset.input_ids(sample)).data)
             state.update(np.ascontiguousarray(dataset.labels(sample)).data)
+            if dataset.attached_hashes is not None:
+                state.update(dataset.attached_hashes[sample].tobytes())
         hashes[number] = state.intdigest()
     return hashes
 

@@ -23,6 +23,7 @@ from transformers import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_MAPPING,
     AutoModelForCausalLM,
+    GenerationMixin,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -224,7 +225,7 @@ def find_text_class(config: PretrainedConfig, base_class: type[PreTrainedModel] 
             "__module__": base_class.__module__,  # read by transformers to find what a class supports
         }
         name = f"{base_class.__name__}WithHead"
-        text_class = type(name, (_WithHead, base_class.__bases__[0]), fields)
+        text_class = type(name, (_WithHead, base_class.__bases__[0], GenerationMixin), fields)
         AutoModelForCausalLM.register(type(config), text_class, exist_ok=True)
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 

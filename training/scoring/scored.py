@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from batch import Targets
+from batch import Side, Targets
 from console import progress
 from data.components import describe_code, is_ours
 from data.loading.columns import NUMBERS
@@ -124,7 +124,8 @@ def score(
     done = broadcast_from_main(lambda: writer.rows_done if writer is not None else 0, ranks)
     if done:
         ranks.say(f"{what}: {done:,} {scorer.unit} are done, the pass continues there")
-    options = replace(options, row_plan=scores.plan, columns=(NUMBERS[scores.per], *scorer.columns))
+    seen = [each for each in options.columns if each.column.side is Side.first_stage]
+    options = replace(options, row_plan=scores.plan, columns=(NUMBERS[scores.per], *scorer.columns, *seen))
     loader = ScoringLoader(path, options, _CHUNK * engine.layout.num_stages, done)
     kept = _KeptValues(scorer)
     total = sum(map(loader.count_rows, range(len(loader))))

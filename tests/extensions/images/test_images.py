@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.images import FAMILIES, save_model
+from support.images import FAMILIES, load_plain, save_model
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from data.encoders.kinds import find_kind
@@ -23,9 +23,14 @@ from data.options import LengthPolicy, OnBadRecord
 from data.sample import IGNORE_INDEX, Sample
 from data.sources.formats import RawRecord
 from data.storage.encoding import Encoding, encode_batch
+from data.storage.tokenized import TokenizedDataset, TokenizedWriter
 from errors import UserError
+from extensions.images.columns import ReadImages
 from extensions.images.encoder import ImageChatEncoder
 from extensions.images.options import ImageBackend
+from extensions.inspection.findings import hash_samples
+from models.weights.sources import open_weights
+from scripts.generate import load_model
 
 ANSWER = {"role": "assistant", "content": "Two."}
 
@@ -123,6 +128,41 @@ def test_layouts_are_one_conversation(root: Path) -> None:
         assert "content" in json.loads(embedded["attachments"][0].content)
 
 
+def list_names(sample: Sample) -> list[str]:
+    return [Path(json.loads(each.content)["path"]).stem for each in sample["attachments"]]
+
+
+def test_images_have_the_order_of_the_conversation(root: Path) -> None:
+    paths, more = ["small.png", "wide.png"], {"role": "user", "content": "<image>And here?"}
+    pair = {"prompt": "<image>Count", "completion": [ANSWER, more, ANSWER], "images": paths}
+    assert list_names(encode(root, pair)) == ["small", "wide"]
+    alpaca = {"instruction": "<image>Count", "output": "Two.", "history": [["<image>Count", "One."]], "images": paths}
+    assert list_names(encode(root, alpaca)) == ["small", "wide"]
+
+
+def test_a_record_has_images_in_the_layout_that_is_read(root: Path) -> None:
+    asked, one = [{"role": "user", "content": "Count<image>"}, ANSWER], {"images": ["small.png"]}
+    expected = encode(root, {"messages": asked, **one})
+    assert encode(root, {"conversations": asked, **one}, messages_field="conversations") == expected
+    turned = {"instruction": "Count<image>", "response": "Two.", **one}
+    assert encode(root, turned, prompt_field="instruction", completion_field="response") == expected
+    assert encode(root, {"messages": asked, "prompt": "Count<image>", "input": "<image>", **one}) == expected
+    assert encode(root, {"messages": asked, "images": "small.png"}) == expected
+
+
+def test_an_image_comes_first_where_the_template_puts_it(root: Path) -> None:
+    """As in the templates of Mistral, which sort a text and an image that are alone in a turn."""
+    tokenizer = load_tokenizer(root, "mistral3")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% for p in m.content %}",
+        "{% for p in (m.content | sort(attribute='type') if m.content | length == 2 else m.content) %}",
+    )
+    for parts in ([say("Count"), show("small")], [show("small"), say("Count")], [say("A"), show("small"), say("B")]):
+        sample = ImageChatEncoder(image_folder=str(root)).encode(ask(*parts), "chat.jsonl:7", tokenizer)
+        shown = tokenizer.apply_chat_template(ask(*parts)["messages"], tokenize=False)
+        assert tokenizer.decode(sample["input_ids"]) == shown.replace("[IMG]", expand(root, "mistral3", "small"))
+
+
 def test_records_without_images_are_those_of_chat(root: Path) -> None:
     record = {"messages": [{"role": "user", "content": "Count <image> of <img>"}, ANSWER]}
     chat = find_kind("chat").encoder().encode(record, "chat.jsonl:7", load_tokenizer(root))
@@ -199,6 +239,13 @@ def test_bad_records_are_named(root: Path) -> None:
             ask({"type": "image", "image": "data:image/png;base64,@@"}),
             "message 1: its image is a data URI that is not base64",
         ),
+        "others": (
+            {"messages": [asked, ANSWER], "image": "small.png"},
+            "the record has images in 'image', and data.images_field=images; give data.images_field=image",
+        ),
+        "no list": ({"messages": [asked, ANSWER], "images": 3}, "image 1 must be a path or a data URI, not int"),
+        "zero byte": (ask({"type": "image", "image": "a\0b"}), f"image 1: image {root}/a\0b cannot be read (embedded"),
+        "user": (ask({"type": "image", "image": "~no.user/a"}), f"image 1: image {root}/~no.user/a cannot be read (No"),
         "number": (ask({"type": "image", "image": 3}), "message 1: its image must be a path or a data URI, not int"),
         "private": (
             {"messages": [{"role": "user", "content": "\U0010e003"}, ANSWER]},
@@ -207,6 +254,55 @@ def test_bad_records_are_named(root: Path) -> None:
     }.values():
         with pytest.raises(UserError, match=rf"^chat.jsonl:7: {re.escape(message)}"):
             encode(root, record)
+
+
+def test_moved_images_are_the_same_data(root: Path, tmp_path: Path) -> None:
+    tokenizer, record = load_tokenizer(root), ask(show("small"), say("?"))
+    raw, found = [RawRecord("chat.jsonl:7", json.dumps(record))], []
+    for name, content in (("as_it_was", "small"), ("moved", "small"), ("changed", "other")):
+        (tmp_path / name).mkdir()
+        image = Image.open(root / "small.png")
+        (image if content == "small" else image.rotate(180)).save(tmp_path / name / "small.png")
+        columns = encode_batch(
+            raw, Encoding(ImageChatEncoder(image_folder=str(tmp_path / name)), tokenizer, 99)
+        ).columns
+        (tmp_path / name / "tokens").mkdir()
+        with TokenizedWriter(tmp_path / name / "tokens", 1) as writer:
+            writer.append(columns, 0)
+            found.append(writer.fingerprints)
+        (stored,) = TokenizedDataset(tmp_path / name / "tokens", True, True).attachments(0)
+        assert json.loads(stored.content)["path"] == str(tmp_path / name / "small.png")
+    as_it_was, moved, changed = found
+    assert as_it_was == moved != changed
+
+
+def test_an_image_that_is_gone_or_changed_is_named_while_a_run_trains(root: Path, tmp_path: Path) -> None:
+    read, kept = ReadImages(ImageChatEncoder(), str(root / "internvl")), {"path": str(tmp_path / "a.png"), "hash": "0"}
+    with pytest.raises(UserError, match=r"/a.png cannot be read, and could when it was tokenized; put it back, or"):
+        read.open(kept)
+    (tmp_path / "a.png").write_bytes(b"another")
+    with pytest.raises(UserError, match=r"/a.png is another file than when it was tokenized; put the former one back"):
+        read.open(kept)
+
+
+def test_equal_texts_about_other_images_are_no_duplicates(root: Path, tmp_path: Path) -> None:
+    Image.open(root / "small.png").rotate(180).save(root / "turned.png")
+    encoding = Encoding(ImageChatEncoder(image_folder=str(root)), load_tokenizer(root), 99)
+    raw = [RawRecord(f"f:{n}", json.dumps(ask(show(n), say("?")))) for n in ("small", "turned", "small")]
+    with TokenizedWriter(tmp_path, 1) as writer:
+        writer.append(encode_batch(raw, encoding).columns, 0)
+    one, other, same = hash_samples(TokenizedDataset(tmp_path, True, True), 1).tolist()
+    assert one == same != other
+
+
+def test_the_end_of_an_answer_is_a_target_before_an_image(root: Path) -> None:
+    """Also where the template shows an earlier answer without its end, so that the image follows at once."""
+    tokenizer, record = load_tokenizer(root, "mistral3"), ask(say("A"))
+    tokenizer.chat_template = (tokenizer.chat_template or "").replace("</s>", "").replace("Q: ", "").replace("A: ", "")
+    for parts in ([say("and"), show("small")], [show("small"), say("and")], [show("small"), show("wide"), say("and")]):
+        turns = [*record["messages"], {"role": "user", "content": parts}, ANSWER]
+        sample = ImageChatEncoder(image_folder=str(root)).encode({"messages": turns}, "chat.jsonl:7", tokenizer)
+        assert sample["labels"].count(tokenizer.eos_token_id) == 2, parts
 
 
 def test_a_token_of_an_image_in_a_text_is_letters_or_refused(root: Path) -> None:
@@ -234,6 +330,15 @@ def test_truncation_never_cuts_through_an_image(root: Path) -> None:
         assert [each[:2] for each in stored] == [list(each[:2]) for each in (first, second)[:kept]]
     skipping = Encoding(encoder, tokenizer, first.stop - 1, LengthPolicy.truncate, OnBadRecord.skip)
     assert not encode_batch(raw, skipping).columns["length"].tolist()  # nothing of it is left
+
+
+@pytest.mark.parametrize("model_type", ["internvl", "qwen3_vl"])
+def test_a_model_of_images_answers_texts(root: Path, model_type: str) -> None:
+    """Also where `transformers` has no class of its text model with a head (Qwen)."""
+    ids = torch.tensor([load_tokenizer(root, model_type)("Count these").input_ids])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    alone = load_model(open_weights(str(root / model_type))).float()
+    assert alone.generate(ids, **options).tolist() == load_plain(root / model_type).generate(ids, **options).tolist()
 
 
 def test_a_model_without_its_image_processor_is_named(root: Path, tmp_path: Path) -> None:

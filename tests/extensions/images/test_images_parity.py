@@ -154,6 +154,17 @@ def test_a_plan_says_what_it_does_not_count(root: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("online", [pytest.param("true", marks=full), "false"])
+def test_a_teacher_sees_the_images(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, online: str
+) -> None:
+    """The student's own model as its teacher finds every token as probable as the student does."""
+    case, out = build_case(root, tmp_path, "qwen3_vl", "pp2"), tmp_path / "out"
+    teacher = (f"distill.teacher={case.model}", f"distill.online={online}", f"output_dir={out}", "max_steps=1")
+    workers(2).run(train_run, replace(case, overrides=(*case.overrides, *teacher)))
+    assert read_metrics(out)[-1]["distill_loss"] < 1e-6
+
+
 @pytest.mark.parametrize("world_size", [pytest.param(4, marks=full), 1])
 def test_vectors_of_later_layers_stay_in_the_first_chunk(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, world_size: int

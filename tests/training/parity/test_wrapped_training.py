@@ -185,6 +185,7 @@ def test_a_plan_and_a_run_say_that_text_is_all(material, tmp_path: Path) -> None
     case = material(SHORT)
     source = open_weights(str(case.model))
     (description,) = describe_wrapper(source).values()
+    assert describe_wrapper(source, "image_chat").keys() == {"images"}
     assert re.fullmatch(
         r"the text model of Mistral3ForConditionalGeneration; its other 24 tensors \([\d.]+ MiB\) are passed through "
         "unchanged",
