@@ -214,7 +214,7 @@ KEYS = {
     ),
     "pairs without preferences": (
         ("data=preference", "task=sft"),
-        "task=sft and data=preference do not go together; give data=sft or data=chat, or task=dpo",
+        "task=sft and data=preference do not go together; give data=sft or data=chat or data=image_chat, or task=dpo",
     ),
     "preferences in pieces": (
         ("data=preference", "data.length_policy=split"),

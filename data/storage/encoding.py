@@ -108,9 +108,9 @@ class EncodedBatch:
     num_targets, num_cut and place in its file of each, and num_prompt where they are answers; int32. Where the kind of
     data has labels of samples, those of each, end to end: `label`, int32, or `value`, float64. Where its samples may
     have attachments, those of each, end to end: `attached`, uint8; their bytes, `attached_length`; and `attached_hash`,
-    uint64. files: counts of
-    each file by its number. hashes: of the records that became samples, or were dropped as too long, uint64.
-    label_kinds: of its samples, at most one. skipped: the message of each record that was skipped as bad."""
+    uint64. files: counts of each file by its number. hashes: of the records that became samples, or were dropped as too
+    long, uint64. label_kinds: of its samples, at most one. skipped: the message of each record that was skipped as
+    bad."""
 
     columns: dict[str, np.ndarray]
     files: dict[int, BatchCounts]

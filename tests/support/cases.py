@@ -152,6 +152,7 @@ def train_run(case: Case, rounds: int = 1) -> None:
     rank would compute more micro-batches for that than in a few steps of its stage.
     """
     from training import layer_times
+    from training.distributed import process
     from training.run import evaluate_only, train
     from training.setup import Run, check_run
 
@@ -161,7 +162,8 @@ def train_run(case: Case, rounds: int = 1) -> None:
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     run = Run.of(check_run(config, ranks), ranks)
     try:
-        with patch.object(layer_times, "ROUNDS", rounds):
+        # The group is that of the worker, which leaves it itself
+        with patch.object(layer_times, "ROUNDS", rounds), patch.object(process, "leave_process_group", lambda: None):
             work(run)
     finally:
         run.folder.release_lock()  # after an error too: the process lives on

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,6 +180,7 @@ class _Module(torch.nn.Module):
     """A stage whose passes record themselves, with a weight in each layer."""
 
     ranks = SimpleNamespace(parallel=SimpleNamespace(rank=0))
+    front = attrgetter("activations")
 
     def __init__(
         self, stage_id: int, chunks: Sequence[int], run_pass: Callable[[], None], has_expert: bool, has_tokens: bool
