@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_BEATS = 1.0
 _SECONDS_TO_TELL = 60.0  # the longest that a rank which ends waits until the others know why: the store may end with it
 _LONGEST = timedelta(days=365)  # for `start_minutes=null`
+_is_telling = threading.Event()  # set once this rank leaves its own reason
 _BEATS, _ENDED, _KNOWN = "meeting/beats", "meeting/ended", "meeting/known"  # in the store; the last: ranks that know
 
 
@@ -55,6 +56,7 @@ def watch_meeting(ranks: Ranks, start_minutes: float | None) -> None:
 
 def _tell(ranks: Ranks, code: int, text: str) -> None:
     """Leave in the store why this rank ends, unless another one has, and wait until the others have read it."""
+    _is_telling.set()
     with suppress(Exception):  # the reason may be that torch is missing, or that the store is gone
         import torch.distributed as dist
 
@@ -115,7 +117,7 @@ class _Meeting:
                     self._end(rank, code, text)
                 time.sleep(_SECONDS_BETWEEN_BEATS)
         except RuntimeError:  # the store has ended
-            if not dist.is_initialized():
+            if not (dist.is_initialized() or _is_telling.is_set()):
                 self._end(0, Ending.LOST_RANK, "rank 0 has ended; the screen of its host and its log say why")
 
     def _find_silent(self, store: dist.Store) -> None:

@@ -48,7 +48,7 @@ def build_deepspeed_topology(topology: Topology) -> PipeModelDataParallelTopolog
     )
 
 
-class StageModule(PipelineModule):
+class StageModule(PipelineModule):  # type: ignore[misc]
     """This rank's stage of the model.
 
     A stage may hold several chunks of layers; `forward` runs the one that `set_active_chunk` has chosen.
