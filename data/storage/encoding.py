@@ -82,8 +82,8 @@ class Encoding:
         kind = find_own(self.encoder)
         if self.label_key != ("" if kind is None else kind.label_key):  # which the encoder's name does not imply
             options["label_key"] = self.label_key
-        if self.is_whole and kind is None:
-            options["is_whole"] = True
+        if self.is_whole != (kind is not None and kind.is_whole):
+            options["is_whole"] = self.is_whole
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
 
     def describe_files(self, sources: Sequence[Sequence[str]]) -> list:
