@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
         _write_rows,
         lambda config: {"patch_size": {"height": _count_side(config), "width": _count_side(config)}},
     ),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
 }
 
 
